@@ -1,0 +1,1 @@
+"""Checkpoint to packed checkpoint and quality report."""

@@ -1,0 +1,1 @@
+"""How close a packed checkpoint is to its source: weights and logits."""

@@ -1,0 +1,1 @@
+"""Quality figures rendered for people: terminal, JSON, HTML, model card."""

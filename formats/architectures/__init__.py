@@ -1,0 +1,1 @@
+"""The tensor table of each architecture."""

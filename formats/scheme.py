@@ -1,0 +1,63 @@
+"""How one linear is quantized: bits, group size, symmetry. FORMATS: compressed-tensors `weights`."""
+
+from dataclasses import dataclass
+
+from lowbit.formats.errors import FormatError, QuantizationError
+
+GROUP_SIZES = (32, 64, 128, 256, 512)
+BITS = range(2, 9)
+SERVED_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Integer codes of `bits` bits with one scale per `group_size` weights along K.
+
+    Attributes:
+        bits: 2 to 8.
+        group_size: weights that share a scale, or None for one scale per row (channel).
+        symmetric: no zero point; the only kind lowbit writes.
+    """
+
+    bits: int
+    group_size: int | None = 128
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what the packed layout cannot express."""
+        if self.bits not in BITS:
+            raise FormatError(f"bits per weight must be 2 to 8, got {self.bits}")
+        if self.group_size is not None and self.group_size < 1:
+            raise FormatError(f"group size must be positive, got {self.group_size}")
+
+    @property
+    def code_min(self) -> int:
+        """Smallest signed code."""
+        return -(1 << (self.bits - 1))
+
+    @property
+    def code_max(self) -> int:
+        """Largest signed code."""
+        return (1 << (self.bits - 1)) - 1
+
+    def groups(self, name: str, K: int) -> int:
+        """Number of scales in a row of K weights.
+
+        Raises:
+            QuantizationError: the group size does not divide K.
+        """
+        if self.group_size is None:
+            return 1
+        if K % self.group_size:
+            fitting = [size for size in GROUP_SIZES if K % size == 0]
+            raise QuantizationError(
+                f"`{name}`: group size {self.group_size} does not divide K = {K}",
+                hint=f"use --group-size with one of {fitting} or `row`" if fitting
+                else "use --group-size row",
+            )
+        return K // self.group_size
+
+    def __str__(self) -> str:
+        """Short form for tables: `INT4 g128`, `INT8 row`."""
+        group = "row" if self.group_size is None else f"g{self.group_size}"
+        return f"INT{self.bits} {group}" + ("" if self.symmetric else " asym")

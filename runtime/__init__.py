@@ -1,0 +1,1 @@
+"""Packed checkpoint to tokens. Never imports transformers or the converter."""

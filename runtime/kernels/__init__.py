@@ -1,0 +1,1 @@
+"""Triton kernels, one op per file, each beside its plain torch reference."""

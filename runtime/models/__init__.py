@@ -1,0 +1,1 @@
+"""One readable file per architecture: layers over the ops of a backend."""
