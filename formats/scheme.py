@@ -52,7 +52,8 @@ class Scheme:
             fitting = [size for size in GROUP_SIZES if K % size == 0]
             raise QuantizationError(
                 f"`{name}`: group size {self.group_size} does not divide K = {K}",
-                hint=f"use --group-size with one of {fitting} or `row`" if fitting
+                hint=f"use --group-size with one of {fitting} or `row`"
+                if fitting
                 else "use --group-size row",
             )
         return K // self.group_size

@@ -46,7 +46,9 @@ class Qwen3Config:
                 raise UnsupportedModelError(f"config.json: `{key}: true` is not implemented")
         act = config_value(config, "hidden_act", str)
         if act != "silu":
-            raise UnsupportedModelError(f"config.json: `hidden_act: {act}`, only silu is implemented")
+            raise UnsupportedModelError(
+                f"config.json: `hidden_act: {act}`, only silu is implemented"
+            )
         theta = rope.get("rope_theta", config.get("rope_theta"))
         parsed = cls(
             vocab_size=config_value(config, "vocab_size", int),

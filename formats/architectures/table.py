@@ -51,7 +51,5 @@ def config_value(config: Mapping[str, Any], key: str, kind: type[Value]) -> Valu
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return kind(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UnsupportedModelError(
-            f"config.json: `{key}` must be {kind.__name__}, got {value!r}"
-        )
+        raise UnsupportedModelError(f"config.json: `{key}` must be {kind.__name__}, got {value!r}")
     return value

@@ -1,0 +1,96 @@
+"""Laying tensors out in safetensors shards, before any of them exists.
+
+The converter knows every output's dtype and shape from the plan, so a shard's header is written
+first and rows go straight to their place: nothing is ever held whole in memory.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowbit.formats.checkpoint import DTYPE_NAMES, TensorInfo
+from lowbit.formats.errors import FormatError
+
+SINGLE_FILE = "model.safetensors"
+ALIGNMENT = 64  # of the data's start in the file, so that readers can map it
+METADATA = {"format": "pt"}  # what transformers and vLLM look for
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file to be: its header bytes and where each tensor goes."""
+
+    file: str
+    header: bytes  # 8-byte length included
+    tensors: tuple[TensorInfo, ...]
+    size: int  # of the whole file
+
+
+def lay_out(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], max_shard_bytes: int
+) -> list[Shard]:
+    """Split tensors over shards, in order, each at most `max_shard_bytes` long.
+
+    A single tensor above the limit gets a shard of its own.
+    """
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    used = 0
+    for tensor in tensors:
+        nbytes = _nbytes(tensor) + len(tensor[0]) + 100  # its header entry, generously
+        if groups[-1] and used + nbytes > max_shard_bytes - 200:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += nbytes
+    count = len(groups)
+    if count > 99999:
+        raise FormatError(f"{count} shards do not fit the five digits of their names")
+    names = (
+        [SINGLE_FILE]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
+    return [_shard(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _shard(file: str, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> Shard:
+    # Wider dtypes first keeps every tensor aligned to its own size, as the format asks.
+    ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    offset, spans = 0, []
+    for tensor in ordered:
+        name, dtype, shape = tensor
+        end = offset + _nbytes(tensor)
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        spans.append(offset)
+        offset = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
+    start = 8 + len(raw)
+    infos = tuple(
+        TensorInfo(name, dtype, shape, file, start + span, _nbytes((name, dtype, shape)))
+        for (name, dtype, shape), span in zip(ordered, spans, strict=True)
+    )
+    return Shard(file, len(raw).to_bytes(8, "little") + raw, infos, start + offset)
+
+
+def index_json(shards: Sequence[Shard]) -> dict[str, Any]:
+    """The content of model.safetensors.index.json."""
+    weight_map = {info.name: shard.file for shard in shards for info in shard.tensors}
+    total = sum(info.nbytes for shard in shards for info in shard.tensors)
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def _nbytes(tensor: tuple[str, torch.dtype, tuple[int, ...]]) -> int:
+    return math.prod(tensor[2]) * tensor[1].itemsize
