@@ -123,7 +123,7 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     Raises:
         CheckpointError: the file ends first.
     """
-    view = memoryview(out.view(-1).view(torch.uint8).numpy())
+    view = out.view(-1).view(torch.uint8).numpy().data
     done = 0
     with path.open("rb", buffering=0) as file:
         while done < len(view):

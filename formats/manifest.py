@@ -1,6 +1,7 @@
 """`lowbit.json`: what was made from what, and the hash of every part. SPEC.md describes it.
 
-Holds no time, path, device or thread count: the same recipe on the same source gives the same bytes.
+Holds no time, path, device or thread count: the same recipe on the same source gives the same
+bytes.
 """
 
 import hashlib

@@ -65,10 +65,8 @@ def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
     """Scale of each group: [groups, 1] bfloat16, never zero."""
     high, low = w.amax(1, keepdim=True), w.amin(1, keepdim=True)
     extreme = torch.where(-low >= high, low, high)  # of largest magnitude, sign kept
-    if rule == "signed":
-        extreme = -extreme  # a negative code times a scale of this sign gives the extreme back
-    else:
-        extreme = extreme.abs()
+    # Signed: a negative code times a scale of the opposite sign gives the extreme back.
+    extreme = -extreme if rule == "signed" else extreme.abs()
     extreme = torch.where(extreme.abs() < TINY, 1.0, extreme)
     if rule == "absmax":
         return (extreme * _fp32(2 / (2**scheme.bits - 1))).to(SCALE_DTYPE)

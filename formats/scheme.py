@@ -1,4 +1,4 @@
-"""How one linear is quantized: bits, group size, symmetry. FORMATS: compressed-tensors `weights`."""
+"""How one linear is quantized: bits, group size, symmetry."""
 
 from dataclasses import dataclass
 
