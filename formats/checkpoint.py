@@ -37,6 +37,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_SIZE = 2**63 - 1  # of a dimension or an offset
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,10 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: see `open_checkpoint`.
     """
-    index = _weight_map(folder)
+    index = weight_map(folder)
+    present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     if index is None:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        files = present
         if not files:
             raise CheckpointError(
                 f"`{folder}` is not a checkpoint: it holds no .safetensors file",
@@ -167,26 +170,42 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
             )
     else:
         files = sorted(set(index.values()))
-    tensors: dict[str, TensorInfo] = {}
     for file in files:
-        if not (folder / file).is_file():
+        if file not in present:
             raise CheckpointError(
                 f"the index names shard `{file}`, which is missing from `{folder}`",
                 hint="download the missing shard",
             )
-        for info in read_header(folder / file).values():
-            if info.name in tensors:
+    return join_headers((read_header(folder / file) for file in files), index)
+
+
+def join_headers(
+    headers: Iterable[Mapping[str, TensorInfo]], index: Mapping[str, str] | None
+) -> dict[str, TensorInfo]:
+    """The tensors of all shards by name, placed as the index says.
+
+    Raises:
+        CheckpointError: a tensor is in two shards, or index and shards disagree.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for name, info in header.items():
+            if name in tensors:
                 raise CheckpointError(
-                    f"`{info.name}` is in both `{tensors[info.name].file}` and `{file}`"
+                    f"`{name}` is in both `{tensors[name].file}` and `{info.file}`"
                 )
-            tensors[info.name] = info
+            tensors[name] = info
     if index is not None:
         _check_index(index, tensors)
     return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The index's map from tensor to shard, or None where the folder has no index."""
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The index's map from tensor to shard, or None where the folder has no index.
+
+    Raises:
+        CheckpointError: several indexes, or one that does not map names to file names.
+    """
     path = folder / INDEX_FILE
     if not path.exists():
         others = sorted(folder.glob("*.safetensors.index.json"))
@@ -196,12 +215,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             names = ", ".join(f"`{other.name}`" for other in others)
             raise CheckpointError(f"`{folder}` holds several indexes: {names}")
         path = others[0]
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+    shards = read_json(path).get("weight_map")
+    if not isinstance(shards, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in shards.values()
     ):
         raise CheckpointError(f"`{path}`: `weight_map` must map tensor names to file names")
-    return weight_map
+    return shards
 
 
 def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
@@ -228,15 +247,23 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"`{path.name}` is not a safetensors file or is cut short: {size} bytes hold no "
-                "complete header"
-            )
-        raw = file.read(length)
+        raw = file.read(header_length(file.read(8), path.name, size))
     return parse_header(raw, path.name, size)
+
+
+def header_length(prefix: bytes, file: str, size: int) -> int:
+    """Bytes of the JSON header, from the first 8 bytes of a file of `size` bytes.
+
+    Raises:
+        CheckpointError: the file is too short for such a header, or the header is too long.
+    """
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"`{file}` is not a safetensors file or is cut short: {size} bytes hold no "
+            "complete header"
+        )
+    return length
 
 
 def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
@@ -251,7 +278,7 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
         CheckpointError: not JSON, an unknown dtype, offsets that do not match, or missing data.
     """
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        header = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"`{file}`: the header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
@@ -280,11 +307,9 @@ def _parse_entry(name: str, entry: object, file: str, start: int) -> TensorInfo:
     dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: dtype `{dtype}` is not known")
-    if not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)):
+    if not (isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and _are_sizes(shape)):
         raise CheckpointError(f"{where}: shape {shape} is not a list of sizes")
-    if not (
-        isinstance(span, list) and len(span) == 2 and all(type(n) is int and n >= 0 for n in span)
-    ):
+    if not (isinstance(span, list) and len(span) == 2 and _are_sizes(span)):
         raise CheckpointError(f"{where}: data_offsets {span} is not a pair of offsets")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if span[1] - span[0] != nbytes:
@@ -292,6 +317,10 @@ def _parse_entry(name: str, entry: object, file: str, start: int) -> TensorInfo:
             f"{where}: {dtype} {shape} needs {nbytes} bytes, data_offsets give {span[1] - span[0]}"
         )
     return TensorInfo(name, DTYPES[dtype], tuple(shape), file, start + span[0], nbytes)
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(n) is int and 0 <= n <= MAX_SIZE for n in values)
 
 
 def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: int) -> None:

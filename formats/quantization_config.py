@@ -30,17 +30,18 @@ class QuantizationConfig:
     def scheme_for(self, module: str) -> Scheme | None:
         """The scheme of a linear module, or None where it is stored as it was.
 
-        An exact name wins over a pattern, a pattern over the class, as in compressed-tensors.
+        An exact name wins over a pattern, a pattern over the class; of several patterns the one
+        that sorts first, of equal ones the last: as in compressed-tensors.
         """
         if any(_rank(target, module) is not None for target in self.ignore):
             return None
         ranked = [
-            (rank, order, scheme)
+            (rank, target, -order, scheme)
             for order, (targets, scheme) in enumerate(self.groups)
             for target in targets
             if (rank := _rank(target, module)) is not None
         ]
-        return min(ranked, key=lambda row: row[:2])[2] if ranked else None
+        return min(ranked, key=lambda row: row[:3])[3] if ranked else None
 
 
 def _rank(target: str, module: str) -> int | None:
@@ -101,18 +102,18 @@ def _read_group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], S
         raise FormatError(f"{where}: type `{weights['type']}`, expected `int`")
     if weights.get("dynamic"):
         raise FormatError(f"{where}: dynamic weight quantization is not supported")
-    if weights.get("actorder") in ("group", "dynamic"):
+    if weights.get("actorder") not in (None, False, "weight", "static"):
         raise FormatError(f"{where}: actorder `{weights['actorder']}` needs g_idx, not supported")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy == "channel" or (strategy == "group" and size == -1):
         size = None
-    elif strategy != "group" or not isinstance(size, int):
+    elif strategy != "group" or type(size) is not int:
         raise FormatError(f"{where}: strategy `{strategy}` with group_size {size} is not supported")
-    bits = weights.get("num_bits")
-    if not isinstance(bits, int):
-        raise FormatError(f"{where}: num_bits is {bits!r}")
+    bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
+    if type(bits) is not int or not isinstance(symmetric, bool):
+        raise FormatError(f"{where}: num_bits is {bits!r}, symmetric is {symmetric!r}")
     targets = _strings(group.get("targets") or [], f"{name}.targets")
-    return targets, Scheme(bits, size, bool(weights.get("symmetric", True)))
+    return targets, Scheme(bits, size, symmetric)
 
 
 def _strings(value: Any, where: str) -> tuple[str, ...]:
@@ -122,7 +123,7 @@ def _strings(value: Any, where: str) -> tuple[str, ...]:
         if item.startswith("re:"):
             try:
                 re.compile(item[3:])
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise FormatError(
                     f"config.json: `{where}`: bad pattern `{item}`: {error}"
                 ) from None
@@ -130,7 +131,7 @@ def _strings(value: Any, where: str) -> tuple[str, ...]:
 
 
 def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
-    """The `quantization_config` for a set of linears.
+    """The `quantization_config` for a set of linears, proven to give each its scheme back.
 
     Args:
         schemes: scheme of every linear module of the checkpoint, None where it is left as it was.
@@ -138,9 +139,13 @@ def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str,
     Returns:
         The object for config.json. Targets are suffix patterns, since engines nest the same
         modules under different prefixes.
+
+    Raises:
+        FormatError: modules of different schemes that suffix patterns cannot tell apart.
     """
     groups: dict[str, Any] = {}
-    for scheme in sorted({s for s in schemes.values() if s is not None}, key=str):
+    used = sorted({s for s in schemes.values() if s is not None}, key=str)
+    for scheme in used:
         groups[f"group_{len(groups)}"] = {
             "targets": _patterns(schemes, scheme),
             "format": FORMAT,
@@ -156,12 +161,25 @@ def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str,
                 "actorder": None,
             },
         }
+    ignore = _patterns(schemes, None)
+    written = QuantizationConfig(
+        groups=tuple(
+            (tuple(group["targets"]), scheme)
+            for group, scheme in zip(groups.values(), used, strict=True)
+        ),
+        ignore=tuple(ignore),
+    )
+    for module, wanted in schemes.items():
+        if written.scheme_for(module) != wanted:
+            raise FormatError(
+                f"`{module}`: no suffix pattern tells it from a module of another scheme"
+            )
     return {
         "quant_method": METHOD,
         "format": FORMAT,
         "quantization_status": "compressed",
         "version": VERSION,
-        "ignore": _patterns(schemes, None),
+        "ignore": ignore,
         "config_groups": groups,
     }
 

@@ -23,7 +23,8 @@ SCALE_DTYPE = torch.bfloat16
 
 # |w|max / scale in units of 2^(bits-1), tried in this order; the first of equals wins. Beyond 1 the
 # largest weights are clipped in exchange for finer steps.
-RATIOS = (*(1 + step / 32 for step in range(-2, 15)), 1.5, 1.625, 1.75, 2.0, 2.5)
+STEPS = (0, -2, -1, *range(1, 15))
+RATIOS = (*(1 + step / 32 for step in STEPS), 1.5, 1.625, 1.75, 2.0, 2.5)
 
 # From 8 bits on, the search wins nothing measurable: clipping costs more than finer steps bring.
 SEARCHED_BITS = range(2, 8)
@@ -56,7 +57,7 @@ def quantize(w: Tensor, scheme: Scheme, rule: ScaleRule = "signed") -> tuple[Ten
         block = groups[start : start + step].to(torch.float32)
         s = _scales(block, scheme, rule)
         scale[start : start + step] = s
-        q = block.div_(s.to(torch.float32)).round_()
+        q = block.div(s.to(torch.float32)).round_()
         codes[start : start + step] = q.clamp_(scheme.code_min, scheme.code_max)
     return codes.view(N, K), scale.view(N, K // G)
 
@@ -79,8 +80,13 @@ def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
 
 
 def _search(w: Tensor, extreme: Tensor, half: int) -> Tensor:
-    """The scale among RATIOS with the smallest squared error, per group."""
-    best_error = best = None
+    """The scale among RATIOS with the smallest squared error, per group.
+
+    Where the errors leave the range of FP32 (weights beyond 2^60 or below 2^-70) it is the one of
+    the full code range.
+    """
+    best = (extreme * _fp32(1 / half)).to(SCALE_DTYPE)
+    best_error = torch.full_like(extreme, torch.inf)
     scratch = torch.empty_like(w)
     for ratio in RATIOS:
         s = (extreme * _fp32(1 / (half * ratio))).to(SCALE_DTYPE)
@@ -88,13 +94,10 @@ def _search(w: Tensor, extreme: Tensor, half: int) -> Tensor:
         torch.mul(w, torch.ones_like(wide) / wide, out=scratch)
         scratch.round_().clamp_(-half, half - 1).mul_(wide).sub_(w)
         error = pairwise_sum(scratch.mul_(scratch))
-        if best is None or best_error is None:
-            best_error, best = error, s
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best = torch.where(better, s, best)
-    return extreme.to(SCALE_DTYPE) if best is None else best
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best = torch.where(better, s, best)
+    return best
 
 
 def pairwise_sum(x: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def lay_out(
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     used = 0
     for tensor in tensors:
-        nbytes = _nbytes(tensor) + len(tensor[0]) + 100  # its header entry, generously
+        # Data and header entry; 100 bytes hold the dtype and offsets of any entry.
+        nbytes = _nbytes(tensor) + len(json.dumps([tensor[0], tensor[2]])) + 100
         if groups[-1] and used + nbytes > max_shard_bytes - 200:
             groups.append([])
             used = 0

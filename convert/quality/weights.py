@@ -66,6 +66,15 @@ class WeightSums:
         self.clipped += int(beyond.sum())
         self.weights += w.numel()
 
+    def merge(self, other: "WeightSums") -> None:
+        """Add the sums of other blocks."""
+        self.source += other.source
+        self.packed += other.packed
+        self.product += other.product
+        self.error += other.error
+        self.clipped += other.clipped
+        self.weights += other.weights
+
     def finish(self, name: str, scheme: Scheme) -> WeightQuality:
         """The figures of the tensor; an all-zero tensor that stays zero is perfect."""
         relative = math.sqrt(self.error / self.source) if self.source else 0.0

@@ -8,6 +8,16 @@ from lowbit.formats.architectures.table import TensorSpec, config_value
 from lowbit.formats.errors import UnsupportedModelError
 
 MODEL_TYPE = "qwen3"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,8 @@ class Qwen3Config:
             UnsupportedModelError: a key is missing or names a feature that is not implemented.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise UnsupportedModelError(f"config.json: rope parameters are not an object: {rope!r}")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
             raise UnsupportedModelError(f"rope scaling `{rope_type}` is not implemented")
@@ -63,6 +75,9 @@ class Qwen3Config:
             max_position_embeddings=config_value(config, "max_position_embeddings", int),
             tie_word_embeddings=config_value(config, "tie_word_embeddings", bool),
         )
+        for key in SIZES:
+            if getattr(parsed, key) < 1:
+                raise UnsupportedModelError(f"config.json: `{key}` must be positive")
         if parsed.num_attention_heads % parsed.num_key_value_heads:
             raise UnsupportedModelError(
                 f"config.json: {parsed.num_attention_heads} attention heads are not a multiple "

@@ -1,0 +1,92 @@
+"""What an interrupted conversion has finished, tensor by tensor, beside its half-filled shards."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.manifest import OutputTensor
+
+JOURNAL_FILE = "journal.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that is done.
+
+    Attributes:
+        step: its number in the plan.
+        source_sha256: of the source tensor's bytes.
+        tensors: what was written, with hashes.
+        quality: None unless quantized.
+    """
+
+    step: int
+    source_sha256: str
+    tensors: tuple[OutputTensor, ...]
+    quality: WeightQuality | None
+
+
+class Journal:
+    """Appends finished steps; a line is a step, the first line names the plan."""
+
+    def __init__(self, file: IO[str], finished: list[Finished]) -> None:
+        """Wrap an open, locked file positioned at its end."""
+        self._file = file
+        self.finished = finished
+
+    def append(self, finished: Finished) -> None:
+        """Record a step whose bytes have all been handed to the file system."""
+        self._file.write(json.dumps(asdict(finished)) + "\n")
+        self._file.flush()
+        self.finished.append(finished)
+
+
+@contextmanager
+def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
+    """The journal of a folder, with what earlier runs of the same plan finished.
+
+    A journal of another plan is emptied: its shards will be overwritten.
+
+    Raises:
+        ResourceError: another conversion is writing to the folder.
+    """
+    with (folder / JOURNAL_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResourceError(
+                f"another conversion is writing to `{folder}`", hint="wait for it, or stop it"
+            ) from None
+        file.seek(0)
+        complete = [line for line in file if line.endswith("\n")]
+        finished: list[Finished] = []
+        if complete and _plan_of(complete[0]) == digest:
+            finished = [_parse(json.loads(line)) for line in complete[1:]]
+            # A line cut short by a crash would swallow the next one.
+            file.truncate(sum(len(line.encode()) for line in complete))
+        else:
+            file.truncate(0)
+            file.write(json.dumps({"plan": digest}) + "\n")
+            file.flush()
+        file.seek(0, os.SEEK_END)
+        yield Journal(file, finished)
+
+
+def _plan_of(line: str) -> str | None:
+    content = json.loads(line)
+    return content.get("plan") if isinstance(content, dict) else None
+
+
+def _parse(content: dict[str, Any]) -> Finished:
+    tensors = tuple(
+        OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
+    )
+    quality = content["quality"] and WeightQuality(**content["quality"])
+    return Finished(content["step"], content["source_sha256"], tensors, quality)

@@ -1,0 +1,50 @@
+"""How much the converter may hold at once."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lowbit.formats.errors import ResourceError
+
+DEFAULT_MAX_RAM = 2_000_000_000
+
+# Bytes per weight of a block: FP32 rows read ahead, hashed and waiting, and what a worker holds
+# while it quantizes (FP32 copies, codes, packed words). Checked by measuring the peak.
+QUEUED_BYTES = 4 * 8
+WORKER_BYTES = 32
+SLACK_BYTES = 64 << 20  # allocator, hashes, thread stacks
+CPU_ELEMENTS = 1 << 20
+CUDA_ELEMENTS = 1 << 24
+LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def block_elements(max_ram: int, workers: int, device: torch.device) -> int:
+    """Weights to work on at once so that the process stays below `max_ram` bytes.
+
+    Raises:
+        ResourceError: the interpreter and torch alone leave too little.
+    """
+    base = resident_bytes() + SLACK_BYTES
+    each = QUEUED_BYTES + workers * WORKER_BYTES
+    most = CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS
+    elements = min(most, (max_ram - base) // each)
+    if elements < LEAST_ELEMENTS:
+        least = base + LEAST_ELEMENTS * each
+        raise ResourceError(
+            f"--max-ram {max_ram / 1e9:.2f} GB is too little: the process needs "
+            f"{least / 1e9:.2f} GB before it holds a weight",
+            hint=f"give at least {least / 1e9 + 0.05:.1f}GB",
+        )
+    return elements
+
+
+def peak_estimate(elements: int, workers: int) -> int:
+    """Resident bytes a conversion in blocks of `elements` weights needs at most."""
+    return resident_bytes() + SLACK_BYTES + elements * (QUEUED_BYTES + workers * WORKER_BYTES)

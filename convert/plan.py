@@ -1,0 +1,259 @@
+"""What a conversion will do, from headers and config alone: nothing is left to chance later."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowbit.convert.recipe import Recipe
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.checkpoint import TensorInfo
+from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.manifest import Fate
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, packed_shapes
+from lowbit.formats.quantization_config import KEY, unserved, write_quantization_config
+from lowbit.formats.rtn import SCALE_DTYPE
+from lowbit.formats.scheme import SERVED_BITS, Scheme
+from lowbit.formats.shards import Shard, lay_out
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEFAULT_SHARD_BYTES = 5_000_000_000
+OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
+HEAD = "lm_head.weight"
+
+Output = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One source tensor and what becomes of it.
+
+    Attributes:
+        source: where it is read.
+        fate: quantized, copied or dropped.
+        reason: why it is dropped or left as it is.
+        module: the linear it is the weight of (a tied embedding is lm_head's); None for others.
+        scheme: None unless quantized.
+        outputs: tensors written, (name, dtype, shape).
+        rereads: whether another step reads the same tensor and accounts for it.
+    """
+
+    source: TensorInfo
+    fate: Fate
+    reason: str
+    module: str | None
+    scheme: Scheme | None
+    outputs: tuple[Output, ...]
+    rereads: bool = False
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes this step writes."""
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole conversion.
+
+    Attributes:
+        config: config.json of the result.
+        recipe: what decided the schemes.
+        steps: in the order of the forward pass; a tied head that is quantized reads the embedding
+            a second time.
+        shards: the files to be.
+        schemes: of every linear module.
+    """
+
+    config: Mapping[str, Any]
+    recipe: Recipe
+    steps: tuple[Step, ...]
+    shards: tuple[Shard, ...]
+    schemes: Mapping[str, Scheme | None]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors, each counted once."""
+        return sum(step.source.nbytes for step in self.steps if not step.rereads)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the linears, head included, over their weights."""
+        bits = weights = 0
+        for step in self.steps:
+            if step.module is not None and step.fate != "dropped":
+                bits += 8 * step.output_bytes
+                weights += math.prod(step.source.shape)
+        return bits / weights if weights else 0.0
+
+    def digest(self) -> str:
+        """Identifies recipe, source headers and result layout: what a resumed run must match."""
+        content = {
+            "recipe": self.recipe.to_json(),
+            "config": dict(self.config),
+            "sources": [
+                [step.source.name, step.source.dtype_name, step.source.shape, step.fate]
+                for step in self.steps
+            ],
+            "shards": [hashlib.sha256(shard.header).hexdigest() for shard in self.shards],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    recipe: Recipe,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Plan:
+    """Decide the fate of every tensor of a source.
+
+    Args:
+        config: its config.json.
+        tensors: its headers.
+        recipe: which linear gets which scheme.
+        max_shard_bytes: limit of an output file.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype.
+        QuantizationError: the source is quantized already, or the recipe does not fit.
+    """
+    if KEY in config or "compression_config" in config:
+        method = (config.get(KEY) or config["compression_config"]).get("quant_method", "unknown")
+        raise QuantizationError(
+            f"the source is already quantized (`{method}`)",
+            hint="convert from the BF16 checkpoint",
+        )
+    table = tensor_table(config)
+    tied = is_tied(config)
+    check_tensors(table, tensors, tied)
+    schemes = recipe.schemes(table)
+    if tied and schemes["lm_head"] is None:
+        del schemes["lm_head"]  # it stays the embedding
+    steps = _steps(table, tensors, tied, schemes)
+    out_config = dict(config)
+    if tied and "lm_head" in schemes:
+        out_config["tie_word_embeddings"] = False
+    out_config[KEY] = write_quantization_config(schemes)
+    outputs = [output for step in steps for output in step.outputs]
+    shards = lay_out(outputs, max_shard_bytes)
+    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
+
+
+def check_tensors(
+    table: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo], tied: bool
+) -> None:
+    """Compare a source's headers with its tensor table.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, extra, misshapen or of an
+            unexpected dtype, and how many more there are.
+    """
+    expected = {spec.name: spec for spec in table}
+    missing = [name for name in expected if name not in tensors and not (tied and name == HEAD)]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks `{missing[0]}`{_more(missing)}",
+            hint="config.json and weights do not belong together, or the download is incomplete",
+        )
+    extra = [name for name in tensors if name not in expected]
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint holds `{extra[0]}`{_more(extra)}, which its architecture does not have"
+        )
+    for name, info in tensors.items():
+        if info.shape != expected[name].shape:
+            raise CheckpointError(
+                f"`{name}`: shape {list(info.shape)}, expected {list(expected[name].shape)}",
+                hint="config.json and weights do not belong together",
+            )
+        if info.dtype not in SOURCE_DTYPES:
+            raise CheckpointError(
+                f"`{name}`: dtype {info.dtype_name}, expected BF16, F16 or F32",
+                hint="convert from the BF16 checkpoint" if "8" in info.dtype_name else None,
+            )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _steps(
+    table: Sequence[TensorSpec],
+    tensors: Mapping[str, TensorInfo],
+    tied: bool,
+    schemes: Mapping[str, Scheme | None],
+) -> list[Step]:
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    steps = []
+    for spec in table:
+        if spec.role != "head" or not tied:
+            step = _step(tensors[spec.name], spec, schemes.get(spec.module))
+            if spec.name == embedding and tied and "lm_head" not in schemes:
+                step = replace(step, module="lm_head", reason="embedding and tied head")
+            steps.append(step)
+            continue
+        if spec.name in tensors:
+            reason = "tied: the embedding is used"
+            steps.append(Step(tensors[spec.name], "dropped", reason, spec.module, None, ()))
+        if spec.module in schemes:
+            step = _step(tensors[embedding], spec, schemes[spec.module])
+            reason = "tied to the embedding, untied to be quantized"
+            steps.append(replace(step, reason=reason, rereads=True))
+    return steps
+
+
+def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
+    if scheme is None:
+        reason = "as the recipe says" if spec.quantizable else f"{spec.role}: never quantized"
+        outputs: tuple[Output, ...] = ((spec.name, source.dtype, source.shape),)
+        module = spec.module if spec.quantizable else None
+        return Step(source, "copied", reason, module, None, outputs)
+    N, K = source.shape
+    outputs = tuple(
+        (f"{spec.module}.{suffix}", OUTPUT_DTYPES[suffix], shape)
+        for suffix, shape in packed_shapes(N, K, scheme, spec.module).items()
+    )
+    return Step(source, "quantized", "", spec.module, scheme, outputs)
+
+
+def vllm_verdict(plan: Plan) -> list[str]:
+    """Why vLLM could not load the result; empty where it can.
+
+    vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
+    whole rows, N a multiple of 64 and K of 128.
+    """
+    reasons: dict[str, list[str]] = {}
+    for step in plan.steps:
+        if step.scheme is None or step.module is None:
+            continue
+        N, K = step.source.shape
+        if step.scheme.bits not in SERVED_BITS:
+            reasons.setdefault(f"{step.scheme.bits}-bit weights", []).append(step.module)
+        if step.scheme.group_size not in (None, 32, 64, 128):
+            reasons.setdefault(f"group size {step.scheme.group_size}", []).append(step.module)
+        if N % 64:
+            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(step.module)
+        if K % 128:
+            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(step.module)
+    return [f"{reason}: `{names[0]}`{_more(names)}" for reason, names in reasons.items()]
+
+
+def runtime_verdict(plan: Plan) -> str | None:
+    """Why lowbit-run could not serve the result; None where it can."""
+    for module, scheme in plan.schemes.items():
+        reason = scheme and unserved(scheme, SERVED_BITS)
+        if reason:
+            return f"{reason}: `{module}`"
+    return None

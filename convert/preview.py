@@ -1,0 +1,62 @@
+"""`plan`: what a conversion would do, from headers and config alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.convert.folder import passed_through
+from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
+from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
+from lowbit.convert.recipe import Recipe
+from lowbit.convert.stream import worker_count
+from lowbit.formats.checkpoint import open_checkpoint
+from lowbit.formats.hub import remote_headers
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A plan and what follows from it.
+
+    Attributes:
+        source: as the user named it.
+        plan: the fate of every tensor.
+        other_bytes: of the files passed through.
+        peak_ram: resident bytes of the conversion, at most.
+        vllm: why vLLM could not load the result; empty where it can.
+        unserved: why lowbit-run could not serve it; None where it can.
+    """
+
+    source: str
+    plan: Plan
+    other_bytes: int
+    peak_ram: int
+    vllm: tuple[str, ...]
+    unserved: str | None
+
+
+def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: int) -> Preview:
+    """Plan the conversion of a folder or a Hub id without reading a weight.
+
+    Raises:
+        LowbitError: whatever would stop the conversion before it starts.
+    """
+    folder = Path(source)
+    if folder.exists():
+        checkpoint = open_checkpoint(folder)
+        config, tensors = checkpoint.config, checkpoint.tensors
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    else:
+        remote = remote_headers(source, revision)
+        config, tensors, sizes = remote.config, remote.tensors, remote.other_files
+    plan = make_plan(config, tensors, recipe, max_shard_bytes)
+    workers = worker_count()
+    elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))
+    return Preview(
+        source=source,
+        plan=plan,
+        other_bytes=sum(sizes[name] for name in passed_through(sizes)),
+        peak_ram=peak_estimate(elements, workers),
+        vllm=tuple(vllm_verdict(plan)),
+        unserved=runtime_verdict(plan),
+    )

@@ -1,0 +1,105 @@
+"""Putting a quality report together: figures, sizes and the hash of what was measured."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from lowbit.convert.quality.record import LogitQuality, QualityReport, Sizes
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.checkpoint import DTYPES, Checkpoint, open_checkpoint
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.manifest import MANIFEST_FILE, read_manifest
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, ZERO_POINT
+
+STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
+REPORT_FILES = frozenset({"quality.json", "quality.html", "README.md", "MODEL_CARD.md"})
+
+
+def build_report(
+    folder: Path,
+    weights: Sequence[WeightQuality],
+    logits: LogitQuality | None,
+    source: Path | None = None,
+) -> QualityReport:
+    """The report of a finished packed folder.
+
+    Args:
+        folder: packed checkpoint, in its place.
+        weights: one row a packed linear.
+        logits: None where they were not measured.
+        source: folder of the original checkpoint, where it is at hand; its size is else taken
+            from the manifest.
+
+    Raises:
+        CheckpointError: a folder that cannot be read.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    manifest = folder / MANIFEST_FILE
+    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else None
+    return QualityReport(
+        lowbit_version=version("lowbit"),
+        manifest_sha256=digest,
+        sizes=measure_sizes(folder, source),
+        weights=tuple(weights),
+        logits=logits,
+    )
+
+
+def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
+    """Bytes of a packed folder, of the same folder before packing, and bits per weight.
+
+    Raises:
+        CheckpointError: a folder that cannot be read.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    checkpoint = open_checkpoint(folder)
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    total = sum(size for name, size in files.items() if name not in REPORT_FILES)
+    original = _source_tensor_bytes(folder, source)
+    if original is None:
+        return Sizes(total, None, bits_per_weight(checkpoint))
+    packed = sum(info.nbytes for info in checkpoint.tensors.values())
+    source_bytes = total - files.get(MANIFEST_FILE, 0) - packed + original
+    return Sizes(total, source_bytes, bits_per_weight(checkpoint))
+
+
+def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
+    if source is not None:
+        return sum(info.nbytes for info in open_checkpoint(source).tensors.values())
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    return sum(
+        math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        for tensor in manifest.source_tensors
+    )
+
+
+def bits_per_weight(checkpoint: Checkpoint) -> float:
+    """Stored bits of the quantizable linears, scales and shapes included, over their weights.
+
+    Raises:
+        CheckpointError: a linear of the model is missing.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    table = tensor_table(checkpoint.config)
+    tied = is_tied(checkpoint.config)
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    bits = count = 0
+    for spec in table:
+        if not spec.quantizable:
+            continue
+        name = embedding if spec.role == "head" and tied else spec.name
+        parts = [
+            name,
+            *(f"{spec.module}.{suffix}" for suffix in (PACKED, SCALE, SHAPE, ZERO_POINT)),
+        ]
+        found = [checkpoint.tensors[part].nbytes for part in parts if part in checkpoint.tensors]
+        if not found:
+            raise CheckpointError(f"`{checkpoint.folder.name}` lacks `{spec.name}`")
+        bits += 8 * sum(found)
+        count += spec.shape[0] * spec.shape[1]
+    return bits / count

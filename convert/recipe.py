@@ -1,0 +1,141 @@
+"""A recipe: which linear gets which scheme."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.rtn import ScaleRule
+from lowbit.formats.scheme import BITS, GROUP_SIZES, Scheme
+
+Base = Literal["int4", "int8", "mixed"]
+Head = Literal["int4", "int8", "bf16"]
+
+AS_STORED = 16  # `PATTERN=16` leaves a linear as it is
+
+# Bits by recipe and role; FORMATS and published sensitivities put attention before MLP.
+BITS_BY_ROLE: dict[Base, dict[str, int]] = {
+    "int4": {"attention": 4, "mlp": 4, "head": 8},
+    "int8": {"attention": 8, "mlp": 8, "head": 8},
+    "mixed": {"attention": 8, "mlp": 4, "head": 8},
+}
+HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Bits for the linears whose module name matches a shell pattern."""
+
+    pattern: str
+    bits: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Override":
+        """Read `PATTERN=BITS`.
+
+        Raises:
+            QuantizationError: not of that form, or bits other than 2 to 8 and 16.
+        """
+        pattern, equals, bits = text.rpartition("=")
+        if not equals or not pattern or not bits.isdigit():
+            raise QuantizationError(
+                f"`{text}` is not of the form PATTERN=BITS", hint="for example '*.down_proj=8'"
+            )
+        if int(bits) not in (*BITS, AS_STORED):
+            raise QuantizationError(
+                f"`{text}`: bits must be 2 to 8, or {AS_STORED} to leave the weight as it is"
+            )
+        return cls(pattern, int(bits))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What decides every code, besides the weights.
+
+    Attributes:
+        base: bits by role.
+        group_size: weights that share a scale; None for one scale per row.
+        rule: how scales are chosen.
+        head: bits of lm_head where they differ from the base recipe's.
+        overrides: applied in order, the last match wins.
+    """
+
+    base: Base = "int4"
+    group_size: int | None = 128
+    rule: ScaleRule = "signed"
+    head: Head | None = None
+    overrides: tuple[Override, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe has."""
+        if self.base not in BITS_BY_ROLE:
+            raise QuantizationError(
+                f"recipe `{self.base}` is not known", hint=f"recipes: {', '.join(BITS_BY_ROLE)}"
+            )
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise QuantizationError(
+                f"group size {self.group_size} is not supported",
+                hint=f"use one of {', '.join(map(str, GROUP_SIZES))} or a whole row",
+            )
+        if self.rule not in get_args(ScaleRule):
+            raise QuantizationError(f"scale rule `{self.rule}` is not known")
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to lowbit.json."""
+        return {
+            "recipe": self.base,
+            "method": "rtn",
+            "scales": self.rule,
+            "group_size": self.group_size,
+            "lm_head": self.head,
+            "overrides": [[override.pattern, override.bits] for override in self.overrides],
+        }
+
+    def schemes(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
+        """The scheme of every linear module, None for those left as they are.
+
+        Raises:
+            QuantizationError: a pattern matches nothing, a group size does not divide K, or a
+                fused set would get two schemes.
+        """
+        linears = [spec for spec in table if spec.quantizable]
+        self._check_patterns(linears)
+        schemes: dict[str, Scheme | None] = {}
+        for spec in linears:
+            bits = BITS_BY_ROLE[self.base][spec.role]
+            if spec.role == "head" and self.head is not None:
+                bits = HEAD_BITS[self.head]
+            for override in self.overrides:
+                if fnmatchcase(spec.module, override.pattern):
+                    bits = override.bits
+            scheme = None if bits == AS_STORED else Scheme(bits, self.group_size)
+            if scheme is not None:
+                scheme.groups(spec.module, spec.shape[1])
+            schemes[spec.module] = scheme
+        _check_fused_sets(linears, schemes)
+        return schemes
+
+    def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:
+        for override in self.overrides:
+            if not any(fnmatchcase(spec.module, override.pattern) for spec in linears):
+                raise QuantizationError(
+                    f"pattern `{override.pattern}` matches no linear of this model",
+                    hint=f"module names look like `{linears[0].module}`; quote * in the shell",
+                )
+
+
+def _check_fused_sets(linears: Sequence[TensorSpec], schemes: dict[str, Scheme | None]) -> None:
+    """Engines stack a fused set's rows into one matrix, so it needs one scheme."""
+    first: dict[str, str] = {}
+    for spec in linears:
+        if spec.fused_set is None:
+            continue
+        other = first.setdefault(spec.fused_set, spec.module)
+        if schemes[other] != schemes[spec.module]:
+            raise QuantizationError(
+                f"`{other}` ({schemes[other] or 'as stored'}) and `{spec.module}` "
+                f"({schemes[spec.module] or 'as stored'}) are fused and need one scheme",
+                hint="let the pattern cover the whole set, for example '*.self_attn.[qkv]_proj=8'",
+            )

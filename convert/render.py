@@ -1,0 +1,233 @@
+"""Results of the commands, as terminal tables and as JSON objects."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lowbit.convert.conversion import Conversion
+from lowbit.convert.plan import Step
+from lowbit.convert.preview import Preview
+from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.report.terminal import render_terminal
+from lowbit.convert.terminal import stderr
+from lowbit.convert.verification import Verification
+from lowbit.formats.packed import PackedCheckpoint
+
+LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+
+
+def size(count: int) -> str:
+    """Bytes for people: `5.62 MB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"
+
+
+def conversion(done: Conversion, quality: QualityReport) -> None:
+    """Say what was made and how good it is."""
+    console = stderr()
+    resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
+    console.print(
+        f"[bold green]✓[/] {done.folder}: {size(done.plan.source_bytes)} → "
+        f"{size(done.plan.output_bytes)}, {done.plan.bits_per_weight:.2f} bits per weight, "
+        f"{done.seconds:.1f} s{resumed}"
+    )
+    render_terminal(console, quality)
+    console.print(f"[dim]report: {done.folder / 'quality.html'}[/]")
+
+
+def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
+    """The object of `quantize --json`."""
+    return {
+        "folder": str(done.folder),
+        "source_bytes": done.plan.source_bytes,
+        "output_bytes": done.plan.output_bytes,
+        "bits_per_weight": done.plan.bits_per_weight,
+        "resumed_steps": done.resumed,
+        "seconds": done.seconds,
+        "quality": quality.to_json(),
+    }
+
+
+def plan(view: Preview) -> None:
+    """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
+    console = stderr()
+    table = Table(title=f"plan for {view.source}", title_justify="left", header_style="bold")
+    for column in ("tensors", "count", "shape", "becomes", "from", "to"):
+        right = column in ("count", "from", "to")
+        table.add_column(column, justify="right" if right else "left")
+    for steps in _kinds(view.plan.steps):
+        first = steps[0]
+        table.add_row(
+            _kind(first, view),
+            str(len(steps)),
+            _shape(first.source.shape),
+            _fate(first),
+            size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
+            size(sum(step.output_bytes for step in steps)),
+        )
+    console.print(table)
+    console.print(
+        f"{size(view.plan.source_bytes)} → {size(view.plan.output_bytes)} in "
+        f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
+        f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
+    )
+    console.print(f"peak RAM of the conversion: at most {size(view.peak_ram)}")
+    if any(step.rereads for step in view.plan.steps):
+        console.print(
+            "the head is untied: it adds bytes and is read faster; "
+            "[bold]--lm-head bf16[/] keeps it tied and the file smaller"
+        )
+    if view.vllm:
+        console.print("vLLM: [bold red]cannot load the result[/]")
+        for reason in view.vllm:
+            console.print(f"  {reason}")
+    else:
+        console.print("vLLM: can load the result" + _head_note(view))
+    if view.unserved:
+        console.print("lowbit-run: [bold red]cannot serve the result[/]")
+        console.print(f"  {view.unserved}")
+
+
+def _head_note(view: Preview) -> str:
+    quantized = view.plan.schemes.get("lm_head") is not None
+    return " (a quantized lm_head needs a release from 2026-03 on)" if quantized else ""
+
+
+def plan_json(view: Preview) -> dict[str, Any]:
+    """The object of `plan --json`."""
+    return {
+        "source": view.source,
+        "recipe": view.plan.recipe.to_json(),
+        "source_bytes": view.plan.source_bytes,
+        "output_bytes": view.plan.output_bytes,
+        "other_bytes": view.other_bytes,
+        "bits_per_weight": view.plan.bits_per_weight,
+        "peak_ram_bytes": view.peak_ram,
+        "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
+        "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
+        "files": [{"name": s.file, "size_bytes": s.size} for s in view.plan.shards],
+        "tensors": [
+            {
+                "name": step.source.name,
+                "dtype": step.source.dtype_name,
+                "shape": list(step.source.shape),
+                "fate": step.fate,
+                "reason": step.reason,
+                "scheme": str(step.scheme) if step.scheme else None,
+                "outputs": [name for name, _, _ in step.outputs],
+                "output_bytes": step.output_bytes,
+            }
+            for step in view.plan.steps
+        ],
+    }
+
+
+def _kinds(steps: Iterable[Step]) -> list[list[Step]]:
+    """Steps that differ by layer number alone, together."""
+    kinds: dict[tuple[Any, ...], list[Step]] = {}
+    for step in steps:
+        key = (LAYER.sub("*", step.source.name), step.source.shape, step.fate, step.scheme)
+        kinds.setdefault((*key, step.rereads), []).append(step)
+    return list(kinds.values())
+
+
+def _kind(step: Step, view: Preview) -> str:
+    name = f"{step.module}.weight" if step.rereads else step.source.name
+    return LAYER.sub("*", name)
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def _fate(step: Step) -> str:
+    if step.fate == "quantized":
+        note = " [dim](from the embedding)[/]" if step.rereads else ""
+        return f"[cyan]{step.scheme}[/]{note}"
+    if step.fate == "dropped":
+        return f"[yellow]dropped[/] [dim]({step.reason})[/]"
+    return f"{step.source.dtype_name} [dim]as stored[/]"
+
+
+def packed(opened: PackedCheckpoint) -> None:
+    """Show what a packed folder holds."""
+    console = stderr()
+    content = packed_json(opened)
+    table = Table(title=str(opened.checkpoint.folder), title_justify="left", header_style="bold")
+    for column in ("tensors", "count", "shape", "stored as", "size"):
+        table.add_column(column, justify="right" if column in ("count", "size") else "left")
+    for row in content["kinds"]:
+        shape = _shape(row["shape"])
+        table.add_row(row["name"], str(row["count"]), shape, row["stored"], size(row["bytes"]))
+    console.print(table)
+    console.print(f"{size(content['bytes'])}, {content['tensors']} tensors")
+    if opened.manifest is None:
+        console.print("[dim]no lowbit.json: written by another tool[/]")
+    else:
+        source = opened.manifest.source
+        origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
+        console.print(
+            f"[dim]lowbit {opened.manifest.lowbit_version}, from {origin}, weights "
+            f"{source.weights_sha256[:12]}, recipe {opened.manifest.recipe}[/]"
+        )
+
+
+def packed_json(opened: PackedCheckpoint) -> dict[str, Any]:
+    """The object of `inspect --json`."""
+    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for spec in opened.specs:
+        infos = opened.tensors_of(spec)
+        scheme = opened.schemes.get(spec.module)
+        stored = str(scheme) if scheme else infos[0].dtype_name
+        key = (LAYER.sub("*", spec.name), spec.shape, stored)
+        row = kinds.setdefault(
+            key, {"name": key[0], "count": 0, "shape": list(spec.shape), "stored": stored}
+        )
+        row["count"] += 1
+        row["bytes"] = row.get("bytes", 0) + sum(info.nbytes for info in infos)
+    return {
+        "folder": str(opened.checkpoint.folder),
+        "model_type": opened.checkpoint.config["model_type"],
+        "tensors": len(opened.checkpoint.tensors),
+        "bytes": sum(info.nbytes for info in opened.checkpoint.tensors.values()),
+        "kinds": list(kinds.values()),
+        "lowbit_version": opened.manifest.lowbit_version if opened.manifest else None,
+        "recipe": opened.manifest.recipe if opened.manifest else None,
+        "source": asdict(opened.manifest.source) if opened.manifest else None,
+    }
+
+
+def verification(result: Verification) -> None:
+    """Say what was checked."""
+    console = stderr()
+    console.print(
+        f"[bold green]✓[/] {result.folder}: {result.files} files, {result.tensors} tensors, "
+        f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
+    )
+    if result.source_tensors is not None:
+        console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")
+    if result.unlisted:
+        console.print(f"[dim]not covered: {', '.join(result.unlisted)}[/]")
+
+
+def verification_json(result: Verification) -> dict[str, Any]:
+    """The object of `verify --json`."""
+    return {**asdict(result), "folder": str(result.folder), "ok": True}
+
+
+def quality(folder: Path, report: QualityReport) -> None:
+    """Show a quality report."""
+    console = stderr()
+    render_terminal(console, report)
+    console.print(f"[dim]report: {folder / 'quality.html'}[/]")
+
+
+def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:
+    """The object of `report --json`."""
+    return {"folder": str(folder), "quality": report.to_json()}

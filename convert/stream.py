@@ -1,0 +1,283 @@
+"""Reading, quantizing and writing, a block of rows at a time: memory does not grow with the model.
+
+Four stages overlap: read, hash the source, quantize and measure, hash and write. Quantizing has a
+thread a core, the others one; blocks leave every stage in order, so results do not depend on
+timing.
+"""
+
+import errno
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.journal import Finished, Journal
+from lowbit.convert.plan import Plan, Step
+from lowbit.convert.quality.weights import WeightSums
+from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
+from lowbit.formats.errors import QuantizationError, ResourceError
+from lowbit.formats.manifest import OutputTensor
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack
+from lowbit.formats.rtn import ScaleRule, quantize
+
+READ_AHEAD = 2  # blocks a stage may be ahead of the next
+Progress = Callable[[int], None]  # bytes of the source done since the last call
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class _Work:
+    """A step under way; hashes and sums grow block by block, in order."""
+
+    number: int
+    step: Step
+    source_hash: Any = field(default_factory=hashlib.sha256)
+    hashes: dict[str, Any] = field(default_factory=dict)
+    sums: WeightSums = field(default_factory=WeightSums)
+    scale_min: float = float("inf")
+    scale_max: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some rows of a source tensor."""
+
+    work: _Work
+    start: int  # first row
+    rows: Tensor
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a block became: parts of output tensors by name, on the CPU."""
+
+    block: _Block
+    parts: tuple[tuple[str, Tensor], ...]
+    sums: WeightSums
+    scales: tuple[float, float]
+
+
+def stream(
+    plan: Plan,
+    source: Checkpoint,
+    folder: Path,
+    journal: Journal,
+    todo: Iterable[int],
+    elements: int,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Carry out steps of a plan into the shards of `folder`, recording each in the journal.
+
+    Args:
+        plan: decides everything.
+        source: opened checkpoint.
+        folder: where the shards lie, created and sized.
+        journal: told of every finished step.
+        todo: numbers of the steps to do, in order.
+        elements: weights in a block.
+        device: where codes are computed; the result does not depend on it.
+        progress: called with the source bytes done.
+
+    Raises:
+        QuantizationError: a tensor holds NaN or Inf.
+        CheckpointError: a source file is cut short while it is read.
+        ResourceError: the disk is full.
+    """
+    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    with ExitStack() as stack:
+        files = {
+            shard.file: stack.enter_context((folder / shard.file).open("r+b", buffering=0))
+            for shard in plan.shards
+        }
+        stack.enter_context(_one_thread_an_operation())
+        reader, hasher, writer = (stack.enter_context(_Pool(1)) for _ in range(3))
+        workers = stack.enter_context(_Pool(worker_count()))
+        writes: deque[Future[None]] = deque()
+
+        def put(made: _Made) -> None:
+            work = made.block.work
+            for name, data in made.parts:
+                info = places[name]
+                start = 0 if name.endswith(SHAPE) else made.block.start
+                view = data.contiguous().view(-1).view(torch.uint8).numpy().data
+                work.hashes.setdefault(name, hashlib.sha256()).update(view)
+                write_at(files[info.file].fileno(), info.offset + start * info.row_bytes, view)
+            work.sums.merge(made.sums)
+            work.scale_min = min(work.scale_min, made.scales[0])
+            work.scale_max = max(work.scale_max, made.scales[1])
+            if made.block.last:
+                journal.append(_finished(work, places))
+
+        tasks = _tasks(plan, todo, elements)
+        read = _overlap(reader, lambda task: _read(source, task), tasks)
+        hashed = _overlap(hasher, _hash_source, read)
+        rule = plan.recipe.rule
+        for made in _overlap(workers, lambda block: _make(block, source, rule, device), hashed):
+            writes.append(writer.submit(put, made))
+            while len(writes) > READ_AHEAD:
+                writes.popleft().result()
+            progress(made.block.rows.nbytes)
+        for write in writes:
+            write.result()
+
+
+def worker_count() -> int:
+    """Threads that quantize: one a core."""
+    return len(os.sched_getaffinity(0))
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that drop what is queued when the conversion fails."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(max_workers=threads)
+        self.threads = threads
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """Blocks run side by side instead: cheaper than splitting each small operation over cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _overlap(
+    pool: _Pool, work: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """`map(work, items)` in the pool's threads, in order, few results ahead."""
+    ahead: deque[Future[Result]] = deque()
+    for item in items:
+        ahead.append(pool.submit(work, item))
+        if len(ahead) > READ_AHEAD + pool.threads - 1:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
+
+
+def _tasks(
+    plan: Plan, todo: Iterable[int], elements: int
+) -> Iterator[tuple[_Work, int, int, bool]]:
+    """(work, first row, last row + 1, whether it ends the tensor) of every block."""
+    for number in todo:
+        step = plan.steps[number]
+        work = _Work(number, step)
+        total = step.source.shape[0]
+        rows = _rows(step.source, elements)
+        for start in range(0, total, rows):
+            stop = min(start + rows, total)
+            yield work, start, stop, stop == total
+
+
+def _rows(info: TensorInfo, elements: int) -> int:
+    """Rows of a tensor in a block of `elements` weights."""
+    return max(1, elements * info.dtype.itemsize // max(1, info.row_bytes))
+
+
+def _read(source: Checkpoint, task: tuple[_Work, int, int, bool]) -> _Block:
+    work, start, stop, last = task
+    return _Block(work, start, source.read_rows(work.step.source.name, start, stop), last)
+
+
+def _hash_source(block: _Block) -> _Block:
+    block.work.source_hash.update(block.rows.view(-1).view(torch.uint8).numpy().data)
+    return block
+
+
+def _make(block: _Block, source: Checkpoint, rule: ScaleRule, device: torch.device) -> _Made:
+    """Quantize, pack and measure the rows of a block, or pass them on."""
+    step = block.work.step
+    # The sum is finite unless a value is not, or values are so large that only a closer look tells.
+    if not torch.isfinite(block.rows.sum(dtype=torch.float32)):
+        _check_finite(block, source)
+    sums = WeightSums()
+    if step.scheme is None:
+        copied = tuple((name, block.rows) for name, _, _ in step.outputs)
+        return _Made(block, copied, sums, (0.0, 0.0))
+    w = block.rows.to(device)
+    codes, scale = quantize(w, step.scheme, rule)
+    packed = pack(codes, step.scheme.bits)
+    # Measured on what a reader will decode, not on what was meant to be written.
+    sums.add(w, dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale), scale)
+    scales = (float(scale.min()), float(scale.max()))
+    parts = [(f"{step.module}.{PACKED}", packed.cpu()), (f"{step.module}.{SCALE}", scale.cpu())]
+    if block.last:
+        shape = torch.tensor(step.source.shape, dtype=torch.int64)
+        parts.append((f"{step.module}.{SHAPE}", shape))
+    return _Made(block, tuple(parts), sums, scales)
+
+
+def _check_finite(block: _Block, source: Checkpoint) -> None:
+    if torch.isfinite(block.rows).all():
+        return
+    info = block.work.step.source
+    nan = inf = 0
+    for _, rows in source.rows(info.name, len(block.rows)):
+        nan += int(torch.isnan(rows).sum())
+        inf += int(torch.isinf(rows).sum())
+    raise QuantizationError(
+        f"`{info.name}` holds {nan} NaN and {inf} infinite values",
+        hint="the checkpoint is damaged; download it again or ask its author",
+    )
+
+
+def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
+    step = work.step
+    tensors = []
+    for name, dtype, shape in step.outputs:
+        is_scale = step.scheme is not None and name.endswith(SCALE)
+        tensors.append(
+            OutputTensor(
+                name=name,
+                dtype=DTYPE_NAMES[dtype],
+                shape=shape,
+                file=places[name].file,
+                sha256=work.hashes[name].hexdigest(),
+                scale_min=work.scale_min if is_scale else None,
+                scale_max=work.scale_max if is_scale else None,
+            )
+        )
+    quality = work.sums.finish(step.module or "", step.scheme) if step.scheme else None
+    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), quality)
+
+
+def write_at(descriptor: int, offset: int, view: memoryview) -> None:
+    """Write all of `view` at a byte offset.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(descriptor, view[done:], offset + done)
+        except OSError as error:
+            raise disk_error(error) from None
+
+
+def disk_error(error: OSError) -> Exception:
+    """A full disk as the user's problem; any other error as it is."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ResourceError(
+            f"the disk is full ({os.strerror(error.errno)})",
+            hint="free some space and run the same command again: finished tensors are kept",
+        )
+    return error

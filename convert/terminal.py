@@ -1,0 +1,44 @@
+"""The converter's console and progress bars: on stderr, quiet where nobody watches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+PHASES = {
+    "check": "checking what is done",
+    "convert": "quantizing",
+    "verify": "verifying",
+    "source": "hashing the source",
+    "weights": "comparing weights",
+    "logits": "comparing logits",
+}
+
+
+def stderr() -> Console:
+    """A console for everything that is not data."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_bars(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (phase, done, in all) that draws one bar a phase while the context is open."""
+    console = stderr()
+    bars = Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=quiet or not console.is_terminal,
+    )
+    tasks: dict[str, TaskID] = {}
+    with bars:
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(PHASES[phase], total=total)
+            bars.update(tasks[phase], completed=done)
+
+        yield show

@@ -1,0 +1,141 @@
+"""`verify`: is a packed folder whole, and is it what lowbit.json says?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.formats.checkpoint import TensorInfo, open_checkpoint
+from lowbit.formats.errors import FormatError
+from lowbit.formats.hashing import hash_file, hash_shard, hash_tensor
+from lowbit.formats.hub import locate
+from lowbit.formats.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.packed import PackedCheckpoint, open_packed
+
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was checked; every check passed.
+
+    Attributes:
+        folder: packed checkpoint.
+        files: hashed and equal to the manifest.
+        tensors: likewise.
+        size_bytes: of the files.
+        source_tensors: hashed in the original and equal; None where it was not given.
+        unlisted: files beside the checkpoint that the manifest does not name.
+    """
+
+    folder: Path
+    files: int
+    tensors: int
+    size_bytes: int
+    source_tensors: int | None
+    unlisted: tuple[str, ...]
+
+
+def verify_folder(folder: Path, source: str | None, progress: Progress) -> Verification:
+    """Check layout and completeness against the architecture, bytes against lowbit.json.
+
+    Args:
+        folder: packed checkpoint.
+        source: original to compare with the recorded hashes, or None.
+        progress: called with (phase, bytes done, bytes in all).
+
+    Raises:
+        FormatError: naming the first file or tensor that differs.
+        CheckpointError: a damaged or missing file.
+    """
+    packed = open_packed(folder)
+    manifest = packed.manifest
+    if manifest is None:
+        raise FormatError(
+            f"`{folder}` has no {MANIFEST_FILE}, nothing to verify against",
+            hint="layout and completeness are fine; only lowbit-convert writes hashes",
+        )
+    _check_layout(packed, manifest)
+    _check_files(packed, manifest, progress)
+    compared = None
+    if source is not None:
+        compared = _check_source(manifest, locate(source).folder, progress)
+    listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
+    return Verification(
+        folder=folder,
+        files=len(manifest.files),
+        tensors=len(manifest.tensors),
+        size_bytes=sum(file.size_bytes for file in manifest.files),
+        source_tensors=compared,
+        unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
+    )
+
+
+def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
+    found = packed.checkpoint.tensors
+    listed = {tensor.name: tensor for tensor in manifest.tensors}
+    for name in sorted(found.keys() ^ listed.keys()):
+        where = "the weights" if name in found else MANIFEST_FILE
+        raise FormatError(f"`{name}` is only in {where}")
+    for name, info in found.items():
+        expected = (listed[name].dtype, listed[name].shape, listed[name].file)
+        if (info.dtype_name, info.shape, info.file) != expected:
+            raise FormatError(
+                f"`{name}`: {info.dtype_name} {list(info.shape)} in `{info.file}`, "
+                f"{MANIFEST_FILE} says {expected[0]} {list(expected[1])} in `{expected[2]}`"
+            )
+
+
+def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
+    folder, tensors = packed.checkpoint.folder, packed.checkpoint.tensors
+    by_file: dict[str, list[TensorInfo]] = {}
+    for info in tensors.values():
+        by_file.setdefault(info.file, []).append(info)
+    expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
+    total, done = sum(file.size_bytes for file in manifest.files), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("verify", done, total)
+
+    for file in manifest.files:
+        path = folder / file.name
+        if not path.is_file():
+            raise FormatError(f"`{file.name}` is missing from `{folder}`")
+        if path.stat().st_size != file.size_bytes:
+            raise FormatError(
+                f"`{file.name}` has {path.stat().st_size} bytes, expected {file.size_bytes}"
+            )
+        if file.name in by_file:
+            whole, parts = hash_shard(path, by_file[file.name], advance)
+            for name, digest in parts.items():
+                if digest != expected[name]:
+                    raise FormatError(
+                        f"`{name}` in `{file.name}` is not what lowbit.json says",
+                        hint="the file was changed or damaged; convert or download it again",
+                    )
+        else:
+            whole = hash_file(path)
+            advance(file.size_bytes)
+        if whole != file.sha256:
+            raise FormatError(
+                f"`{file.name}` is not what lowbit.json says (sha256 {whole[:12]}…, expected "
+                f"{file.sha256[:12]}…)",
+                hint="the file was changed or damaged; convert or download it again",
+            )
+
+
+def _check_source(manifest: Manifest, source: Path, progress: Progress) -> int:
+    tensors = open_checkpoint(source).tensors
+    total, done = sum(info.nbytes for info in tensors.values()), 0
+    for row in manifest.source_tensors:
+        if row.name not in tensors:
+            raise FormatError(f"`{row.name}` is not in `{source}`: this is not the original")
+        info = tensors[row.name]
+        if hash_tensor(source / info.file, info) != row.sha256:
+            raise FormatError(
+                f"`{row.name}` in `{source}` has other bytes than the original that was converted"
+            )
+        done += info.nbytes
+        progress("source", done, total)
+    return len(manifest.source_tensors)

@@ -1,0 +1,144 @@
+"""A packed folder, opened: every tensor compared once with the architecture's table."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from lowbit.formats.errors import FormatError
+from lowbit.formats.manifest import Manifest, read_manifest
+from lowbit.formats.packing import GROUP_INDEX, PACKED, SCALE, SHAPE, ZERO_POINT, packed_shapes
+from lowbit.formats.quantization_config import read_quantization_config
+from lowbit.formats.scheme import Scheme
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    PACKED: (torch.int32,),
+    SCALE: FLOATS,
+    SHAPE: (torch.int64, torch.int32),
+    ZERO_POINT: (torch.int32,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCheckpoint:
+    """A folder whose headers have all been checked; no weight has been read.
+
+    Attributes:
+        checkpoint: the headers and config.json.
+        specs: the architecture's tensors, without the head where it is tied.
+        schemes: of every linear module, None where its weight is dense.
+        manifest: None in a folder that another tool wrote.
+    """
+
+    checkpoint: Checkpoint
+    specs: tuple[TensorSpec, ...]
+    schemes: Mapping[str, Scheme | None]
+    manifest: Manifest | None
+
+    def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
+        """What a source tensor is stored as: itself, or codes, scales and shape."""
+        scheme = self.schemes.get(spec.module)
+        names = [spec.name] if scheme is None else _packed_names(spec, scheme)
+        return [self.checkpoint.tensors[name] for name in names]
+
+
+def open_packed(folder: Path) -> PackedCheckpoint:
+    """Read the headers of a packed (or plain) checkpoint and check every tensor once.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        FormatError: a foreign manifest, a scheme the layout does not have, a fused set of two
+            schemes, or a tensor that is missing, extra, misshapen or of an unexpected dtype.
+    """
+    checkpoint = open_checkpoint(folder)
+    manifest = read_manifest(folder)  # refuses a version this release does not know
+    specs = tensor_table(checkpoint.config)
+    if is_tied(checkpoint.config):
+        specs = [spec for spec in specs if spec.role != "head"]
+    quantization = read_quantization_config(checkpoint.config)
+    schemes = {
+        spec.module: None if quantization is None else quantization.scheme_for(spec.module)
+        for spec in specs
+        if spec.quantizable
+    }
+    _check_fused_sets(specs, schemes)
+    _check_tensors(checkpoint, specs, schemes)
+    return PackedCheckpoint(checkpoint, tuple(specs), schemes, manifest)
+
+
+def _packed_names(spec: TensorSpec, scheme: Scheme) -> list[str]:
+    N, K = spec.shape
+    return [f"{spec.module}.{suffix}" for suffix in packed_shapes(N, K, scheme, spec.module)]
+
+
+def _check_fused_sets(specs: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> None:
+    """Refuse fused sets of more than one scheme."""
+    first: dict[str, str] = {}
+    for spec in specs:
+        if not spec.quantizable:
+            continue
+        other = first.setdefault(spec.fused_set or spec.module, spec.module)
+        if schemes[other] != schemes[spec.module]:
+            raise FormatError(
+                f"`{spec.module}` is {schemes[spec.module] or 'not quantized'} but `{other}` is "
+                f"{schemes[other] or 'not quantized'}: they are fused and need one scheme"
+            )
+
+
+def _check_tensors(
+    checkpoint: Checkpoint, specs: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]
+) -> None:
+    """Compare the headers with the table: nothing missing, extra, misshapen or mistyped."""
+    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
+    for spec in specs:
+        scheme = schemes.get(spec.module)
+        if scheme is None:
+            expected[spec.name] = spec.shape, FLOATS
+            continue
+        N, K = spec.shape
+        for suffix, shape in packed_shapes(N, K, scheme, spec.module).items():
+            expected[f"{spec.module}.{suffix}"] = shape, PACKED_DTYPES[suffix]
+    found = checkpoint.tensors
+    _check_extra(checkpoint, expected)
+    for name, (shape, dtypes) in expected.items():
+        if name not in found:
+            raise FormatError(_missing(name, checkpoint, schemes))
+        if found[name].shape != shape:
+            raise FormatError(
+                f"`{name}`: expected shape {list(shape)}, got {list(found[name].shape)}"
+            )
+        if found[name].dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            got = str(found[name].dtype).removeprefix("torch.")
+            raise FormatError(f"`{name}`: expected dtype {names}, got {got}")
+
+
+def _check_extra(checkpoint: Checkpoint, expected: Collection[str]) -> None:
+    ignorable = {"lm_head.weight"} if is_tied(checkpoint.config) else set()  # a stale copy
+    known = ignorable.union(expected)
+    extra = [name for name in checkpoint.tensors if name not in known]
+    for name in extra:
+        if name.endswith(f".{GROUP_INDEX}"):
+            raise FormatError(f"`{name}`: activation-ordered groups are not supported")
+        if name.endswith(f".{ZERO_POINT}"):
+            raise FormatError(f"`{name}`: config.json says symmetric, the file has zero points")
+    if extra:
+        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        raise FormatError(f"`{extra[0]}`{more}: the architecture has no such tensor")
+
+
+def _missing(name: str, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> str:
+    """Message for an absent tensor; says so where the file and config.json disagree."""
+    module, _, suffix = name.rpartition(".")
+    scheme = schemes.get(module)
+    if scheme is not None and f"{module}.weight" in checkpoint.tensors:
+        return f"`{name}` is missing: config.json says {scheme}, the file holds `{module}.weight`"
+    if suffix == "weight" and f"{module}.{PACKED}" in checkpoint.tensors:
+        return f"`{name}` is missing: config.json leaves `{module}` unquantized, the file does not"
+    return f"`{name}` is missing from `{checkpoint.folder}`"

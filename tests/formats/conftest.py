@@ -1,0 +1,43 @@
+"""Helpers of the formats tests: one thread, and safetensors files made by hand."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WriteRaw = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on several threads, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config.json and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return tmp_path
+
+
+@pytest.fixture
+def write_raw(folder: Path) -> WriteRaw:
+    """Write a safetensors file from a header, however wrong, and data bytes."""
+
+    def write(header: Any, data: bytes = b"", file: str = "model.safetensors") -> Path:
+        if isinstance(header, bytes):
+            raw = header
+        else:
+            raw = (header if isinstance(header, str) else json.dumps(header)).encode()
+        path = folder / file
+        path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+        return path
+
+    return write

@@ -1,0 +1,255 @@
+"""lowbit.json: the round trip, its literal bytes, and every malformed field refused by name."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    Manifest,
+    OutputFile,
+    OutputTensor,
+    Source,
+    SourceTensor,
+    json_bytes,
+    read_manifest,
+    weights_digest,
+)
+
+HASH = "ab" * 32
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        lowbit_version="0.1.0",
+        source=Source("Qwen/Qwen3-0.6B", None, HASH, HASH),
+        recipe={"name": "int4", "overrides": [["*.o_proj", 8]], "group_size": 128},
+        source_tensors=(
+            SourceTensor("lm_head.weight", "BF16", (8, 128), "quantized", "", HASH, 8, 128),
+            SourceTensor("norm.weight", "BF16", (128,), "copied", "norm", HASH),
+            SourceTensor("rotary", "F32", (), "dropped", "recomputed", HASH),
+        ),
+        tensors=(
+            OutputTensor("lm_head.weight_packed", "I32", (8, 32), "model.safetensors", HASH),
+            OutputTensor(
+                "lm_head.weight_scale", "BF16", (8, 1), "model.safetensors", HASH, -0.5, 0.25
+            ),
+        ),
+        files=(OutputFile("model.safetensors", 4096, HASH), OutputFile("a/b.txt", 0, HASH)),
+    )
+
+
+def content() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(manifest().to_bytes())
+    return loaded
+
+
+def refused(folder: Path, changed: Any, *words: str) -> None:
+    (folder / MANIFEST_FILE).write_text(json.dumps(changed))
+    with pytest.raises(FormatError) as error:
+        read_manifest(folder)
+    for word in (MANIFEST_FILE, *words):
+        assert word in str(error.value)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_FILE).write_bytes(manifest().to_bytes())
+    read = read_manifest(tmp_path)
+    assert read == manifest()
+    assert read.to_bytes() == manifest().to_bytes()
+
+
+def test_content() -> None:
+    written = content()
+    assert written["format_version"] == FORMAT_VERSION == 1
+    assert list(written) == [
+        "format_version",
+        "lowbit_version",
+        "source",
+        "recipe",
+        "source_tensors",
+        "tensors",
+        "files",
+    ]
+    assert written["source_tensors"][0] == {
+        "name": "lm_head.weight",
+        "dtype": "BF16",
+        "shape": [8, 128],
+        "fate": "quantized",
+        "reason": "",
+        "sha256": HASH,
+        "bits": 8,
+        "group_size": 128,
+    }
+    assert manifest().to_bytes().endswith(b"\n}\n")
+
+
+def test_folder_without_manifest(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "is not valid JSON"),
+        (b'{"format_version": 1', "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[]", "does not hold a JSON object"),
+        (b"1", "does not hold a JSON object"),
+    ],
+)
+def test_not_a_json_object(tmp_path: Path, raw: bytes, words: str) -> None:
+    (tmp_path / MANIFEST_FILE).write_bytes(raw)
+    with pytest.raises(FormatError, match=words):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0, [1]])
+def test_foreign_version(tmp_path: Path, version: Any) -> None:
+    refused(
+        tmp_path,
+        {**content(), "format_version": version},
+        f"format version {version}, this release reads 1",
+    )
+
+
+def test_version_comes_before_everything_else(tmp_path: Path) -> None:
+    refused(tmp_path, {"format_version": 7, "new": "layout"}, "format version 7")
+    refused(tmp_path, {"lowbit_version": "0.1.0"}, "format version None")
+
+
+PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+    lambda whole: whole,
+    lambda whole: whole["source"],
+    lambda whole: whole["source_tensors"][1],
+    lambda whole: whole["tensors"][0],
+    lambda whole: whole["files"][0],
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_key_is_required_and_no_other_is_known(
+    tmp_path: Path, part: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    for key in part(content()).keys() - {"format_version"}:
+        changed = content()
+        del part(changed)[key]
+        refused(tmp_path, changed, key)
+    changed = content()
+    part(changed)["colour"] = "red"
+    refused(tmp_path, changed, "unknown keys ['colour']")
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        (0, "lowbit_version", 1),
+        (0, "lowbit_version", None),
+        (0, "recipe", "int4"),
+        (0, "recipe", None),
+        (0, "source", None),
+        (0, "source", []),
+        (0, "source_tensors", {}),
+        (0, "source_tensors", None),
+        (0, "source_tensors", [None]),
+        (0, "tensors", "all"),
+        (0, "tensors", [[]]),
+        (0, "files", 3),
+        (0, "files", ["model.safetensors"]),
+        (1, "repo", 1),
+        (1, "commit", False),
+        (1, "config_sha256", None),
+        (2, "name", None),
+        (2, "shape", 128),
+        (2, "shape", "128"),
+        (2, "shape", None),
+        (2, "shape", {"0": 128}),
+        (2, "shape", [True]),
+        (2, "shape", [1.0]),
+        (2, "shape", [[1]]),
+        (2, "fate", "eaten"),
+        (2, "fate", ["copied"]),
+        (2, "fate", None),
+        (2, "reason", None),
+        (2, "sha256", 17),
+        (2, "bits", "4"),
+        (2, "bits", True),
+        (2, "group_size", 128.0),
+        (3, "dtype", 3),
+        (3, "file", None),
+        (3, "scale_min", "0"),
+        (3, "scale_max", True),
+        (4, "name", []),
+        (4, "size_bytes", "4096"),
+        (4, "size_bytes", 4096.0),
+        (4, "size_bytes", None),
+    ],
+)
+def test_wrong_types(tmp_path: Path, part: int, key: str, value: Any) -> None:
+    changed = content()
+    PARTS[part](changed)[key] = value
+    refused(tmp_path, changed, key)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "a/../../b", "/etc/passwd", "", "."])
+def test_files_outside_the_folder(tmp_path: Path, name: str) -> None:
+    for part, key in ((4, "name"), (3, "file")):
+        changed = content()
+        PARTS[part](changed)[key] = name
+        refused(tmp_path, changed, f"file `{name}` is not inside the folder")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_value_anywhere_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    changed = content()
+    place = data.draw(st.sampled_from(PARTS))(changed)
+    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
+    folder = tmp_path_factory.getbasetemp()
+    (folder / MANIFEST_FILE).write_text(json.dumps(changed))
+    try:
+        read = read_manifest(folder)
+    except FormatError:
+        return
+    assert read is not None
+    assert json.loads(read.to_bytes()).keys() == changed.keys()
+
+
+def test_weights_digest_ignores_order_alone() -> None:
+    rows = manifest().source_tensors
+    digest = weights_digest(rows)
+    assert digest == weights_digest(reversed(rows))
+    assert len(digest) == 64
+    changes: list[dict[str, Any]] = [
+        {"name": "x"},
+        {"dtype": "F16"},
+        {"shape": (128, 8)},
+        {"sha256": "cd" * 32},
+    ]
+    for change in changes:
+        assert weights_digest([dataclasses.replace(rows[0], **change), *rows[1:]]) != digest
+    # What became of a tensor is no part of what it was.
+    assert weights_digest([dataclasses.replace(rows[0], fate="copied"), *rows[1:]]) == digest
+    assert weights_digest(rows[1:]) != digest
+
+
+def test_json_bytes() -> None:
+    assert json_bytes({"b": "ä", "a": [1]}) == '{\n  "b": "ä",\n  "a": [\n    1\n  ]\n}\n'.encode()
