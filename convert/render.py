@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lowbit.convert.conversion import Conversion
@@ -17,7 +18,17 @@ from lowbit.convert.terminal import stderr
 from lowbit.convert.verification import Verification
 from lowbit.formats.packed import PackedCheckpoint
 
-LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+
+
+def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
+    """A plain table; its first columns hold text, the others numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def size(count: int) -> str:
@@ -57,17 +68,15 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
 def plan(view: Preview) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
     console = stderr()
-    table = Table(title=f"plan for {view.source}", title_justify="left", header_style="bold")
-    for column in ("tensors", "count", "shape", "becomes", "from", "to"):
-        right = column in ("count", "from", "to")
-        table.add_column(column, justify="right" if right else "left")
+    title = f"plan for {view.source}"
+    table = _table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for steps in _kinds(view.plan.steps):
         first = steps[0]
         table.add_row(
-            _kind(first, view),
-            str(len(steps)),
+            _kind(first),
             _shape(first.source.shape),
             _fate(first),
+            str(len(steps)),
             size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
             size(sum(step.output_bytes for step in steps)),
         )
@@ -132,14 +141,20 @@ def _kinds(steps: Iterable[Step]) -> list[list[Step]]:
     """Steps that differ by layer number alone, together."""
     kinds: dict[tuple[Any, ...], list[Step]] = {}
     for step in steps:
-        key = (LAYER.sub("*", step.source.name), step.source.shape, step.fate, step.scheme)
+        key = (_short(step.source.name), step.source.shape, step.fate, step.scheme)
         kinds.setdefault((*key, step.rereads), []).append(step)
     return list(kinds.values())
 
 
-def _kind(step: Step, view: Preview) -> str:
-    name = f"{step.module}.weight" if step.rereads else step.source.name
-    return LAYER.sub("*", name)
+def _kind(step: Step) -> str:
+    if step.rereads:
+        return f"{step.module} [dim]from {_short(step.source.name)}[/]"
+    return _short(step.source.name)
+
+
+def _short(name: str) -> str:
+    """`mlp.up_proj` for every layer's."""
+    return LAYER.sub("", name).removeprefix("model.").removesuffix(".weight")
 
 
 def _shape(sizes: Iterable[int]) -> str:
@@ -148,23 +163,21 @@ def _shape(sizes: Iterable[int]) -> str:
 
 def _fate(step: Step) -> str:
     if step.fate == "quantized":
-        note = " [dim](from the embedding)[/]" if step.rereads else ""
-        return f"[cyan]{step.scheme}[/]{note}"
+        return f"[cyan]{step.scheme}[/]"
     if step.fate == "dropped":
         return f"[yellow]dropped[/] [dim]({step.reason})[/]"
-    return f"{step.source.dtype_name} [dim]as stored[/]"
+    return step.source.dtype_name
 
 
 def packed(opened: PackedCheckpoint) -> None:
     """Show what a packed folder holds."""
     console = stderr()
     content = packed_json(opened)
-    table = Table(title=str(opened.checkpoint.folder), title_justify="left", header_style="bold")
-    for column in ("tensors", "count", "shape", "stored as", "size"):
-        table.add_column(column, justify="right" if column in ("count", "size") else "left")
+    title = str(opened.checkpoint.folder)
+    table = _table(title, ("tensor", "shape", "stored as"), ("count", "size"))
     for row in content["kinds"]:
         shape = _shape(row["shape"])
-        table.add_row(row["name"], str(row["count"]), shape, row["stored"], size(row["bytes"]))
+        table.add_row(row["name"], shape, row["stored"], str(row["count"]), size(row["bytes"]))
     console.print(table)
     console.print(f"{size(content['bytes'])}, {content['tensors']} tensors")
     if opened.manifest is None:
@@ -185,7 +198,7 @@ def packed_json(opened: PackedCheckpoint) -> dict[str, Any]:
         infos = opened.tensors_of(spec)
         scheme = opened.schemes.get(spec.module)
         stored = str(scheme) if scheme else infos[0].dtype_name
-        key = (LAYER.sub("*", spec.name), spec.shape, stored)
+        key = (_short(spec.name), spec.shape, stored)
         row = kinds.setdefault(
             key, {"name": key[0], "count": 0, "shape": list(spec.shape), "stored": stored}
         )

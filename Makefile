@@ -1,0 +1,40 @@
+# From a bare Python 3.11+ to a running demo or a test run: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := examples/models/tiny-qwen3
+PACKED := demo-out/tiny-qwen3-int4
+
+.PHONY: demo test check fix clean
+
+demo: $(VENV)/.installed
+	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --overwrite --report --eval-text examples/data/stories-eval.txt
+	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest -n auto -m "not gpu"
+
+check: $(VENV)/.installed-dev  # never rewrites
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lowbit needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out build dist *.egg-info
