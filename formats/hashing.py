@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowbit.formats.checkpoint import TensorInfo
 
-CHUNK_BYTES = 1 << 23
+CHUNK_BYTES = 1 << 20
 
 
 def hash_file(path: Path) -> str:

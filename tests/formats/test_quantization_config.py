@@ -284,6 +284,15 @@ def test_overlapping_targets_resolve_as_in_compressed_tensors(section: dict[str,
     assert {name: parsed.scheme_for(name) for name in modules} == their_schemes(section, modules)
 
 
+def test_exact_name_wins_whatever_it_sorts_like() -> None:
+    section = foreign(group(("transformer.layers.1.mlp.up_proj",), num_bits=8), group(("re:.*",)))
+    modules = linears(layers=2, prefix="transformer")
+    parsed = read(section)
+    assert parsed.scheme_for("transformer.layers.1.mlp.up_proj") == INT8
+    assert parsed.scheme_for("transformer.layers.0.mlp.up_proj") == INT4
+    assert {name: parsed.scheme_for(name) for name in modules} == their_schemes(section, modules)
+
+
 ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 
 

@@ -1,0 +1,122 @@
+"""The shape of the tree: who imports whom, what ships, what an import loads, how long files are."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("convert", "formats", "runtime")
+MAY_IMPORT = {
+    "formats": {"formats"},
+    "convert": {"convert", "formats"},
+    "runtime": {"runtime", "formats"},
+}
+NEVER_IMPORTS = {
+    "formats": {"click", "compressed_tensors", "numpy", "rich", "transformers", "triton"},
+    "convert": {"compressed_tensors", "triton"},
+    "runtime": {"compressed_tensors", "matplotlib", "transformers"},
+}
+MAX_LINES = 400
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+@pytest.mark.parametrize("path", sources(*ROOMS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_at_formats(path: Path) -> None:
+    names = [name.split(".") for name in imports(path)]
+    own = {name[1] for name in names if name[0] == "lowbit"}
+    assert own <= MAY_IMPORT[room(path)]
+    others = {name[0] for name in names}
+    assert not others & NEVER_IMPORTS[room(path)]
+    # Under the bare name of its folder a room would be imported as a second copy.
+    assert not others & set(ROOMS)
+
+
+def test_every_import_is_declared() -> None:
+    project = pyproject()["project"]
+    declared = list(project["dependencies"])
+    for extra in project.get("optional-dependencies", {}).values():
+        declared += extra
+    names = {re.split(r"[<>=!~;\[ ]", requirement)[0] for requirement in declared}
+    known = {"lowbit", *sys.stdlib_module_names} | {name.replace("-", "_") for name in names}
+    imported = {name.split(".")[0] for path in sources(*ROOMS) for name in imports(path)}
+    assert imported <= known
+
+
+def test_every_package_ships() -> None:
+    packages = pyproject()["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT).parts for path in sources(*ROOMS)}
+    assert sorted(packages) == sorted(".".join(("lowbit", *parts)) for parts in folders)
+    for parts in folders:
+        assert ROOT.joinpath(*parts, "__init__.py").is_file()
+
+
+def test_rooms_are_typed_and_have_no_common_init() -> None:
+    for name in ROOMS:
+        assert (ROOT / name / "py.typed").is_file()
+    assert not (ROOT / "__init__.py").exists()
+
+
+def modules_of_formats() -> list[str]:
+    dotted = (
+        ".".join(("lowbit", *path.relative_to(ROOT).with_suffix("").parts))
+        for path in sources("formats")
+    )
+    return [name.removesuffix(".__init__") for name in dotted]
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        (modules_of_formats(), {"click", "huggingface_hub", "rich", "transformers", "triton"}),
+        (["lowbit.runtime"], {"matplotlib", "transformers", "triton"}),
+        (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),
+    ],
+    ids=["formats", "runtime", "convert"],
+)
+def test_importing_loads_little(modules: list[str], absent: set[str]) -> None:
+    code = (
+        f"import sys, {', '.join(modules)}\n"
+        f"print(sorted(set({sorted(absent)}) & sys.modules.keys()))\n"
+        "torch = sys.modules.get('torch')\n"
+        "print(torch is not None and torch.cuda.is_initialized())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n") == ["[]", "False", ""]
+
+
+def test_files_stay_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in sources(*ROOMS, "tests", "examples")
+        if (lines := len(path.read_text().splitlines())) > MAX_LINES
+    }
+    assert not long
