@@ -1,1 +1,8 @@
 """Packed checkpoint to tokens. Never imports transformers or the converter."""
+
+from lowbit.runtime.chat import Message
+from lowbit.runtime.model import Model, load
+from lowbit.runtime.sampling import SamplingParams
+from lowbit.runtime.stream import Generation, Stream, Timings
+
+__all__ = ["Generation", "Message", "Model", "SamplingParams", "Stream", "Timings", "load"]

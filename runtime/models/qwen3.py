@@ -1,40 +1,43 @@
 """Qwen3 (dense): q/k-normed grouped-query attention and SwiGLU, over the ops of one backend."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from lowbit.formats.architectures.qwen3 import Qwen3Config
 from lowbit.runtime.cache import KVCache
-from lowbit.runtime.linear import Linear
-from lowbit.runtime.ops import Ops, Rope
+from lowbit.runtime.ops import Ops, Rope, rope_tables
+from lowbit.runtime.weights import Weights
+
+W = TypeVar("W")  # what the backend keeps a linear as
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Generic[W]):
     """Weights of one decoder layer; q/k/v and gate/up are fused by rows."""
 
     input_norm: Tensor  # [h]
-    qkv: Linear  # [(Hq + 2 * Hkv) * D, h]
+    qkv: W  # [(Hq + 2 * Hkv) * D, h]
     q_norm: Tensor  # [D]
     k_norm: Tensor  # [D]
-    o: Linear  # [h, Hq * D]
+    o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
-    gate_up: Linear  # [2 * I, h], gate rows first
-    down: Linear  # [h, I]
+    gate_up: W  # [2 * I, h], gate rows first
+    down: W  # [h, I]
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3:
+class Qwen3(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
     config: Qwen3Config
     embedding: Tensor  # [V, h]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
-    head: Linear  # [V, h]
+    head: W  # [V, h]
     rope: Rope
-    ops: Ops
+    ops: Ops[W]
 
     def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
@@ -60,6 +63,35 @@ class Qwen3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.norm_linear(
-            hidden, self.norm, self.config.rms_norm_eps, self.head
-        ).float()
+        return self.ops.norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.head).float()
+
+
+def build(config: Qwen3Config, weights: Weights[W], ops: Ops[W], context: int) -> Qwen3[W]:
+    """Read the weights of a checked checkpoint into a model for `context` positions."""
+    layers = []
+    for index in range(config.num_hidden_layers):
+        p = f"model.layers.{index}"
+        attn, mlp = f"{p}.self_attn", f"{p}.mlp"
+        layers.append(
+            Layer(
+                input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
+                qkv=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+                q_norm=weights.tensor(f"{attn}.q_norm.weight"),
+                k_norm=weights.tensor(f"{attn}.k_norm.weight"),
+                o=weights.linear(f"{attn}.o_proj"),
+                post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
+                gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=weights.linear(f"{mlp}.down_proj"),
+            )
+        )
+    embedding = weights.tensor("model.embed_tokens.weight")
+    tied = config.tie_word_embeddings
+    return Qwen3(
+        config=config,
+        embedding=embedding,
+        layers=tuple(layers),
+        norm=weights.tensor("model.norm.weight"),
+        head=weights.dense(embedding) if tied else weights.linear("lm_head"),
+        rope=rope_tables(context, config.head_dim, config.rope_theta, weights.device),
+        ops=ops,
+    )

@@ -1,0 +1,34 @@
+"""Convert the bundled model to INT4 and tell a story with it, from Python.
+
+    python examples/quickstart.py
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import lowbit.runtime
+from lowbit.convert import Recipe, convert
+
+SOURCE = Path(__file__).parent / "models" / "tiny-qwen3"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder) / "tiny-qwen3-int4"
+        done = convert(SOURCE, packed, Recipe(base="int4", group_size=128))
+        worst = max(done.weights, key=lambda row: row.relative_l2)
+        print(f"{done.plan.bits_per_weight:.2f} bits per weight in {done.seconds:.1f} s")
+        print(f"largest relative error {worst.relative_l2:.3f}, in {worst.name}\n")
+
+        model = lowbit.runtime.load(packed, device="cpu")
+        sampling = replace(model.defaults, temperature=0.8, seed=1)
+        stream = model.stream("Once upon a time", raw=True, sampling=sampling, max_new_tokens=60)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        speed = stream.generation.timings.decode_tokens_per_s
+        print(f"\n\n{speed:.0f} tokens per second")
+
+
+if __name__ == "__main__":
+    main()

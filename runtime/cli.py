@@ -1,0 +1,280 @@
+"""`lowbit-run`: generate, chat and bench."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+from click_default_group import DefaultGroup
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.options import (
+    Failure,
+    json_option,
+    load_options,
+    model_argument,
+    reported,
+    sampling_options,
+    talk_options,
+)
+
+if TYPE_CHECKING:
+    from lowbit.runtime.chat import Message
+    from lowbit.runtime.model import Model
+    from lowbit.runtime.stream import Generation, Stream
+
+SCHEMA = 1  # of every object that --json prints
+
+
+@click.group(cls=DefaultGroup, default="generate", default_if_no_args=False)
+@click.version_option(package_name="lowbit")
+def main() -> None:
+    """Run a packed Qwen3 checkpoint.
+
+    MODEL is a folder or a Hub id. `lowbit-run MODEL PROMPT` is short for
+    `lowbit-run generate MODEL PROMPT`; see `lowbit-run generate --help`.
+    """
+
+
+@click.command()
+@model_argument
+@click.argument("prompt", required=False)
+@load_options
+@sampling_options
+@talk_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
+@json_option
+@reported
+def generate(
+    *,
+    name: str,
+    prompt: str | None,
+    context: int | None,
+    device: str | None,
+    max_new_tokens: int | None,
+    stop: Sequence[str],
+    system: str | None,
+    thinking: bool | None,
+    raw: bool,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Answer PROMPT (or stdin) and stream the text to stdout."""
+    if raw and (system is not None or thinking is not None):
+        raise click.UsageError("--raw takes no --system and no --think: they need the template.")
+    text = _prompt(prompt)
+    model = _load(name, device, context)
+    messages = _opening(system)
+    messages.append({"role": "user", "content": text})
+    stream = model.stream(
+        text if raw else messages,
+        sampling=_sampling(model, sampling),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        thinking=thinking,
+        raw=raw,
+    )
+    generation = _show(stream, quiet=as_json)
+    if as_json:
+        _print_json({**asdict(generation), "load_s": model.load_s, "device": model.device})
+    else:
+        _note(summary(generation))
+
+
+@click.command()
+@model_argument
+@load_options
+@sampling_options
+@talk_options
+@json_option
+@reported
+def chat(
+    *,
+    name: str,
+    context: int | None,
+    device: str | None,
+    max_new_tokens: int | None,
+    stop: Sequence[str],
+    system: str | None,
+    thinking: bool | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Talk in the terminal; earlier turns stay in the cache.
+
+    /reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+    """
+    model = _load(name, device, context)
+    params = _sampling(model, sampling)
+    messages = _opening(system)
+    turns: list[dict[str, Any]] = []
+    _note("/reset starts over, /exit ends")
+    while (line := _ask(quiet=as_json)) not in (None, "/exit"):
+        if line == "/reset":
+            messages = _opening(system)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            stream = model.stream(
+                messages,
+                sampling=params,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
+                thinking=thinking,
+            )
+        except RequestError as error:  # the context is full: this turn cannot be answered
+            messages.pop()
+            Failure(error).show()
+            _note("/reset starts over")
+            continue
+        generation = _answer(stream, quiet=as_json)
+        if generation is None:
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": generation.text})
+        turns.append(asdict(generation))
+        _note(summary(generation))
+    if as_json:
+        _print_json({"messages": messages, "turns": turns})
+
+
+@click.command()
+@model_argument
+@load_options
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
+@json_option
+@reported
+def bench(
+    *,
+    name: str,
+    context: int | None,
+    device: str | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    runs: int,
+    as_json: bool,
+) -> None:
+    """Measure load time, time to first token, decode speed, memory and share of the roofline."""
+    from lowbit.runtime.bench import bench as measure
+
+    result = measure(_load(name, device, context), prompt_tokens, new_tokens, runs)
+    if as_json:
+        _print_json(asdict(result))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowbit.runtime.memory import gigabytes
+
+    table = Table("what", "measured", title=f"{name} on {result.device}")
+    rows = (
+        ("load", f"{result.load_s:.2f} s"),
+        (f"first token after {prompt_tokens} tokens", f"{result.first_token_s * 1e3:.1f} ms"),
+        (f"decode, {new_tokens} tokens", f"{result.decode_tokens_per_s:.1f} tok/s"),
+        ("weights", gigabytes(result.weight_bytes)),
+        (f"cache for {result.context} tokens", gigabytes(result.cache_bytes)),
+        ("peak memory", gigabytes(result.peak_bytes)),
+        ("read per token", gigabytes(result.step_bytes)),
+        ("read bandwidth", f"{gigabytes(int(result.bandwidth))}/s"),
+        ("share of the roofline", f"{result.roofline_share:.1%}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    Console(stderr=True).print(table)
+
+
+def summary(generation: "Generation") -> str:
+    """One line: tokens, speed, time to first token, reuse of the cache."""
+    timings = generation.timings
+    speed = timings.decode_tokens_per_s
+    parts = [
+        f"{len(generation.token_ids)} tokens",
+        *([f"{speed:.0f} tok/s"] if speed else []),
+        f"first token {timings.first_token_s * 1e3:.0f} ms",
+        f"prompt {timings.prompt_tokens} tokens"
+        + (f" ({timings.reused_tokens} cached)" if timings.reused_tokens else ""),
+        generation.finish_reason,
+    ]
+    return ", ".join(parts)
+
+
+def _load(name: str, device: str | None, context: int | None) -> "Model":
+    from lowbit.runtime.hub import model_folder
+    from lowbit.runtime.model import load
+
+    return load(model_folder(name), device=device, context=context)
+
+
+def _sampling(model: "Model", options: dict[str, Any]) -> Any:
+    from lowbit.runtime.sampling import with_overrides
+
+    return with_overrides(model.defaults, **options)
+
+
+def _opening(system: str | None) -> "list[Message]":
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _prompt(prompt: str | None) -> str:
+    """The prompt, from stdin where it was left out."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+        try:
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
+    if not prompt.strip():
+        raise RequestError("the prompt is empty")
+    return prompt
+
+
+def _ask(quiet: bool) -> str | None:
+    """A line of the conversation; None at its end."""
+    prompt = "> " if sys.stdin.isatty() and not quiet else ""
+    try:
+        return input(prompt)
+    except EOFError:
+        return None
+
+
+def _show(stream: "Stream", quiet: bool) -> "Generation":
+    """Print the pieces as they come."""
+    for piece in stream:
+        if not quiet:
+            click.echo(piece, nl=False)
+    if not quiet:
+        click.echo()
+    return stream.generation
+
+
+def _answer(stream: "Stream", quiet: bool) -> "Generation | None":
+    """`_show`, but Ctrl-C ends this answer only."""
+    try:
+        return _show(stream, quiet)
+    except KeyboardInterrupt:
+        stream.close()
+        click.echo()
+        _note("stopped; the question is taken back")
+        return None
+
+
+def _note(text: str) -> None:
+    """A dim line on stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(text, style="dim", markup=False)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    click.echo(json.dumps({"schema": SCHEMA, **content}, ensure_ascii=False))
+
+
+for command in (generate, chat, bench):
+    main.add_command(command)

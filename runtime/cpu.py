@@ -1,0 +1,182 @@
+"""The ops of `lowbit.runtime.ops` on a CPU, over PyTorch's own low-bit matrix products.
+
+In BF16 a linear keeps its codes where PyTorch has a fast product for them: INT4 in groups, and
+INT8 with one scale per row. Every other scheme, and every linear in FP32, runs as the
+dequantized weight; FP32 is the checked mode, its weights are exactly `code * scale`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.formats.packing import dequantize, unpack
+from lowbit.formats.scheme import Scheme
+from lowbit.runtime.cache import KVCache
+from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.ops import Rope
+
+INT4_GROUPS = (32, 64, 128, 256)
+INT4_ROWS = 16  # the INT4 product wants N to be a multiple
+INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
+CHUNK_ROWS = 4096  # rows unpacked at a time, a multiple of the INT4 blocks of 64 rows
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Blocks:
+    """Weight [N, K] in the block order of this CPU's INT4 product; made at load, never stored.
+
+    Attributes:
+        blocks: [N, K / 2] uint8.
+        scale_zero: [K / group_size, N, 2] bfloat16, scale and zero (always 0).
+        group_size: one of INT4_GROUPS.
+    """
+
+    blocks: Tensor
+    scale_zero: Tensor
+    group_size: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return self.blocks.nbytes + self.scale_zero.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Weight [N, K] as codes [N, K] int8 and one scale per row [N] bfloat16."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+CpuLinear = Int4Blocks | Int8Rows | DenseLinear
+
+
+def prepared_bytes(N: int, K: int, scheme: Scheme | None, dtype: torch.dtype) -> int:
+    """Bytes that `prepare` will keep for a weight [N, K]."""
+    if scheme is None or dtype != torch.bfloat16:
+        return N * K * dtype.itemsize
+    group = scheme.group_size or K
+    if _int4_fits(N, scheme.bits, group):
+        return N * K // 2 + N * (K // group) * 4
+    if _int8_fits(K, scheme.bits, group):
+        return N * K + N * 2
+    return N * K * dtype.itemsize
+
+
+def prepare(w: Linear, dtype: torch.dtype) -> CpuLinear:
+    """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
+    if isinstance(w, DenseLinear):
+        return DenseLinear(w.weight.to(dtype))
+    if dtype == torch.bfloat16 and _int4_fits(w.N, w.bits, w.group_size):
+        return _int4_blocks(w)
+    if dtype == torch.bfloat16 and _int8_fits(w.K, w.bits, w.group_size):
+        return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())
+    weight = torch.empty(w.N, w.K, dtype=dtype)
+    for start in range(0, w.N, CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        weight[rows] = dequantize(unpack(w.codes[rows], w.bits, w.K), w.scales[rows])
+    return DenseLinear(weight)
+
+
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [V, h] for ids [M]: [M, h]."""
+    return table[ids]
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
+    """`rms_norm(x) * norm @ w.T`: [M, K] to [M, N]."""
+    return linear(rms_norm(x, norm, eps), w)
+
+
+def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: CpuLinear) -> Tensor:
+    """`silu(gate) * up` of the normed x: [M, K] to [M, N / 2]; gate is the first N / 2 rows."""
+    gate, up = linear(rms_norm(x, norm, eps), gate_up).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def linear_add(x: Tensor, w: CpuLinear, residual: Tensor) -> Tensor:
+    """`residual + x @ w.T`: [M, N]."""
+    return residual + linear(x, w)
+
+
+def attention(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rope: Rope,
+    cache: KVCache,
+    layer: int,
+) -> Tensor:
+    """Norm and rotate q and k, append k and v to the cache, attend causally: [M, Hq * D]."""
+    M = qkv.shape[0]
+    _, Hkv, _, D = cache.k.shape
+    start, stop = cache.length, cache.length + M
+    heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D]
+    Hq = heads.shape[0] - 2 * Hkv
+    q = _rotate(rms_norm(heads[:Hq], q_norm, eps), rope, start, stop)
+    cache.k[layer, :, start:stop] = _rotate(
+        rms_norm(heads[Hq : Hq + Hkv], k_norm, eps), rope, start, stop
+    )
+    cache.v[layer, :, start:stop] = heads[Hq + Hkv :]
+    k, v = cache.k[layer, :, :stop], cache.v[layer, :, :stop]  # [Hkv, stop, D]
+    mask = None
+    if M > 1:
+        mask = torch.ones(M, stop, dtype=torch.bool).tril(start)
+    out = functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(M, Hq * D)
+
+
+def linear(x: Tensor, w: CpuLinear) -> Tensor:
+    """`x @ w.T`: [M, K] to [M, N]."""
+    if isinstance(w, DenseLinear):
+        return functional.linear(x, w.weight)
+    if isinstance(w, Int4Blocks):
+        return torch._weight_int4pack_mm_for_cpu(x, w.blocks, w.group_size, w.scale_zero)
+    return torch._weight_int8pack_mm(x, w.codes, w.scales)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x)` in FP32, rounded to x's dtype, then times weight: [..., D]."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def _rotate(x: Tensor, rope: Rope, start: int, stop: int) -> Tensor:
+    """Rotate [H, M, D] by the angles of positions start to stop, in FP32."""
+    cos, sin = rope.cos[start:stop], rope.sin[start:stop]  # [M, D / 2]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _int4_fits(N: int, bits: int, group_size: int) -> bool:
+    """Whether PyTorch's INT4 product takes the shape."""
+    return bits == 4 and group_size in INT4_GROUPS and N % INT4_ROWS == 0
+
+
+def _int8_fits(K: int, bits: int, group_size: int) -> bool:
+    """Whether PyTorch's INT8 product takes the shape."""
+    return bits == 8 and group_size == K and K % INT8_COLUMNS == 0
+
+
+def _int4_blocks(w: PackedLinear) -> Int4Blocks:
+    """Reorder the codes for `_weight_int4pack_mm_for_cpu`, some rows at a time."""
+    blocks = []
+    for start in range(0, w.N, CHUNK_ROWS):
+        codes = unpack(w.codes[start : start + CHUNK_ROWS], w.bits, w.K)
+        unsigned = codes.to(torch.int32) + 8
+        blocks.append(torch._convert_weight_to_int4pack_for_cpu(unsigned, 2))
+    scales = w.scales.T  # [K / G, N]
+    scale_zero = torch.stack((scales, torch.zeros_like(scales)), dim=-1)
+    return Int4Blocks(torch.cat(blocks), scale_zero.contiguous(), w.group_size)

@@ -1,0 +1,199 @@
+"""Runs a decoder over one sequence: prefill in chunks, then one token a step.
+
+On a GPU a step is one CUDA graph (embedding to sampled token, position advanced on the device)
+and the host reads tokens one step late, so the device never waits for it. On a CPU the same step
+runs directly.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.cache import KVCache
+from lowbit.runtime.loader import Decoder
+from lowbit.runtime.sampling import Sampler, SamplingParams, sample
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(slots=True)
+class Engine:
+    """A decoder with the cache, the sampler and the history of its one sequence.
+
+    Attributes:
+        held: ids whose keys and values the cache holds (and at most one more); the next prompt
+            reuses what it shares with them.
+        token: [1] int64 on the device, the input of the next step.
+        seed: of the random numbers of the last request.
+        reused: tokens of the last prompt that were in the cache already.
+    """
+
+    decoder: Decoder
+    cache: KVCache
+    sampler: Sampler
+    token: Tensor
+    held: list[int] = field(default_factory=list)
+    seed: int = 0
+    reused: int = 0
+    _graph: "torch.cuda.CUDAGraph | None" = None
+    _graph_shape: tuple[bool, int, bool] | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps run as CUDA graphs."""
+        return self.token.is_cuda
+
+    def room(self, prompt: int) -> int:
+        """New tokens that fit after a prompt of so many; the last one needs no row."""
+        return self.cache.context - prompt + 1
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence: [T, V] float32, on the decoder's device.
+
+        Raises:
+            RequestError: empty, longer than the context, or an id outside the vocabulary.
+        """
+        self.check(ids)
+        self._rewind(0)
+        chunks = [self.decoder.logits(hidden) for hidden in self._forward(ids)]
+        return torch.cat(chunks)
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, count: int) -> Iterator[int]:
+        """Up to `count` new tokens, one at a time; the caller stops when it has seen enough.
+
+        Raises:
+            RequestError: an empty prompt, one longer than the context, or an id outside the
+                vocabulary.
+        """
+        self.check(prompt)
+        count = min(count, self.room(len(prompt)))
+        self.reused = min(_common_prefix(self.held, prompt), self.cache.length, len(prompt) - 1)
+        self._rewind(self.reused)
+        self.sampler.params = params
+        if self.on_gpu and count > 1:
+            self._capture()
+        self.seed = self.sampler.start(params, prompt, count)
+        hidden = None
+        for hidden in self._forward(prompt[self.reused :]):  # noqa: B007 - the last is used
+            pass
+        if hidden is not None and count > 0:
+            self.token.copy_(sample(self.decoder.logits(hidden[-1:]), self.sampler))
+            yield from self._decode(count)
+
+    def _decode(self, count: int) -> Iterator[int]:
+        """Read token after token; on a GPU the step after is already under way."""
+        outbox = _Outbox.new(self.on_gpu)
+        ahead = 1 if self.on_gpu else 0
+        outbox.post(0, self.token)
+        launched = 1
+        for index in range(count):
+            while launched < min(count, index + 1 + ahead):
+                self._launch()
+                outbox.post(launched, self.token)
+                launched += 1
+            token = outbox.read(index)
+            self.held.append(token)
+            yield token
+
+    def _launch(self) -> None:
+        """Run one step: `token` is appended to the cache and replaced by the next one."""
+        if self._graph is None:
+            self._step()
+        else:
+            self._graph.replay()
+        self.cache.length += 1
+
+    def _step(self) -> None:
+        hidden = self.decoder.hidden(self.token, self.cache)
+        self.token.copy_(sample(self.decoder.logits(hidden), self.sampler))
+        self.cache.position.add_(1)
+
+    def _capture(self) -> None:
+        """Record a step as a graph, unless the one at hand does the same operations.
+
+        The rows it writes lie beyond what the cache holds; counters are set again afterwards.
+        """
+        if self._graph is not None and self._graph_shape == self.sampler.shape:
+            return
+        self._graph = None
+        length = self.cache.length
+        self.sampler.drawn.zero_()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()  # compiles kernels, which cannot happen during the capture
+            self.cache.truncate(length)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph, self._graph_shape = graph, self.sampler.shape
+
+    def _forward(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Append ids to the cache in chunks; yields the hidden states [M, h] of each."""
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self.token.device)
+        for chunk in torch.split(tokens, PREFILL_CHUNK):
+            hidden = self.decoder.hidden(chunk, self.cache)
+            self.cache.truncate(self.cache.length + len(chunk))
+            self.held.extend(chunk.tolist())
+            yield hidden
+
+    def _rewind(self, length: int) -> None:
+        self.cache.truncate(length)
+        del self.held[length:]
+
+    def forget(self) -> None:
+        """Drop what the cache holds."""
+        self._rewind(0)
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be run.
+
+        Raises:
+            RequestError: empty, longer than the context, or an id outside the vocabulary.
+        """
+        if not ids:
+            raise RequestError("the prompt is empty", hint="give at least one token")
+        if len(ids) > self.cache.context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context is {self.cache.context}",
+                hint="shorten the prompt, or ask for a larger --context",
+            )
+        rows = self.decoder.config.vocab_size
+        if not all(0 <= id < rows for id in ids):
+            raise RequestError(f"token ids must be between 0 and {rows - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outbox:
+    """The last two tokens on their way to the host."""
+
+    slots: Tensor  # [2] int64 on the host, page-locked on a GPU machine
+    sent: tuple["torch.cuda.Event", ...]
+
+    @classmethod
+    def new(cls, on_gpu: bool) -> "_Outbox":
+        slots = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
+        events = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else ()  # type: ignore[no-untyped-call]
+        return cls(slots, events)
+
+    def post(self, index: int, token: Tensor) -> None:
+        self.slots[index % 2 : index % 2 + 1].copy_(token, non_blocking=True)
+        if self.sent:
+            self.sent[index % 2].record()
+
+    def read(self, index: int) -> int:
+        if self.sent:
+            self.sent[index % 2].synchronize()
+        return int(self.slots[index % 2])
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids two sequences share."""
+    for index, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,131 @@
+"""attention_prefill: q/k norm, rotation and cache append of M tokens, then causal attention.
+
+    q, k = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)       (per head, FP32)
+    out  = softmax(q . k^T / sqrt(D) + causal) @ v over the cache's first length + M rows
+
+Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, cache k, v [Hkv, T, D] bf16; token m takes row length + m
+Plan    one Triton program per token and head writes q aside and k, v into the cache; the attention
+        itself is PyTorch's (flash attention on a GPU)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from lowbit.runtime.cache import KVCache
+from lowbit.runtime.kernels.rotate import rotated, rotated_ref
+from lowbit.runtime.ops import Rope
+
+
+def attention_prefill_ref(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rope: Rope,
+    cache: KVCache,
+    layer: int,
+) -> Tensor:
+    """The value `attention_prefill` approximates: [M, Hq * D] float64; the cache is not written.
+
+    Queries and keys are rounded to the cache's dtype before they meet, as in the kernels.
+    """
+    M, Hkv, D = qkv.shape[0], cache.k.shape[1], cache.k.shape[3]
+    heads = qkv.double().view(M, -1, D)
+    q, k, v = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
+    past = cache.length
+    q = torch.stack([rotated_ref(q[m], q_norm, eps, rope, past + m) for m in range(M)], dim=1)
+    k = torch.stack([rotated_ref(k[m], k_norm, eps, rope, past + m) for m in range(M)], dim=1)
+    keys = torch.cat((cache.k[layer, :, :past].double(), k.to(cache.k.dtype).double()), dim=1)
+    values = torch.cat((cache.v[layer, :, :past].double(), v.transpose(0, 1)), dim=1)
+    shared = q.shape[0] // Hkv
+    q = q.to(cache.k.dtype).double()
+    scores = q @ keys.repeat_interleave(shared, 0).transpose(1, 2) * D**-0.5  # [Hq, M, past + M]
+    hidden = torch.ones(M, past + M, dtype=torch.bool, device=qkv.device).triu(past + 1)
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return (weights @ values.repeat_interleave(shared, 0)).transpose(0, 1).reshape(M, -1)
+
+
+@triton.jit
+def _rotate_append_kernel(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    length,
+    T,
+    eps,
+    Hq: tl.constexpr,
+    Hkv: tl.constexpr,
+    D: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_d = tl.arange(0, D)
+    x_ptr = qkv_ptr + token * (Hq + 2 * Hkv) * D
+    one = tl.zeros([1], tl.int32)
+    row = length + token
+    if head < Hq:
+        q = rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, one + head, one == 0, row, eps, D)
+        out = q_ptr + (token * Hq + head) * D + offs_d[None, :]
+        tl.store(out, q.to(q_ptr.dtype.element_ty))
+    elif head < Hq + Hkv:
+        k = rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, one + head, one == 0, row, eps, D)
+        out = k_ptr + ((head - Hq) * T + row) * D + offs_d[None, :]
+        tl.store(out, k.to(k_ptr.dtype.element_ty))
+    else:
+        v = tl.load(x_ptr + head * D + offs_d)
+        tl.store(v_ptr + ((head - Hq - Hkv) * T + row) * D + offs_d, v)
+
+
+def attention_prefill(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    rope: Rope,
+    cache: KVCache,
+    layer: int,
+) -> Tensor:
+    """Attention of M tokens after the cache's `length` tokens; see `Ops.attention`.
+
+    Returns:
+        [M, Hq * D] in the dtype of qkv.
+    """
+    _, Hkv, T, D = cache.k.shape
+    M, past = qkv.shape[0], cache.length
+    Hq = qkv.shape[1] // D - 2 * Hkv
+    q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
+    keys, values = cache.k[layer], cache.v[layer]
+    _rotate_append_kernel[(M, Hq + 2 * Hkv)](
+        qkv,
+        q_norm,
+        k_norm,
+        rope.cos,
+        rope.sin,
+        q,
+        keys,
+        values,
+        past,
+        T,
+        eps,
+        Hq=Hq,
+        Hkv=Hkv,
+        D=D,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None, :, : past + M],
+        values[None, :, : past + M],
+        attn_mask=causal_lower_right(M, past + M) if past else None,
+        is_causal=past == 0,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1).reshape(M, Hq * D)

@@ -1,0 +1,93 @@
+"""The small row-wise ops around the linears: embedding lookup, RMS norm and SwiGLU of M tokens.
+
+A decode step uses `embed` alone (norm and SwiGLU are fused into its GEMVs), so that one takes part
+in programmatic launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.device import programmatic_launch
+
+BLOCK = 1024
+
+
+def embed_ref(ids: Tensor, table: Tensor) -> Tensor:
+    """The value `embed` gives: [M, h]."""
+    return table[ids]
+
+
+def rms_norm_ref(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """The value `rms_norm` approximates: [M, K] float64."""
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.double()
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """The value `swiglu` approximates: [M, N / 2] float64."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@triton.jit
+def _embed_kernel(ids_ptr, table_ptr, out_ptr, h, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    x = tl.load(table_ptr + row * h + offs, mask=offs < h)
+    tl.store(out_ptr + token * h + offs, x, mask=offs < h)
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, gain_ptr, y_ptr, K, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * K
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row + offs, mask=offs < K, other=0.0).to(tl.float32)
+    gain = tl.load(gain_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * gain
+    tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=offs < K)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, y_ptr, I, BLOCK: tl.constexpr):  # noqa: E741 - inner size
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_ptr + token * 2 * I + offs, mask=offs < I, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * I + I + offs, mask=offs < I, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + token * I + offs, y.to(y_ptr.dtype.element_ty), mask=offs < I)
+
+
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [V, h] for ids [M] int64: [M, h]."""
+    M, h = ids.shape[0], table.shape[1]
+    out = torch.empty((M, h), dtype=table.dtype, device=table.device)
+    pdl = programmatic_launch(table)
+    _embed_kernel[(M, triton.cdiv(h, BLOCK))](
+        ids, table, out, h, BLOCK=BLOCK, PDL=pdl, launch_pdl=pdl
+    )
+    return out
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """`x * rsqrt(mean(x^2) + eps) * gain` of each row of x [M, K]: [M, K]."""
+    M, K = x.shape
+    y = torch.empty_like(x)
+    _rms_norm_kernel[(M,)](
+        x, gain, y, K, eps, BLOCK=triton.next_power_of_2(K), num_warps=8, enable_fp_fusion=True
+    )
+    return y
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of [M, N], gate first: [M, N / 2]."""
+    M, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty((M, inner), dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[(M, triton.cdiv(inner, BLOCK))](gate_up, y, inner, BLOCK=BLOCK)
+    return y

@@ -1,0 +1,222 @@
+"""The Python API: a loaded model that generates, streams and gives logits."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime.cache import new_cache
+from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
+from lowbit.runtime.engine import Engine
+from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.memory import choose_context
+from lowbit.runtime.sampling import SamplingParams, new_sampler, read_generation_config
+from lowbit.runtime.stream import Generation, Request, Stream
+from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model; it serves one request at a time.
+
+    Attributes:
+        defaults: sampling parameters of the model's generation_config.json.
+        stop_ids: tokens that end a text.
+        load_s: seconds that loading took.
+    """
+
+    folder: Path
+    opened: OpenedModel = field(repr=False)
+    engine: Engine = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
+    template: ChatTemplate | None = field(repr=False)
+    defaults: SamplingParams
+    stop_ids: frozenset[int]
+    device: str
+    dtype: torch.dtype
+    load_s: float
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return self.engine.cache.context
+
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        thinking: bool | None = None,
+        raw: bool = False,
+    ) -> list[int]:
+        """Token ids of a prompt: one user message, or a conversation, through the chat template.
+
+        Args:
+            prompt: text, or messages with `role` and `content`.
+            thinking: switches a reasoning model's thinking; None leaves it to its template.
+            raw: take the text as it is, without the template.
+
+        Raises:
+            RequestError: an empty prompt, a bad message, or no template to render it with.
+        """
+        if raw:
+            if not isinstance(prompt, str):
+                raise RequestError("a raw prompt must be text, got messages")
+            return self.tokenizer.encode(prompt)
+        if self.template is None:
+            raise RequestError(
+                f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
+            )
+        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        return self.tokenizer.encode(self.template.render(messages, thinking))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool | None = None,
+        raw: bool = False,
+    ) -> Stream:
+        """Text piece by piece; `Stream.generation` has the rest when it has ended.
+
+        Args:
+            prompt: see `encode`.
+            sampling: None for the model's own defaults; `dataclasses.replace(model.defaults,
+                temperature=0.8)` changes one of them.
+            max_new_tokens: None for as many as the context holds.
+            stop: strings that end the text and are left out of it.
+            thinking: see `encode`.
+            raw: see `encode`.
+
+        Raises:
+            RequestError: see `encode`; also a prompt longer than the context.
+        """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
+        if not all(stop):
+            raise RequestError("a stop string is empty")
+        ids = self.encode(prompt, thinking=thinking, raw=raw)
+        self.engine.check(ids)
+        request = Request(
+            prompt=tuple(ids),
+            sampling=sampling or self.defaults,
+            max_new_tokens=max_new_tokens,
+            stop_ids=self.stop_ids,
+            stops=tuple(stop),
+        )
+        return Stream(self.engine, self.tokenizer, request)
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool | None = None,
+        raw: bool = False,
+    ) -> Generation:
+        """The whole text of a request; arguments and errors as in `stream`."""
+        stream = self.stream(
+            prompt,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            thinking=thinking,
+            raw=raw,
+        )
+        for _ in stream:
+            pass
+        return stream.generation
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence: [T, V] float32 on the model's device."""
+        return self.engine.logits(ids)
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    context: int | None = None,
+) -> Model:
+    """Load a packed checkpoint folder (a plain BF16 one works too).
+
+    Args:
+        folder: with config.json, safetensors and tokenizer.json.
+        device: `cpu` or `cuda`; None takes a GPU if there is one.
+        dtype: of activations and dense weights. float32, on the CPU only, is the checked mode:
+            exact dequantized weights.
+        context: tokens of prompt and output; None for min(max_position, 8192, what fits).
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        FormatError: a packed file that breaks SPEC.md or uses a scheme that cannot be served.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        ResourceError: no GPU, or too little memory.
+        RequestError: a context or dtype that the model or device does not have.
+    """
+    started = time.perf_counter()
+    folder = Path(folder)
+    opened = open_model(folder)
+    defaults, config_stops = read_generation_config(folder)
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder)
+    device = choose_device(device)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")
+    if dtype == torch.float32 and device != "cpu":
+        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    context = choose_context(opened, device, dtype, context)
+    decoder = load_decoder(opened, device, dtype, context)
+    config = opened.config
+    cache = new_cache(
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        config.head_dim,
+        context,
+        dtype,
+        device,
+    )
+    engine = Engine(
+        decoder=decoder,
+        cache=cache,
+        sampler=new_sampler(min(tokenizer.vocabulary, config.vocab_size), context, device),
+        token=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return Model(
+        folder=folder,
+        opened=opened,
+        engine=engine,
+        tokenizer=tokenizer,
+        template=template,
+        defaults=defaults,
+        stop_ids=frozenset((*config_stops, *tokenizer.stop_ids())),
+        device=device,
+        dtype=dtype,
+        load_s=time.perf_counter() - started,
+    )
+
+
+def choose_device(device: str | None) -> str:
+    """`cpu` or `cuda`: what was asked for if it is there, else a GPU if there is one.
+
+    Raises:
+        RequestError: another name.
+        ResourceError: a GPU was asked for and there is none.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise RequestError(f"device must be cpu or cuda, got `{device}`")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ResourceError("no CUDA device was found", hint="use --device cpu")
+    return device or ("cuda" if available else "cpu")

@@ -1,0 +1,140 @@
+"""The options that commands of `lowbit-run` share, and how they report errors."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+
+from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
+
+Command = Callable[..., None]
+
+
+class Failure(click.ClickException):
+    """A `LowbitError` as the terminal shows it: the message, then the hint; exit code 1."""
+
+    def __init__(self, error: LowbitError) -> None:
+        """Keep the hint beside the message."""
+        super().__init__(str(error))
+        self.hint = error.hint
+
+    def show(self, file: Any = None) -> None:
+        """Print to stderr."""
+        click.echo(f"Error: {self.message}", err=True)
+        if self.hint:
+            click.echo(f"\nhint: {self.hint}", err=True)
+
+
+def reported(command: Command) -> Command:
+    """Add --debug, without which an expected error is one message and no traceback."""
+
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(command)
+    def run(*, debug: bool, **options: Any) -> None:
+        try:
+            command(**options)
+        except (LowbitError, torch.OutOfMemoryError, OSError) as error:
+            if debug or isinstance(error, BrokenPipeError):
+                raise
+            raise Failure(_explained(error)) from None
+
+    return run
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse NaN and infinities, which pass a range check."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, shown in the given order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+load_options = with_options(
+    click.option(
+        "--context",
+        type=click.IntRange(min=1),
+        help="Tokens of prompt and output  [default: min(max_position, 8192, what fits)].",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        help="Where to run  [default: cuda if there is one].",
+    ),
+)
+sampling_options = with_options(
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        help="Stop after so many tokens  [default: when the context is full].",
+    ),
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        callback=finite,
+        help="0 takes the likeliest token  [default: the model's].",
+    ),
+    click.option("--top-k", type=click.IntRange(min=0), help="Only the k likeliest; 0 is off."),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        callback=finite,
+        help="Only the likeliest that reach this probability together.",
+    ),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        callback=finite,
+        help="Only those at least this likely relative to the likeliest.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=finite,
+        help="Weaken every token that has occurred; 1 is off.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        callback=finite,
+        help="Subtract from every token of the output; 0 is off.",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Makes sampling repeatable."),
+)
+talk_options = with_options(
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."
+    ),
+    click.option("--system", metavar="TEXT", help="System message."),
+    click.option(
+        "--think/--no-think",
+        "thinking",
+        default=None,
+        help="Switch thinking on or off  [default: the model's].",
+    ),
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else."
+)
+model_argument = click.argument("name", metavar="MODEL")
+
+
+def _explained(error: LowbitError | torch.OutOfMemoryError | OSError) -> LowbitError:
+    """An error of the system in our words."""
+    if isinstance(error, LowbitError):
+        return error
+    if isinstance(error, OSError):
+        return CheckpointError(f"`{error.filename}`: {error.strerror}")
+    return ResourceError("the GPU ran out of memory", hint="use a smaller --context")

@@ -1,0 +1,264 @@
+"""The next token from logits, on the logits' device and without waiting for the host.
+
+Filters apply in the order of transformers: penalties, temperature, top-k, top-p, min-p. Tokens
+are sorted first, so each filter keeps a prefix. Probabilities become 40-bit integers, whose sums
+are exact in any order: the same seed on the same device gives the same tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.checkpoint import read_json
+from lowbit.formats.errors import CheckpointError, RequestError
+
+GENERATION_FILE = "generation_config.json"
+MASS_BITS = 40  # 2^40 * a vocabulary of 2^18 stays far below 2^63
+SEEDS = 2**63  # seeds are 0 to SEEDS - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; the defaults choose the likeliest.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens; 0 is off. Of equals at the border, k in total stay.
+        top_p: only the likeliest tokens that together reach this probability.
+        min_p: only tokens at least this likely relative to the likeliest.
+        repetition_penalty: divides positive and multiplies negative logits of every token of the
+            prompt and the output; 1 is off.
+        presence_penalty: subtracted from the logits of every token of the output; 0 is off.
+        seed: of the random numbers; None draws one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning."""
+        checks = (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "finite"),
+            ("seed", self.seed is None or 0 <= self.seed < SEEDS, "between 0 and 2^63 - 1"),
+        )
+        for name, ok, wanted in checks:
+            if not ok:
+                raise RequestError(f"`{name}` must be {wanted}, got {getattr(self, name)}")
+
+    @property
+    def penalized(self) -> bool:
+        """Whether tokens that have occurred are treated differently."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+
+
+def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Defaults and stop ids of a model folder.
+
+    Returns:
+        Greedy parameters and no stop id where the folder has no generation_config.json.
+
+    Raises:
+        CheckpointError: a value of the wrong type.
+    """
+    path = folder / GENERATION_FILE
+    if not path.exists():
+        return SamplingParams(), ()
+    config = read_json(path)
+    stops = config.get("eos_token_id")
+    stop_ids = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if not all(type(stop) is int for stop in stop_ids):
+        raise CheckpointError(f"`{path}`: eos_token_id {stops!r} is not an id or a list of ids")
+    return _defaults(config, path), tuple(stop_ids)
+
+
+def _defaults(config: Mapping[str, Any], path: Path) -> SamplingParams:
+    values: dict[str, Any] = {}
+    for field in fields(SamplingParams):
+        value = config.get(field.name)
+        if value is None or field.name == "seed":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"`{path}`: {field.name} {value!r} is not a number")
+        values[field.name] = int(value) if field.name == "top_k" else float(value)
+    if not config.get("do_sample", False):
+        values["temperature"] = 0.0
+    elif "temperature" not in values:
+        values["temperature"] = 1.0
+    return SamplingParams(**values)
+
+
+def with_overrides(
+    defaults: SamplingParams,
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    seed: int | None = None,
+) -> SamplingParams:
+    """Defaults with the given values put in; None leaves a value as it is."""
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "seed": seed,
+    }
+    return replace(defaults, **{key: value for key, value in given.items() if value is not None})
+
+
+@dataclass(slots=True)
+class Sampler:
+    """The state of sampling one sequence; tensors stay where they are, so a graph can be captured.
+
+    Attributes:
+        vocabulary: real tokens; ids from here on are padding and never chosen.
+        params: what the tensors were filled from.
+        knobs: [5] float64: temperature, top_p, min_p, repetition and presence penalty.
+        uniforms: [T] float64 in [0, 1), one for each token of the request.
+        drawn: [1] int64, how many have been used.
+        seen: [vocabulary] bool, tokens of the prompt and the output.
+        produced: [vocabulary] bool, tokens of the output.
+    """
+
+    vocabulary: int
+    params: SamplingParams
+    knobs: Tensor
+    uniforms: Tensor
+    drawn: Tensor
+    seen: Tensor
+    produced: Tensor
+
+    @property
+    def shape(self) -> tuple[bool, int, bool]:
+        """What decides which operations `sample` runs; a captured graph is good for one shape."""
+        return self.params.temperature == 0.0, self.params.top_k, self.params.penalized
+
+    def start(self, params: SamplingParams, prompt: Sequence[int], count: int) -> int:
+        """Begin a request of up to `count` new tokens; returns the seed in use."""
+        seed = params.seed
+        if seed is None:
+            seed = torch.Generator().seed() % SEEDS
+        self.params = params
+        self.knobs.copy_(
+            torch.tensor(
+                [
+                    params.temperature,
+                    params.top_p,
+                    params.min_p,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                ],
+                dtype=torch.float64,
+            )
+        )
+        generator = torch.Generator().manual_seed(seed)
+        self.uniforms[:count] = torch.rand(count, dtype=torch.float64, generator=generator).to(
+            self.uniforms.device
+        )
+        self.drawn.zero_()
+        self.produced.zero_()
+        self.seen.zero_()
+        if params.penalized:
+            self.seen[torch.tensor(prompt, device=self.seen.device)] = True
+        return seed
+
+
+def new_sampler(vocabulary: int, tokens: int, device: str) -> Sampler:
+    """A sampler for requests of up to `tokens` new tokens."""
+    return Sampler(
+        vocabulary=vocabulary,
+        params=SamplingParams(),
+        knobs=torch.zeros(5, dtype=torch.float64, device=device),
+        uniforms=torch.zeros(tokens, dtype=torch.float64, device=device),
+        drawn=torch.zeros(1, dtype=torch.int64, device=device),
+        seen=torch.zeros(vocabulary, dtype=torch.bool, device=device),
+        produced=torch.zeros(vocabulary, dtype=torch.bool, device=device),
+    )
+
+
+def sample(logits: Tensor, sampler: Sampler) -> Tensor:
+    """Choose a token and note it as seen.
+
+    Args:
+        logits: [1, V] float32; columns from `vocabulary` on are ignored.
+        sampler: started for this request; its counter and its sets are updated.
+
+    Returns:
+        [1] int64.
+    """
+    params = sampler.params
+    scores = logits[0, : sampler.vocabulary]
+    if params.penalized:
+        scores = penalize(scores, sampler)
+    if params.temperature == 0.0:
+        token = scores.argmax(dim=0, keepdim=True)
+    else:
+        uniform = sampler.uniforms.index_select(0, sampler.drawn)
+        token = draw(scores, params.top_k, sampler.knobs, uniform)
+    sampler.drawn.add_(1)
+    if params.penalized:
+        sampler.seen.index_fill_(0, token, True)
+        sampler.produced.index_fill_(0, token, True)
+    return token
+
+
+def penalize(scores: Tensor, sampler: Sampler) -> Tensor:
+    """Scores [V] with the repetition and then the presence penalty applied."""
+    repetition, presence = sampler.knobs[3], sampler.knobs[4]
+    wide = scores.double()
+    weaker = torch.where(wide < 0, wide * repetition, wide / repetition)
+    return torch.where(sampler.seen, weaker, wide) - sampler.produced * presence
+
+
+def kept(scores: Tensor, top_k: int, knobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that pass the filters.
+
+    Args:
+        scores: [V], any float dtype.
+        top_k: tokens to look at, 0 for all.
+        knobs: see `Sampler`.
+
+    Returns:
+        ids [k] int64 from the likeliest down, their cumulative mass [k] int64, and how many of
+        them [1] pass top-p and min-p.
+    """
+    temperature, top_p, min_p = knobs[0], knobs[1], knobs[2]
+    if 0 < top_k < scores.shape[0]:
+        values, ids = scores.topk(top_k)
+    else:
+        values, ids = scores.sort(descending=True, stable=True)
+    wide = values.double()
+    odds = ((wide - wide[0]) / temperature).exp()  # relative to the likeliest
+    mass = (odds * 2**MASS_BITS).round().long()
+    total = mass.cumsum(0)
+    before = (total - mass).double()
+    by_top_p = (before < top_p * total[-1]).sum(0, keepdim=True)
+    by_min_p = (odds >= min_p).sum(0, keepdim=True)
+    return ids, total, torch.minimum(by_top_p, by_min_p).clamp(min=1)
+
+
+def draw(scores: Tensor, top_k: int, knobs: Tensor, uniform: Tensor) -> Tensor:
+    """The token [1] at a uniform number's place [1] in the mass of the kept tokens."""
+    ids, total, count = kept(scores, top_k, knobs)
+    limit = total.index_select(0, count - 1)
+    target = torch.minimum((uniform * limit).long(), limit - 1)
+    return ids.index_select(0, (total <= target).sum(0, keepdim=True))

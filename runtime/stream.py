@@ -1,0 +1,139 @@
+"""The text of one request while it is being made, and what is known when it has ended."""
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine import Engine
+from lowbit.runtime.sampling import SamplingParams
+from lowbit.runtime.tokenizer import TextStream, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of a request went, in seconds.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        reused_tokens: of them, those the cache held from earlier turns.
+        first_token_s: from the start of the request to the first token.
+        decode_s: from the first to the last token.
+        decode_tokens_per_s: over the tokens after the first; None where there is none.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    first_token_s: float
+    decode_s: float
+    decode_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request produced.
+
+    Attributes:
+        token_ids: every new token, the stop token included.
+        text: without special tokens, cut before a stop string.
+        finish_reason: `stop` for a stop id or string, `length` for a full context or
+            `max_new_tokens`.
+        seed: that makes a sampled text again.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to generate from.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how tokens are chosen.
+        max_new_tokens: None for as many as the context holds.
+        stop_ids: tokens that end the text.
+        stops: strings that end the text and are left out of it.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_new_tokens: int | None
+    stop_ids: frozenset[int]
+    stops: tuple[str, ...]
+
+
+class Stream(Iterator[str]):
+    """The text of one request as it is made: iterate it, then read `generation`."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, request: Request) -> None:
+        """Set up the request; nothing runs before the first `next`."""
+        self._pieces = self._run(engine, tokenizer, request)
+        self._generation: Generation | None = None
+
+    def __next__(self) -> str:
+        """The next piece of text, never empty."""
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop early; the model is then free for the next request."""
+        self._pieces.close()
+
+    @property
+    def generation(self) -> Generation:
+        """The result, once the stream is exhausted.
+
+        Raises:
+            RequestError: the stream has not ended.
+        """
+        if self._generation is None:
+            raise RequestError("the stream has not ended", hint="iterate it to its end first")
+        return self._generation
+
+    def _run(
+        self, engine: Engine, tokenizer: Tokenizer, request: Request
+    ) -> Generator[str, None, None]:
+        prompt = request.prompt
+        text = TextStream(tokenizer, request.stops)
+        count = request.max_new_tokens or engine.room(len(prompt))
+        ids: list[int] = []
+        pieces: list[str] = []
+        reason: FinishReason = "length"
+        started = first = last = time.perf_counter()
+        for id in engine.generate(prompt, request.sampling, count):
+            last = time.perf_counter()
+            first = last if not ids else first
+            ids.append(id)
+            piece = "" if id in request.stop_ids else text.push(id)
+            if piece:
+                pieces.append(piece)
+                yield piece
+            if id in request.stop_ids or text.stopped:
+                reason = "stop"
+                break
+        tail = text.finish()
+        if tail:
+            pieces.append(tail)
+            yield tail
+        self._generation = Generation(
+            prompt_token_ids=prompt,
+            token_ids=tuple(ids),
+            text="".join(pieces),
+            finish_reason=reason,
+            seed=engine.seed,
+            timings=Timings(
+                prompt_tokens=len(prompt),
+                reused_tokens=engine.reused,
+                first_token_s=first - started,
+                decode_s=last - first,
+                decode_tokens_per_s=(len(ids) - 1) / (last - first) if len(ids) > 1 else None,
+            ),
+        )

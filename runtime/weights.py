@@ -1,0 +1,139 @@
+"""Tensors of a checked checkpoint on their way to a device: one buffer each, fused by rows.
+
+Data goes from the file straight into the buffer the model keeps (on a GPU through two pinned
+buffers that take turns), so a second copy of the model never exists in RAM.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.checkpoint import Checkpoint, read_at
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import PACKED, SCALE, SHAPE
+from lowbit.formats.scheme import Scheme
+from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
+
+W = TypeVar("W")
+
+BLOCK_BYTES = 32 << 20  # read at a time where a tensor cannot be read in place
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[W]):
+    """Reads dense tensors and fused linears.
+
+    Attributes:
+        checkpoint: whose tensors have been checked against the architecture's table.
+        schemes: of every linear module; None where its weight is dense.
+        device: where the model lives.
+        dtype: of its dense tensors and activations.
+        prepare: what the backend makes of a linear.
+    """
+
+    checkpoint: Checkpoint
+    schemes: Mapping[str, Scheme | None]
+    device: str
+    dtype: torch.dtype
+    prepare: Callable[[Linear], W]
+    _staging: list["_PinnedBlock"] = field(default_factory=list)
+
+    def tensor(self, name: str) -> Tensor:
+        """A dense tensor in the model's dtype, on its device."""
+        out = torch.empty(self.checkpoint.tensors[name].shape, dtype=self.dtype, device=self.device)
+        self._fill(name, out)
+        return out
+
+    def dense(self, weight: Tensor) -> W:
+        """A linear over a tensor already read, such as a tied embedding; shares it."""
+        return self.prepare(DenseLinear(weight))
+
+    def linear(self, *modules: str) -> W:
+        """One linear over the rows of several modules of one scheme, in the given order."""
+        scheme = self.schemes[modules[0]]
+        if scheme is None:
+            weight = self._stacked([f"{module}.weight" for module in modules], self.dtype)
+            return self.prepare(DenseLinear(weight))
+        codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
+        scales = [self._scales(module) for module in modules]
+        K = codes.shape[1] * 32 // scheme.bits
+        packed = PackedLinear(
+            codes=codes,
+            scales=torch.cat(scales).to(self.device),
+            bits=scheme.bits,
+            group_size=scheme.group_size or K,
+        )
+        return self.prepare(packed)
+
+    def _stacked(self, names: list[str], dtype: torch.dtype) -> Tensor:
+        """Tensors of one width, read into the rows of one buffer."""
+        infos = [self.checkpoint.tensors[name] for name in names]
+        rows = [info.shape[0] for info in infos]
+        out = torch.empty(sum(rows), infos[0].shape[1], dtype=dtype, device=self.device)
+        for name, part in zip(names, torch.split(out, rows), strict=True):
+            self._fill(name, part)
+        return out
+
+    def _scales(self, module: str) -> Tensor:
+        """Scales of one module on the CPU, bfloat16 and finite; checks `weight_shape` too."""
+        stored = self.checkpoint.read(f"{module}.{SCALE}")
+        scales = stored.to(torch.bfloat16)
+        if not bool(torch.isfinite(stored).all()):
+            raise FormatError(f"`{module}.{SCALE}` holds NaN or Inf")
+        if not torch.equal(scales.to(stored.dtype), stored):
+            raise FormatError(
+                f"`{module}.{SCALE}`: {stored.dtype} scales that bfloat16 cannot hold exactly",
+                hint="convert from the original checkpoint with lowbit-convert",
+            )
+        shape = self.checkpoint.read(f"{module}.{SHAPE}").tolist()
+        N, words = self.checkpoint.tensors[f"{module}.{PACKED}"].shape
+        scheme = self.schemes[module]
+        expected = [N, words * 32 // scheme.bits] if scheme is not None else []
+        if shape != expected:
+            raise FormatError(f"`{module}.{SHAPE}`: expected {expected}, got {shape}")
+        return scales
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        """Read a tensor into a contiguous buffer of its shape, converting the dtype."""
+        info = self.checkpoint.tensors[name]
+        if out.device.type == "cuda":
+            self._fill_cuda(name, out)
+        elif info.dtype == out.dtype:
+            self.checkpoint.read_into(name, out)
+        else:
+            rows = max(1, BLOCK_BYTES // max(info.row_bytes, 1))
+            for start, block in self.checkpoint.rows(name, rows):
+                out[start : start + len(block)] = block
+
+    def _fill_cuda(self, name: str, out: Tensor) -> None:
+        """Read blocks of rows into pinned memory while the block before is on its way."""
+        info = self.checkpoint.tensors[name]
+        path = self.checkpoint.folder / info.file
+        if not self._staging:
+            self._staging.extend(_PinnedBlock.new(BLOCK_BYTES) for _ in range(2))
+        rows = max(1, BLOCK_BYTES // max(info.row_bytes, 1))
+        for start in range(0, info.shape[0], rows):
+            stop = min(start + rows, info.shape[0])
+            block = self._staging[0]
+            self._staging.reverse()
+            block.sent.synchronize()
+            staged = block.bytes[: (stop - start) * info.row_bytes].view(info.dtype)
+            read_at(path, info.offset + start * info.row_bytes, staged)
+            out[start:stop].copy_(staged.view(out[start:stop].shape), non_blocking=True)
+            block.sent.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedBlock:
+    """Page-locked bytes and the event after which they may be overwritten."""
+
+    bytes: Tensor
+    sent: torch.cuda.Event
+
+    @classmethod
+    def new(cls, size_bytes: int) -> "_PinnedBlock":
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return cls(buffer, torch.cuda.Event())  # type: ignore[no-untyped-call]

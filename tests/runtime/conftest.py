@@ -1,0 +1,155 @@
+"""Small random packed models, and the tokenizer they share."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack
+from lowbit.formats.quantization_config import write_quantization_config
+from lowbit.formats.scheme import Scheme
+
+BYTE_TOKENS = 256
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ROWS = 272  # of the embedding: 256 bytes, the specials, <think> pair, padding
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": ROWS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A folder, and what its tensors mean: FP32 weights by their original names."""
+
+    folder: Path
+    config: dict[str, Any]
+    weights: dict[str, Tensor] = field(repr=False)
+
+    def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Save the weights file again after a change to its tensors."""
+        from safetensors.torch import load_file
+
+        path = self.folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    def reconfigure(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Save config.json again after a change."""
+        path = self.folder / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+
+Schemes = Callable[[str], Scheme | None]  # by role
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on several threads, and tests may share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE without merges: a token is a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
+    return tokenizer
+
+
+@pytest.fixture
+def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., PackedModel]:
+    """`make_model(schemes, **config)` writes a random model; schemes maps a role to a scheme."""
+
+    def make(schemes: Schemes = lambda role: Scheme(4, 32), **changes: Any) -> PackedModel:
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        config = CONFIG | changes
+        generator = torch.Generator().manual_seed(1)
+        stored: dict[str, Tensor] = {}
+        meaning: dict[str, Tensor] = {}
+        by_module: dict[str, Scheme | None] = {}
+        for spec in tensor_table(config):
+            if spec.role == "head" and config["tie_word_embeddings"]:
+                continue
+            scheme = schemes(spec.role) if spec.quantizable else None
+            if spec.quantizable:
+                by_module[spec.module] = scheme
+            if scheme is None:
+                weight = torch.randn(spec.shape, generator=generator) * 0.05
+                weight = (weight + 1 if spec.role == "norm" else weight).to(torch.bfloat16)
+                stored[spec.name], meaning[spec.name] = weight, weight.float()
+                continue
+            N, K = spec.shape
+            codes = torch.randint(
+                scheme.code_min, scheme.code_max + 1, (N, K), generator=generator
+            ).to(torch.int8)
+            size = 0.1 / scheme.code_max
+            scale = torch.rand(N, scheme.groups(spec.module, K), generator=generator) * size
+            sign = torch.where(torch.rand(scale.shape, generator=generator) < 0.5, -1.0, 1.0)
+            scale = (scale * sign).to(torch.bfloat16)
+            stored[f"{spec.module}.{PACKED}"] = pack(codes, scheme.bits)
+            stored[f"{spec.module}.{SCALE}"] = scale
+            stored[f"{spec.module}.{SHAPE}"] = torch.tensor([N, K])
+            meaning[spec.name] = dequantize(codes, scale)
+        if any(by_module.values()):
+            config["quantization_config"] = write_quantization_config(by_module)
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        byte_tokenizer.save(str(folder / "tokenizer.json"))
+        return PackedModel(folder, config, meaning)
+
+    return make
+
+
+@pytest.fixture
+def reference() -> Callable[[PackedModel], Any]:
+    """`reference(model)` is transformers in FP32 on the dequantized weights."""
+
+    def make(model: PackedModel) -> Any:
+        import transformers
+
+        plain = {k: v for k, v in model.config.items() if k != "quantization_config"}
+        hub = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**plain)).float().eval()
+        result = hub.load_state_dict(model.weights, strict=False)
+        tied = ["lm_head.weight"] if model.config["tie_word_embeddings"] else []
+        assert result.missing_keys == tied
+        assert not result.unexpected_keys
+        hub.tie_weights()
+        return hub
+
+    return make

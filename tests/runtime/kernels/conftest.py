@@ -1,0 +1,80 @@
+"""Random inputs for the kernels, on the GPU if there is one, else on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.packing import pack
+from lowbit.runtime.cache import KVCache, new_cache
+from lowbit.runtime.linear import PackedLinear
+from lowbit.runtime.ops import Rope, rope_tables
+
+MakePacked = Callable[[int, int, int, int], PackedLinear]
+MakeCache = Callable[..., KVCache]
+
+
+@pytest.fixture
+def device() -> str:
+    torch.manual_seed(0)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def bf16_error(device: str) -> float:
+    """Largest relative error of one rounding to bfloat16, beside a little FP32 rounding.
+
+    Half an ulp; a whole one in Triton's interpreter, which truncates.
+    """
+    return (2.0**-8 if device == "cuda" else 2.0**-7) * 1.001
+
+
+@pytest.fixture
+def to_bf16(device: str) -> Callable[[Tensor], Tensor]:
+    """FP32 to bfloat16 as a kernel's store does it."""
+    if device == "cuda":
+        return lambda x: x.bfloat16()
+    return lambda x: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
+@pytest.fixture
+def randn(device: str) -> Callable[..., Tensor]:
+    """Normal numbers in bfloat16."""
+    return lambda *shape: torch.randn(shape, device=device).bfloat16()
+
+
+@pytest.fixture
+def make_packed(device: str) -> MakePacked:
+    """(bits, N, K, G) to a weight with every code in it, scales of both signs."""
+
+    def make(bits: int, N: int, K: int, G: int) -> PackedLinear:
+        low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+        codes = torch.randint(low, high + 1, (N, K), dtype=torch.int8, device=device)
+        codes[0, : 1 << bits] = torch.arange(low, high + 1, dtype=torch.int8)[:K]
+        codes[-1, 0], codes[-1, -1] = low, high
+        scales = 0.3 / 2**bits * torch.randn(N, K // G, device=device)
+        return PackedLinear(pack(codes, bits), scales.bfloat16(), bits, G)
+
+    return make
+
+
+@pytest.fixture
+def make_cache(device: str) -> MakeCache:
+    """A cache that holds `length` random tokens; rows not yet written are NaN."""
+
+    def make(layers: int, kv_heads: int, head_dim: int, context: int, length: int) -> KVCache:
+        cache = new_cache(layers, kv_heads, head_dim, context, torch.bfloat16, device)
+        for rows in (cache.k, cache.v):
+            rows.normal_()
+            rows[:, :, length:] = float("nan")
+        cache.truncate(length)
+        return cache
+
+    return make
+
+
+@pytest.fixture
+def make_rope(device: str) -> Callable[[int, int], Rope]:
+    """(context, head_dim) to the tables of Qwen3."""
+    return lambda context, head_dim: rope_tables(context, head_dim, 1e6, device)

@@ -1,0 +1,39 @@
+"""Embedding, RMS norm and SwiGLU against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.rows import (
+    embed,
+    embed_ref,
+    rms_norm,
+    rms_norm_ref,
+    swiglu,
+    swiglu_ref,
+)
+
+Randn = Callable[..., Tensor]
+
+
+@pytest.mark.parametrize(("M", "h"), [(1, 64), (3, 1500), (5, 2048)])
+def test_embed(randn: Randn, device: str, M: int, h: int) -> None:
+    table = randn(50, h)
+    ids = torch.tensor([49, 0, 7, 7, 1], device=device)[:M]
+    assert torch.equal(embed(ids, table), embed_ref(ids, table))
+
+
+@pytest.mark.parametrize(("M", "K"), [(1, 256), (5, 100), (3, 2560)])
+def test_rms_norm(randn: Randn, bf16_error: float, M: int, K: int) -> None:
+    x, gain = 100 * randn(M, K), randn(K)
+    y, ref = rms_norm(x, gain, 1e-6).double(), rms_norm_ref(x, gain, 1e-6)
+    assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())
+
+
+@pytest.mark.parametrize(("M", "N"), [(1, 128), (3, 3000), (2, 1536)])
+def test_swiglu(randn: Randn, bf16_error: float, M: int, N: int) -> None:
+    x = 4 * randn(M, N)
+    y, ref = swiglu(x).double(), swiglu_ref(x)
+    assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())

@@ -1,0 +1,254 @@
+"""`lowbit-run` as a person or a script meets it: stdout, stderr, exit codes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.runtime.cli import main
+from lowbit.runtime.hub import FILES, model_folder
+
+BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+GREEDY = ["--temperature", "0", "--device", "cpu"]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
+        return CliRunner().invoke(main, arguments, input=stdin)
+
+    return invoke
+
+
+def test_bare_generate_streams_text_to_stdout(run: Run) -> None:
+    bare = run(BUNDLED, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
+    named = run("generate", BUNDLED, "Once", "--raw", "--max-new-tokens", "20", *GREEDY)
+    assert bare.exit_code == named.exit_code == 0
+    assert bare.stdout == named.stdout
+    assert bare.stdout.startswith(" upon a time")
+    assert "20 tokens" in bare.stderr
+    assert "tok/s" in bare.stderr
+
+
+def test_json_is_one_object_and_nothing_else(run: Run) -> None:
+    result = run(BUNDLED, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12")
+    made = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 1
+    assert made["schema"] == 1
+    assert made["seed"] == 3
+    assert made["finish_reason"] in ("stop", "length")
+    assert len(made["token_ids"]) <= 12
+    assert made["timings"]["prompt_tokens"] == len(made["prompt_token_ids"])
+    again = json.loads(run(BUNDLED, "Hi", "--json", "--seed", "3", "--max-new-tokens", "12").stdout)
+    assert (again["text"], again["token_ids"]) == (made["text"], made["token_ids"])
+
+
+def test_the_prompt_may_come_from_stdin(run: Run) -> None:
+    options = ("--raw", "--max-new-tokens", "5", "--json", *GREEDY)
+    piped = run(BUNDLED, *options, stdin="Once upon\n")
+    given = run(BUNDLED, "Once upon", *options)
+    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+
+
+def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
+    options = ("--max-new-tokens", "5", "--json", *GREEDY)
+    plain = json.loads(run(BUNDLED, "Hi", *options).stdout)
+    system = json.loads(run(BUNDLED, "Hi", "--system", "Be brief", *options).stdout)
+    quiet = json.loads(run(BUNDLED, "Hi", "--no-think", *options).stdout)
+    assert len(plain["prompt_token_ids"]) < len(system["prompt_token_ids"])
+    assert len(plain["prompt_token_ids"]) < len(quiet["prompt_token_ids"])
+    whole = json.loads(run(BUNDLED, "Hi", "--max-new-tokens", "30", "--json", *GREEDY).stdout)
+    stop = whole["text"][10:13]
+    options = ("--max-new-tokens", "30", "--json", "--stop", stop, *GREEDY)
+    assert json.loads(run(BUNDLED, "Hi", *options).stdout)["text"] == whole["text"].split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", "0"),
+        ("--top-p", "1.5"),
+        ("--top-k", "-1"),
+        ("--min-p", "2"),
+        ("--repetition-penalty", "0"),
+        ("--presence-penalty", "nan"),
+        ("--seed", "-1"),
+        ("--max-new-tokens", "0"),
+        ("--context", "0"),
+        ("--device", "tpu"),
+        ("--raw", "--system", "x"),
+        ("--raw", "--think"),
+        ("--nonsense",),
+    ],
+    ids=" ".join,
+)
+def test_values_out_of_range_are_usage_errors(run: Run, options: tuple[str, ...]) -> None:
+    result = run(BUNDLED, "Hi", *options)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("./nowhere", "Hi"), "Error: `./nowhere` does not exist"),
+        ((BUNDLED, "  "), "Error: the prompt is empty"),
+        ((BUNDLED, "Hi", "--context", "9999"), "positions for 1 to 2048 tokens"),
+        ((BUNDLED, "Hi there", "--context", "4"), "the context is 4"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_1(
+    run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(*arguments, "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("Error: ") == 1
+
+
+def test_a_gpu_where_there_is_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run(BUNDLED, "Hi", "--device", "cuda", "--json")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "Error: no CUDA device was found\n\nhint: use --device cpu\n"
+
+
+def test_an_unreadable_file_is_one_message(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    result = run(str(tmp_path), "Hi")
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: `{tmp_path / 'config.json'}`: Is a directory\n"
+
+
+def test_a_full_gpu_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("lowbit.runtime.model.load_decoder", full)
+    result = run(BUNDLED, "Hi", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: the GPU ran out of memory\n")
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    assert isinstance(run("./nowhere", "Hi", "--debug").exception, CheckpointError)
+
+
+def test_a_prompt_that_is_not_text_is_refused(run: Run) -> None:
+    result = run(BUNDLED, stdin=b"\xff\xfe")
+    assert result.exit_code == 1
+    assert "Error: the prompt on stdin is not UTF-8" in result.stderr
+
+
+def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.runtime.engine.Engine._launch", interrupted)
+    result = run(BUNDLED, "Hi", *GREEDY)
+    assert result.exit_code == 1
+    assert result.stderr.endswith("Aborted!\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_chat_keeps_the_conversation_and_its_cache(run: Run) -> None:
+    stdin = "Tell me a story\n\nAnd then?\n/reset\nHi\n/exit\nnever read\n"
+    result = run("chat", BUNDLED, "--max-new-tokens", "8", "--json", *GREEDY, stdin=stdin)
+    assert result.exit_code == 0
+    talk = json.loads(result.stdout)
+    first, second, third = talk["turns"]
+    assert first["timings"]["reused_tokens"] == 0
+    assert second["timings"]["reused_tokens"] > len(first["prompt_token_ids"])
+    assert third["timings"]["reused_tokens"] < len(third["prompt_token_ids"])
+    assert [message["role"] for message in talk["messages"]] == ["user", "assistant"]
+    assert "cached" in result.stderr
+
+
+def test_chat_ends_with_its_input_and_survives_a_full_context(run: Run) -> None:
+    stdin = f"{'long ' * 60}\nHi\n"
+    options = ("--context", "40", "--max-new-tokens", "4", *GREEDY)
+    result = run("chat", BUNDLED, *options, stdin=stdin)
+    assert result.exit_code == 0
+    assert "the context is 40" in result.stderr
+    assert len(result.stdout.splitlines()) >= 1
+
+
+def test_bench_reports_every_figure(run: Run) -> None:
+    options = ("--prompt-tokens", "9", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
+    result = run("bench", BUNDLED, "--json", *options)
+    assert result.exit_code == 0
+    measured = json.loads(result.stdout)
+    assert measured["schema"] == 1
+    assert all(measured[key] > 0 for key in measured if key != "device")
+    assert measured["step_bytes"] > measured["weight_bytes"]
+    table = run("bench", BUNDLED, *options)
+    assert table.stdout == ""
+    assert "share of the roofline" in table.stderr
+
+
+def test_bench_refuses_what_does_not_fit(run: Run) -> None:
+    result = run("bench", BUNDLED, "--context", "10", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "128 + 128 tokens do not fit the context of 10" in result.stderr
+
+
+def test_hub_ids_fetch_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def snapshot(repo: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert model_folder("some/model") == tmp_path
+    assert asked == [("some/model", FILES)]
+
+
+def test_hub_failures_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(repo: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("cannot reach the Hub\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(CheckpointError, match=r"did not give it: cannot reach the Hub$"):
+        model_folder("some/model")
+    for name in ("a/b/c", "../x/y", "nowhere"):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            model_folder(name)
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    import subprocess
+
+    code = "from lowbit.runtime.cli import main; main()"
+    arguments = [BUNDLED, "Once", "--raw", *GREEDY]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    process.wait()
+    assert b"Traceback" not in stderr
+    assert b"BrokenPipe" not in stderr

@@ -1,0 +1,260 @@
+"""Folders that cannot be served: one clear error each, before any weight is read."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import (
+    CheckpointError,
+    FormatError,
+    LowbitError,
+    QuantizationError,
+    UnsupportedModelError,
+)
+from lowbit.formats.scheme import Scheme
+from lowbit.runtime import load
+from lowbit.runtime.linear import DenseLinear
+from lowbit.runtime.loader import load_decoder, open_model
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+UP = "model.layers.1.mlp.up_proj"
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+
+
+@pytest.fixture
+def packed(make_model: "Callable[..., PackedModel]") -> "PackedModel":
+    return make_model()
+
+
+def refuses(packed: "PackedModel", kind: type[LowbitError], message: str) -> LowbitError:
+    with pytest.raises(kind, match=re.escape(message)) as caught:
+        load(packed.folder, device="cpu")
+    return caught.value
+
+
+def drop(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: void(tensors.pop(name))
+
+
+def put(name: str, value: Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def void(_: object) -> None:
+    return None
+
+
+DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "missing norm": (drop("model.norm.weight"), "`model.norm.weight` is missing"),
+    "missing scale": (drop(f"{UP}.weight_scale"), f"`{UP}.weight_scale` is missing"),
+    "extra": (
+        put("model.layers.2.x.weight", torch.zeros(1)),
+        "`model.layers.2.x.weight`: the architecture has no such tensor",
+    ),
+    "misshapen codes": (
+        put(f"{UP}.weight_packed", torch.zeros(96, 7, dtype=torch.int32)),
+        f"`{UP}.weight_packed`: expected shape [96, 8], got [96, 7]",
+    ),
+    "misshapen norm": (
+        put("model.norm.weight", torch.zeros(65, dtype=torch.bfloat16)),
+        "`model.norm.weight`: expected shape [64], got [65]",
+    ),
+    "flipped scale dtype": (
+        put(f"{UP}.weight_scale", torch.zeros(96, 2, dtype=torch.int16)),
+        f"`{UP}.weight_scale`: expected dtype bfloat16 or float16 or float32, got int16",
+    ),
+    "codes as bytes": (
+        put(f"{UP}.weight_packed", torch.zeros(96, 8, dtype=torch.uint8)),
+        f"`{UP}.weight_packed`: expected dtype int32, got uint8",
+    ),
+    "zero point": (
+        put(f"{UP}.weight_zero_point", torch.zeros(12, 2, dtype=torch.int32)),
+        f"`{UP}.weight_zero_point`: asymmetric weights are not served",
+    ),
+    "activation order": (
+        put(f"{UP}.weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+        f"`{UP}.weight_g_idx`: activation-ordered groups are not served",
+    ),
+    "wrong weight_shape": (
+        put(f"{UP}.weight_shape", torch.tensor([96, 63])),
+        f"`{UP}.weight_shape`: expected [96, 64], got [96, 63]",
+    ),
+    "nan scale": (
+        put(f"{UP}.weight_scale", torch.full((96, 2), float("nan"), dtype=torch.bfloat16)),
+        f"`{UP}.weight_scale` holds NaN or Inf",
+    ),
+    "scales that bfloat16 cannot hold": (
+        put(f"{UP}.weight_scale", torch.full((96, 2), 0.1, dtype=torch.float16)),
+        f"`{UP}.weight_scale`: torch.float16 scales that bfloat16 cannot hold exactly",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_tensors_are_named(packed: "PackedModel", name: str) -> None:
+    change, message = DAMAGE[name]
+    packed.rewrite(change)
+    refuses(packed, FormatError, message)
+
+
+def group(config: Config) -> Config:
+    found: Config = config["quantization_config"]["config_groups"]["group_0"]
+    return found
+
+
+SCHEMES: dict[str, tuple[Callable[[Config], None], type[LowbitError], str]] = {
+    "three bits": (
+        lambda c: group(c)["weights"].update(num_bits=3),
+        FormatError,
+        f"`{Q}`: 3-bit weights (served: 4, 8) cannot be served",
+    ),
+    "asymmetric": (
+        lambda c: group(c)["weights"].update(symmetric=False),
+        FormatError,
+        f"`{Q}`: asymmetric weights (zero points) cannot be served",
+    ),
+    "activations": (
+        lambda c: group(c).update(input_activations={"num_bits": 8}),
+        FormatError,
+        "`input_activations` is set",
+    ),
+    "other method": (
+        lambda c: c["quantization_config"].update(quant_method="gptq"),
+        FormatError,
+        "quantization method `gptq`",
+    ),
+    "other layout": (
+        lambda c: group(c).update(format="marlin-24"),
+        FormatError,
+        "format `marlin-24`",
+    ),
+    "group that does not divide": (
+        lambda c: group(c)["weights"].update(group_size=48),
+        QuantizationError,
+        f"`{Q}`: group size 48 does not divide K = 64",
+    ),
+    "config without quantization": (
+        lambda c: void(c.pop("quantization_config")),
+        FormatError,
+        f"`{Q}.weight` is missing: config.json leaves `{Q}` unquantized, the file does not",
+    ),
+    "fused set with two schemes": (
+        lambda c: c["quantization_config"]["ignore"].append("re:.*layers[.]0[.].*k_proj$"),
+        FormatError,
+        f"`{K}` is not quantized but `{Q}` is INT4 g32: they are fused and need one scheme",
+    ),
+    "head said to be dense": (
+        lambda c: c["quantization_config"]["ignore"].append("lm_head"),
+        FormatError,
+        "`lm_head.weight` is missing: config.json leaves `lm_head` unquantized",
+    ),
+    "unknown model": (
+        lambda c: c.update(model_type="mamba"),
+        UnsupportedModelError,
+        "model_type `mamba` is not supported",
+    ),
+    "rope scaling": (
+        lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4}),
+        UnsupportedModelError,
+        "rope scaling `yarn` is not implemented",
+    ),
+    "missing size": (
+        lambda c: void(c.pop("hidden_size")),
+        UnsupportedModelError,
+        "config.json lacks `hidden_size`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_unserved_configs_are_named(packed: "PackedModel", name: str) -> None:
+    change, kind, message = SCHEMES[name]
+    packed.reconfigure(change)
+    error = refuses(packed, kind, message)
+    if name == "unknown model":
+        assert error.hint is not None
+        assert "qwen3" in error.hint
+
+
+def test_config_says_packed_but_the_file_is_dense(
+    make_model: "Callable[..., PackedModel]",
+) -> None:
+    quantized, dense = make_model(), make_model(lambda role: None)
+    section = json.loads((quantized.folder / "config.json").read_text())["quantization_config"]
+    dense.reconfigure(lambda config: config.update(quantization_config=section))
+    refuses(dense, FormatError, f"config.json says INT4 g32, the file holds `{Q}.weight`")
+
+
+def test_a_truncated_file_is_refused(packed: "PackedModel") -> None:
+    path = packed.folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    refuses(packed, CheckpointError, "is cut short")
+    path.write_bytes(content[:5])
+    refuses(packed, CheckpointError, "cut short")
+
+
+def test_a_foreign_manifest_is_refused(packed: "PackedModel") -> None:
+    (packed.folder / "lowbit.json").write_text(json.dumps({"format_version": 99}))
+    refuses(packed, FormatError, "format version 99, this release reads 1")
+
+
+def test_what_is_not_a_checkpoint_is_refused(packed: "PackedModel") -> None:
+    (packed.folder / "model.safetensors").unlink()
+    refuses(packed, CheckpointError, "is not a checkpoint: it holds no .safetensors file")
+    (packed.folder / "config.json").unlink()
+    refuses(packed, CheckpointError, "it has no config.json")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(packed.folder / "nowhere", device="cpu")
+
+
+def test_float16_scales_that_survive_are_served(packed: "PackedModel") -> None:
+    ids = [1, 2, 3]
+    before = load(packed.folder, device="cpu", dtype=torch.float32).logits(ids)
+
+    def widen(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = tensors[name].to(torch.float32)
+
+    packed.rewrite(widen)
+    assert torch.equal(load(packed.folder, device="cpu", dtype=torch.float32).logits(ids), before)
+
+
+def test_a_stale_copy_of_a_tied_head_is_ignored(
+    make_model: "Callable[..., PackedModel]",
+) -> None:
+    packed = make_model(lambda role: None, tie_word_embeddings=True)
+    before = load(packed.folder, device="cpu").logits([1, 2])
+    packed.rewrite(put("lm_head.weight", torch.ones(272, 64, dtype=torch.bfloat16)))
+    assert torch.equal(load(packed.folder, device="cpu").logits([1, 2]), before)
+
+
+def test_a_tied_head_shares_the_embedding(make_model: "Callable[..., PackedModel]") -> None:
+    opened = open_model(make_model(tie_word_embeddings=True).folder)
+    decoder = load_decoder(opened, "cpu", torch.bfloat16, 16)
+    assert isinstance(decoder.head, DenseLinear)
+    assert decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, None), Scheme(8, 32), None])
+def test_memory_is_known_before_loading(
+    make_model: "Callable[..., PackedModel]", dtype: torch.dtype, scheme: Scheme | None
+) -> None:
+    opened = open_model(make_model(lambda role: scheme).folder)
+    decoder = load_decoder(opened, "cpu", dtype, 16)
+    held = decoder.embedding.nbytes + decoder.norm.nbytes + decoder.head.size_bytes
+    for layer in decoder.layers:
+        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+        held += sum(linear.size_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
+    assert opened.weight_bytes("cpu", dtype) == held

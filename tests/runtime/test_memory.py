@@ -1,0 +1,86 @@
+"""Free memory as the system reports it, and the context that fits into it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime import load, memory
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+Free = Callable[[float], None]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Free:
+    """`free(n)` leaves n bytes of memory."""
+    return lambda size: monkeypatch.setattr(memory, "free_bytes", lambda device: int(size))
+
+
+def test_the_least_of_system_and_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.free_bytes("cpu") is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  5000 kB\n")
+    assert memory.free_bytes("cpu") == 5000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2500000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000000\nactive_file 500\n")
+    assert memory.free_bytes("cpu") == 3_000_000 - 2_500_000 + 1_000_500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes("cpu") == 5000 * 1024
+
+
+def test_the_default_context_is_what_fits(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    folder = make_model(max_position_embeddings=100_000).folder
+    weights = load(folder, device="cpu", context=1).opened.weight_bytes("cpu", torch.bfloat16)
+    per_token = 2 * 2 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bytes
+    free(1e12)
+    assert load(folder, device="cpu").context == memory.DEFAULT_CONTEXT
+    free((weights + 5000.5 * per_token) * memory.HEADROOM)
+    assert load(folder, device="cpu").context == 5000
+    assert load(folder, device="cpu", context=3000).context == 3000
+
+
+def test_too_little_memory_says_what_is_needed_and_what_fits(
+    make_model: "Callable[..., PackedModel]", free: Free
+) -> None:
+    folder = make_model(max_position_embeddings=100_000).folder
+    free(3_000_000)
+    with pytest.raises(ResourceError, match=r"needs .* 90000 tokens, free on cpu: 3\.0 MB") as e:
+        load(folder, device="cpu", context=90_000)
+    assert e.value.hint is not None
+    fitting = int(e.value.hint.split()[1])
+    assert load(folder, device="cpu", context=fitting).context == fitting
+    with pytest.raises(ResourceError):
+        load(folder, device="cpu", context=fitting + 1)
+    free(1000)
+    with pytest.raises(ResourceError, match="needs") as e:
+        load(folder, device="cpu")
+    assert e.value.hint == "the weights alone do not fit"
+
+
+def test_devices_and_dtypes_that_are_not_there(
+    make_model: "Callable[..., PackedModel]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model().folder
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert load(folder).device == "cpu"
+    with pytest.raises(ResourceError, match="no CUDA device was found"):
+        load(folder, device="cuda")
+    with pytest.raises(RequestError, match="device must be cpu or cuda, got `tpu`"):
+        load(folder, device="tpu")
+    with pytest.raises(RequestError, match="dtype must be bfloat16 or float32"):
+        load(folder, device="cpu", dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RequestError, match="float32 runs on the CPU only"):
+        load(folder, device="cuda", dtype=torch.float32)

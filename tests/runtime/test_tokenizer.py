@@ -1,0 +1,133 @@
+"""Streaming text against the tokenizers library decoding everything at once."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HubTokenizer
+
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
+ids_of_any_kind = st.lists(st.integers(0, 4099), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Tokenizer:
+    return load_tokenizer(BUNDLED)
+
+
+@pytest.fixture
+def bytewise(byte_tokenizer: HubTokenizer, tmp_path: Path) -> Tokenizer:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], *stops: str) -> list[str]:
+    stream = TextStream(tokenizer, stops)
+    pieces = []
+    for id in ids:
+        pieces.append(stream.push(id))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+@given(ids=ids_of_any_kind)
+@settings(max_examples=300, deadline=None)
+def test_pieces_join_to_what_the_library_decodes(bundled: Tokenizer, ids: list[int]) -> None:
+    expected = bundled.hub.decode(ids, skip_special_tokens=True)
+    assert "".join(streamed(bundled, ids)) == expected
+    assert bundled.decode(ids) == expected
+
+
+@given(data=st.binary(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_stream_as_the_library_decodes_them(data: bytes) -> None:
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    hub = HubTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    hub.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(hub, 256, frozenset())
+    by_byte = {tokenizer.token_bytes(id)[0]: id for id in range(256)}
+    ids = [by_byte[byte] for byte in data]
+    assert "".join(streamed(tokenizer, ids)) == hub.decode(ids)
+
+
+@given(text=st.text(max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_no_piece_of_real_text_holds_a_broken_character(bundled: Tokenizer, text: str) -> None:
+    ids = bundled.encode(text)
+    pieces = streamed(bundled, ids)
+    decoded = bundled.hub.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) == decoded
+    assert sum(piece.count("\ufffd") for piece in pieces) == decoded.count("\ufffd")
+
+
+def test_a_character_of_several_tokens_comes_whole(bytewise: Tokenizer) -> None:
+    ids = bytewise.encode("a😀b")
+    assert streamed(bytewise, ids) == ["a", "", "", "", "😀", "b", ""]
+    assert streamed(bytewise, ids[:3]) == ["a", "", "", "\ufffd"]  # cut inside the character
+
+
+def test_special_tokens_are_left_out_and_plain_added_ones_kept(bytewise: Tokenizer) -> None:
+    text = "<think>x</think>y<|im_end|>"
+    ids = bytewise.encode(text)
+    assert len(ids) == 5
+    assert bytewise.decode(ids) == "<think>x</think>y"
+    assert bytewise.decode([5000]) == ""
+    assert bytewise.vocabulary == 261
+    assert bytewise.stop_ids() == (bytewise.token_id("<|im_end|>"), 256)
+
+
+@given(
+    text=st.text(alphabet="abE\nN", max_size=30),
+    stops=st.lists(st.text(alphabet="abEN\n", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_text_ends_before_the_first_stop_string(
+    bundled: Tokenizer, text: str, stops: list[str]
+) -> None:
+    ids = bundled.encode(text)
+    got = "".join(streamed(bundled, ids, *stops))
+    # whichever string is complete first ends the text: the shortest prefix that holds one
+    expected = text
+    for length in range(len(text) + 1):
+        found = [at for stop in stops if (at := text[:length].find(stop)) >= 0]
+        if found:
+            expected = text[: min(found)]
+            break
+    if len(ids) == len(text):
+        assert got == expected  # one character a token: nothing completes at the same time
+    assert not any(stop in got for stop in stops)
+    assert text.startswith(got)
+
+
+def test_a_stop_string_across_tokens_is_held_back_and_cut(bytewise: Tokenizer) -> None:
+    ids = bytewise.encode("one\nEND two")
+    assert streamed(bytewise, ids, "\nEND") == ["o", "n", "e", "", "", "", "", ""]
+    ids = bytewise.encode("one\nENTER")
+    assert streamed(bytewise, ids, "\nEND") == ["o", "n", "e", "", "", "", "\nENT", "E", "R", ""]
+    ids = bytewise.encode("one\nEN")
+    assert streamed(bytewise, ids, "\nEND")[-1] == "\nEN"
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path: Path) -> None:
+    from tokenizers import decoders, models
+
+    hub = HubTokenizer(models.BPE({"a": 0}, []))
+    hub.decoder = decoders.Metaspace()
+    hub.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UnsupportedModelError, match="only byte-level"):
+        load_tokenizer(tmp_path)
