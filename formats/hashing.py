@@ -44,7 +44,9 @@ def hash_shard(
     parts = {}
     with path.open("rb") as file:
         for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
-            whole.update(file.read(info.offset - file.tell()))
+            header = file.read(info.offset - file.tell())
+            whole.update(header)
+            progress(len(header))
             part = hashlib.sha256()
             left = info.nbytes
             while left and (chunk := file.read(min(CHUNK_BYTES, left))):

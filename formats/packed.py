@@ -11,8 +11,16 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from lowbit.formats.errors import FormatError
 from lowbit.formats.manifest import Manifest, read_manifest
-from lowbit.formats.packing import GROUP_INDEX, PACKED, SCALE, SHAPE, ZERO_POINT, packed_shapes
-from lowbit.formats.quantization_config import read_quantization_config
+from lowbit.formats.packing import (
+    GROUP_INDEX,
+    PACKED,
+    SCALE,
+    SHAPE,
+    WORD_BITS,
+    ZERO_POINT,
+    packed_shapes,
+)
+from lowbit.formats.quantization_config import read_quantization_config, unserved
 from lowbit.formats.scheme import Scheme
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,8 +55,12 @@ class PackedCheckpoint:
         return [self.checkpoint.tensors[name] for name in names]
 
 
-def open_packed(folder: Path) -> PackedCheckpoint:
+def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> PackedCheckpoint:
     """Read the headers of a packed (or plain) checkpoint and check every tensor once.
+
+    Args:
+        folder: of lowbit-convert or of another tool.
+        served_bits: refuse what a runtime with kernels for these bits cannot serve.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -67,6 +79,9 @@ def open_packed(folder: Path) -> PackedCheckpoint:
         for spec in specs
         if spec.quantizable
     }
+    if served_bits is not None:
+        for spec in specs:
+            _check_served(spec, schemes.get(spec.module), served_bits)
     _check_fused_sets(specs, schemes)
     _check_tensors(checkpoint, specs, schemes)
     return PackedCheckpoint(checkpoint, tuple(specs), schemes, manifest)
@@ -75,6 +90,20 @@ def open_packed(folder: Path) -> PackedCheckpoint:
 def _packed_names(spec: TensorSpec, scheme: Scheme) -> list[str]:
     N, K = spec.shape
     return [f"{spec.module}.{suffix}" for suffix in packed_shapes(N, K, scheme, spec.module)]
+
+
+def _check_served(spec: TensorSpec, scheme: Scheme | None, served_bits: Collection[int]) -> None:
+    """Refuse a scheme that has no kernel."""
+    if scheme is None:
+        return
+    reason = unserved(scheme, served_bits)
+    if reason is None and spec.shape[1] * scheme.bits % WORD_BITS:
+        reason = f"rows of {spec.shape[1]} weights that do not fill whole 32-bit words"
+    if reason is not None:
+        raise FormatError(
+            f"`{spec.module}`: {reason} cannot be served",
+            hint="convert from the original checkpoint with lowbit-convert",
+        )
 
 
 def _check_fused_sets(specs: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> None:
@@ -105,7 +134,7 @@ def _check_tensors(
         for suffix, shape in packed_shapes(N, K, scheme, spec.module).items():
             expected[f"{spec.module}.{suffix}"] = shape, PACKED_DTYPES[suffix]
     found = checkpoint.tensors
-    _check_extra(checkpoint, expected)
+    unknown = _unknown(checkpoint, expected)
     for name, (shape, dtypes) in expected.items():
         if name not in found:
             raise FormatError(_missing(name, checkpoint, schemes))
@@ -117,20 +146,22 @@ def _check_tensors(
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             got = str(found[name].dtype).removeprefix("torch.")
             raise FormatError(f"`{name}`: expected dtype {names}, got {got}")
+    if unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise FormatError(f"`{unknown[0]}`{more}: the architecture has no such tensor")
 
 
-def _check_extra(checkpoint: Checkpoint, expected: Collection[str]) -> None:
+def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
+    """Tensors the table does not name; those of unsupported schemes are refused by name."""
     ignorable = {"lm_head.weight"} if is_tied(checkpoint.config) else set()  # a stale copy
     known = ignorable.union(expected)
-    extra = [name for name in checkpoint.tensors if name not in known]
-    for name in extra:
+    unknown = [name for name in checkpoint.tensors if name not in known]
+    for name in unknown:
         if name.endswith(f".{GROUP_INDEX}"):
             raise FormatError(f"`{name}`: activation-ordered groups are not supported")
         if name.endswith(f".{ZERO_POINT}"):
             raise FormatError(f"`{name}`: config.json says symmetric, the file has zero points")
-    if extra:
-        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-        raise FormatError(f"`{extra[0]}`{more}: the architecture has no such tensor")
+    return unknown
 
 
 def _missing(name: str, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> str:

@@ -205,10 +205,10 @@ def summary(generation: "Generation") -> str:
 
 
 def _load(name: str, device: str | None, context: int | None) -> "Model":
-    from lowbit.runtime.hub import model_folder
+    from lowbit.formats.hub import locate
     from lowbit.runtime.model import load
 
-    return load(model_folder(name), device=device, context=context)
+    return load(locate(name).folder, device=device, context=context)
 
 
 def _sampling(model: "Model", options: dict[str, Any]) -> Any:

@@ -70,7 +70,7 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     out = torch.empty((M, h), dtype=table.dtype, device=table.device)
     pdl = programmatic_launch(table)
     _embed_kernel[(M, triton.cdiv(h, BLOCK))](
-        ids, table, out, h, BLOCK=BLOCK, PDL=pdl, launch_pdl=pdl
+        ids, table, out, h, BLOCK=BLOCK, PDL=pdl, launch_pdl=pdl, enable_fp_fusion=True
     )
     return out
 
@@ -89,5 +89,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [M, N], gate first: [M, N / 2]."""
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((M, inner), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(M, triton.cdiv(inner, BLOCK))](gate_up, y, inner, BLOCK=BLOCK)
+    _swiglu_kernel[(M, triton.cdiv(inner, BLOCK))](
+        gate_up, y, inner, BLOCK=BLOCK, enable_fp_fusion=True
+    )
     return y

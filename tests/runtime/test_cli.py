@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import CheckpointError
 from lowbit.runtime.cli import main
-from lowbit.runtime.hub import FILES, model_folder
+from tests.hub_server import HubServer
 
 BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ["--temperature", "0", "--device", "cpu"]
@@ -103,7 +102,7 @@ def test_values_out_of_range_are_usage_errors(run: Run, options: tuple[str, ...]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("./nowhere", "Hi"), "Error: `./nowhere` does not exist"),
+        (("./nowhere", "Hi"), "Error: `./nowhere` is neither a folder nor a model on the Hub"),
         ((BUNDLED, "  "), "Error: the prompt is empty"),
         ((BUNDLED, "Hi", "--context", "9999"), "positions for 1 to 2048 tokens"),
         ((BUNDLED, "Hi there", "--context", "4"), "the context is 4"),
@@ -207,33 +206,23 @@ def test_bench_refuses_what_does_not_fit(run: Run) -> None:
     assert "128 + 128 tokens do not fit the context of 10" in result.stderr
 
 
-def test_hub_ids_fetch_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    asked: list[Any] = []
-
-    def snapshot(repo: str, allow_patterns: list[str]) -> str:
-        asked.append((repo, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert model_folder("some/model") == tmp_path
-    assert asked == [("some/model", FILES)]
+def test_a_model_is_run_from_the_hub(run: Run, hub: HubServer) -> None:
+    hub.add("some/model", Path(BUNDLED))
+    result = run(
+        "some/model", "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.stderr
+    local = run(BUNDLED, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
+    ids = [json.loads(each.stdout)["prompt_token_ids"] for each in (result, local)]
+    assert ids[0] == ids[1]
 
 
-def test_hub_failures_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def offline(repo: str, allow_patterns: list[str]) -> str:
-        raise LocalEntryNotFoundError("cannot reach the Hub\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match=r"did not give it: cannot reach the Hub$"):
-        model_folder("some/model")
-    for name in ("a/b/c", "../x/y", "nowhere"):
-        with pytest.raises(CheckpointError, match="does not exist"):
-            model_folder(name)
+@pytest.mark.parametrize("name", ["a/b/c", "../x/y", "nowhere"])
+def test_neither_a_folder_nor_a_hub_id(run: Run, name: str) -> None:
+    result = run(name, "hello")
+    assert result.exit_code == 1
+    assert f"`{name}`" in result.stderr
+    assert "hint: " in result.stderr
 
 
 def test_a_closed_pipe_is_quiet() -> None:

@@ -78,11 +78,11 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
     ),
     "zero point": (
         put(f"{UP}.weight_zero_point", torch.zeros(12, 2, dtype=torch.int32)),
-        f"`{UP}.weight_zero_point`: asymmetric weights are not served",
+        f"`{UP}.weight_zero_point`: config.json says symmetric, the file has zero points",
     ),
     "activation order": (
         put(f"{UP}.weight_g_idx", torch.zeros(64, dtype=torch.int32)),
-        f"`{UP}.weight_g_idx`: activation-ordered groups are not served",
+        f"`{UP}.weight_g_idx`: activation-ordered groups are not supported",
     ),
     "wrong weight_shape": (
         put(f"{UP}.weight_shape", torch.tensor([96, 63])),

@@ -40,7 +40,7 @@ def late_copy(source: Tensor, target: Tensor) -> None:
     """Fill target from source, late."""
     n = source.numel()
     _late_copy_kernel[(triton.cdiv(n, 1024),)](
-        source, target, n, DELAY_NS, BLOCK=1024, launch_pdl=True
+        source, target, n, DELAY_NS, BLOCK=1024, launch_pdl=True, enable_fp_fusion=True
     )
 
 
