@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click_default_group import DefaultGroup
 
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, QuantizationError
 from lowbit.formats.scheme import GROUP_SIZES
 
 if TYPE_CHECKING:
-    from lowbit.convert.recipe import Recipe
+    from lowbit.convert.recipe import Override, Recipe
 
 Command = Callable[..., None]
 
 SCHEMA = 1  # of every object that --json prints
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 
 
 class Failure(click.ClickException):
@@ -47,8 +47,11 @@ def reported(command: Command) -> Command:
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(command)
     def run(*, debug: bool, **options: Any) -> None:
+        from lowbit.convert.disk import disk_errors
+
         try:
-            command(**options)
+            with disk_errors():
+                command(**options)
         except LowbitError as error:
             if debug:
                 raise
@@ -76,6 +79,23 @@ class Size(click.ParamType[int]):
         return size
 
 
+class Bits(click.ParamType["Override"]):
+    """An override, given as `PATTERN=BITS`."""
+
+    name = "override"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> "Override":
+        """Parse, or fail as a usage error."""
+        from lowbit.convert.recipe import Override
+
+        try:
+            return Override.parse(value)
+        except QuantizationError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
 def recipe_options(command: Command) -> Command:
     """The options that make a `Recipe`."""
     options = (
@@ -89,7 +109,8 @@ def recipe_options(command: Command) -> Command:
         ),
         click.option(
             "--bits",
-            "bits",
+            "overrides",
+            type=Bits(),
             multiple=True,
             metavar="PATTERN=BITS",
             help="Other bits for modules that match, e.g. '*.down_proj=8'; 16 leaves them "
@@ -136,14 +157,14 @@ def recipe_options(command: Command) -> Command:
 
 def make_recipe(
     base: str,
-    bits: tuple[str, ...],
+    overrides: tuple["Override", ...],
     group_size: str,
     method: str,
     head: str | None,
     positive_scales: bool,
 ) -> "Recipe":
     """The recipe that the options describe."""
-    from lowbit.convert.recipe import Override, Recipe
+    from lowbit.convert.recipe import Recipe
 
     searched = "positive" if positive_scales else "signed"
     return Recipe(
@@ -151,7 +172,7 @@ def make_recipe(
         group_size=None if group_size == "row" else int(group_size),
         rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
-        overrides=tuple(Override.parse(text) for text in bits),
+        overrides=overrides,
     )
 
 
@@ -219,6 +240,8 @@ def quantize(
     from lowbit.convert.conversion import convert
     from lowbit.convert.terminal import progress_bars
 
+    if eval_text is not None and not report:
+        raise click.UsageError("--eval-text is for the comparison that --report asks for.")
     text = reporting.read_text(eval_text) if report else None
     with progress_bars(quiet=as_json) as progress:
         conversion = convert(

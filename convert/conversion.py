@@ -6,19 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import torch
 
+from lowbit.convert.disk import disk_errors
 from lowbit.convert.folder import (
+    check_apart,
     check_output,
     partial_of,
     pass_through,
     prepare_shards,
     put_in_place,
-    write_file,
 )
-from lowbit.convert.journal import JOURNAL_FILE, Finished, Journal, open_journal
+from lowbit.convert.journal import Finished, Journal, open_journal
 from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements
 from lowbit.convert.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.quality.weights import WeightQuality
@@ -66,6 +68,7 @@ class Conversion:
     seconds: float
 
 
+@disk_errors()
 def convert(
     source: str | Path,
     out: Path,
@@ -99,13 +102,15 @@ def convert(
     """
     started = time.monotonic()
     report = progress or (lambda phase, done, total: None)
+    target = open_device(device)
+    place = out.resolve()  # a link, or `..`, cannot be renamed to
+    check_output(place, overwrite)
     location = locate(str(source), revision)
-    check_output(location.folder, out, overwrite)
+    check_apart(location.folder, place)
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
-    target = open_device(device)
     elements = block_elements(max_ram, worker_count(), target)
-    partial = partial_of(out)
+    partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     with open_journal(partial, plan.digest()) as journal:
         prepare_shards(plan, partial)
@@ -122,8 +127,7 @@ def convert(
         stream(plan, checkpoint, partial, journal, todo, elements, target, advance)
         finished = sorted(journal.finished, key=lambda row: row.step)
         manifest = _finish(plan, checkpoint, location, partial, finished, report)
-        (partial / JOURNAL_FILE).unlink()
-        put_in_place(partial, out)
+        put_in_place(place, overwrite)
     return Conversion(
         folder=out,
         source=location,
@@ -182,10 +186,10 @@ def _finish(
 ) -> Manifest:
     """Write everything beside the weights, and the manifest over what the disk gives back."""
     small = pass_through(source.folder, folder)
-    write_file(folder / CONFIG_FILE, json_bytes(plan.config))
+    (folder / CONFIG_FILE).write_bytes(json_bytes(plan.config))
     small.append(CONFIG_FILE)
     if len(plan.shards) > 1:
-        write_file(folder / INDEX_FILE, json_bytes(index_json(plan.shards)))
+        (folder / INDEX_FILE).write_bytes(json_bytes(index_json(plan.shards)))
         small.append(INDEX_FILE)
     hashes = _hash_shards(plan, folder, finished, report)
     hashes |= {name: hash_file(folder / name) for name in small}
@@ -206,7 +210,7 @@ def _finish(
             for name, digest in sorted(hashes.items())
         ),
     )
-    write_file(folder / MANIFEST_FILE, manifest.to_bytes())
+    (folder / MANIFEST_FILE).write_bytes(manifest.to_bytes())
     return manifest
 
 
@@ -220,13 +224,15 @@ def _hash_shards(
     """
     written = {tensor.name: tensor.sha256 for row in finished for tensor in row.tensors}
     total, done = plan.output_bytes, 0
+    lock = Lock()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        report("verify", done, total)
+        with lock:
+            done += count
+            report("verify", done, total)
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(worker_count()) as pool:
         results = pool.map(
             lambda shard: hash_shard(folder / shard.file, shard.tensors, advance), plan.shards
         )

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.manifest import OutputTensor
 
-JOURNAL_FILE = "journal.jsonl"
+JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Finished:
 class Journal:
     """Appends finished steps; a line is a step, the first line names the plan."""
 
-    def __init__(self, file: IO[str], finished: list[Finished]) -> None:
+    def __init__(self, file: BinaryIO, finished: list[Finished]) -> None:
         """Wrap an open, locked file positioned at its end."""
         self._file = file
         self.finished = finished
 
     def append(self, finished: Finished) -> None:
         """Record a step whose bytes have all been handed to the file system."""
-        self._file.write(json.dumps(asdict(finished)) + "\n")
+        self._file.write(json.dumps(asdict(finished)).encode() + b"\n")
         self._file.flush()
         self.finished.append(finished)
 
@@ -57,7 +57,7 @@ def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
     Raises:
         ResourceError: another conversion is writing to the folder.
     """
-    with (folder / JOURNAL_FILE).open("a+", encoding="utf-8") as file:
+    with (folder / JOURNAL_FILE).open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,26 +65,35 @@ def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
                 f"another conversion is writing to `{folder}`", hint="wait for it, or stop it"
             ) from None
         file.seek(0)
-        complete = [line for line in file if line.endswith("\n")]
+        first = json.dumps({"plan": digest}).encode() + b"\n"
         finished: list[Finished] = []
-        if complete and _plan_of(complete[0]) == digest:
-            finished = [_parse(json.loads(line)) for line in complete[1:]]
-            # A line cut short by a crash would swallow the next one.
-            file.truncate(sum(len(line.encode()) for line in complete))
-        else:
-            file.truncate(0)
-            file.write(json.dumps({"plan": digest}) + "\n")
-            file.flush()
+        good = 0  # bytes of the lines that hold
+        if file.readline() == first:
+            good = len(first)
+            for line in file:
+                row = _parse(line)
+                if row is None:
+                    break
+                finished.append(row)
+                good += len(line)
+        # A line cut short by a crash would swallow the next one.
+        file.truncate(good)
         file.seek(0, os.SEEK_END)
+        if not good:
+            file.write(first)
+            file.flush()
         yield Journal(file, finished)
 
 
-def _plan_of(line: str) -> str | None:
-    content = json.loads(line)
-    return content.get("plan") if isinstance(content, dict) else None
+def _parse(line: bytes) -> Finished | None:
+    """A finished step, or None for a line that a crash has damaged."""
+    try:
+        return _finished(json.loads(line)) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
-def _parse(content: dict[str, Any]) -> Finished:
+def _finished(content: dict[str, Any]) -> Finished:
     tensors = tuple(
         OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
     )

@@ -1,5 +1,6 @@
 """How much the converter may hold at once."""
 
+import math
 import os
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def block_elements(max_ram: int, workers: int, device: torch.device) -> int:
         raise ResourceError(
             f"--max-ram {max_ram / 1e9:.2f} GB is too little: the process needs "
             f"{least / 1e9:.2f} GB before it holds a weight",
-            hint=f"give at least {least / 1e9 + 0.05:.1f}GB",
+            hint=f"give at least {math.ceil(least / 1e8 + 0.2) / 10}GB",
         )
     return elements
 

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -97,8 +98,9 @@ class Plan:
         return bits / weights if weights else 0.0
 
     def digest(self) -> str:
-        """Identifies recipe, source headers and result layout: what a resumed run must match."""
+        """Identifies recipe, source headers, layout and release: equal in a resumed run."""
         content = {
+            "lowbit": version("lowbit"),
             "recipe": self.recipe.to_json(),
             "config": dict(self.config),
             "sources": [
@@ -129,8 +131,9 @@ def make_plan(
         CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype.
         QuantizationError: the source is quantized already, or the recipe does not fit.
     """
-    if KEY in config or "compression_config" in config:
-        method = (config.get(KEY) or config["compression_config"]).get("quant_method", "unknown")
+    section = config.get(KEY) or config.get("compression_config")
+    if section:
+        method = section.get("quant_method") if isinstance(section, dict) else section
         raise QuantizationError(
             f"the source is already quantized (`{method}`)",
             hint="convert from the BF16 checkpoint",

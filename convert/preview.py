@@ -11,7 +11,7 @@ from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.stream import worker_count
 from lowbit.formats.checkpoint import open_checkpoint
-from lowbit.formats.hub import remote_headers
+from lowbit.formats.hub import HUB_ID, locate, remote_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
     Raises:
         LowbitError: whatever would stop the conversion before it starts.
     """
-    folder = Path(source)
-    if folder.exists():
+    if Path(source).exists() or not HUB_ID.fullmatch(source):
+        folder = locate(source, revision).folder
         checkpoint = open_checkpoint(folder)
         config, tensors = checkpoint.config, checkpoint.tensors
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}

@@ -39,11 +39,11 @@ class Override:
             QuantizationError: not of that form, or bits other than 2 to 8 and 16.
         """
         pattern, equals, bits = text.rpartition("=")
-        if not equals or not pattern or not bits.isdigit():
+        if not equals or not pattern or not bits.isdecimal():
             raise QuantizationError(
                 f"`{text}` is not of the form PATTERN=BITS", hint="for example '*.down_proj=8'"
             )
-        if int(bits) not in (*BITS, AS_STORED):
+        if bits not in map(str, (*BITS, AS_STORED)):
             raise QuantizationError(
                 f"`{text}`: bits must be 2 to 8, or {AS_STORED} to leave the weight as it is"
             )
@@ -81,6 +81,10 @@ class Recipe:
             )
         if self.rule not in get_args(ScaleRule):
             raise QuantizationError(f"scale rule `{self.rule}` is not known")
+        if self.head is not None and self.head not in HEAD_BITS:
+            raise QuantizationError(
+                f"head `{self.head}` is not known", hint=f"heads: {', '.join(HEAD_BITS)}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """As written to lowbit.json."""
@@ -97,8 +101,8 @@ class Recipe:
         """The scheme of every linear module, None for those left as they are.
 
         Raises:
-            QuantizationError: a pattern matches nothing, a group size does not divide K, or a
-                fused set would get two schemes.
+            QuantizationError: a pattern matches nothing, a group size does not divide K, a fused
+                set would get two schemes, or nothing is left to quantize.
         """
         linears = [spec for spec in table if spec.quantizable]
         self._check_patterns(linears)
@@ -115,6 +119,10 @@ class Recipe:
                 scheme.groups(spec.module, spec.shape[1])
             schemes[spec.module] = scheme
         _check_fused_sets(linears, schemes)
+        if not any(schemes.values()):
+            raise QuantizationError(
+                "the recipe quantizes nothing", hint="leave out a --bits PATTERN=16"
+            )
         return schemes
 
     def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:

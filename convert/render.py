@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from lowbit.convert.conversion import Conversion
@@ -44,12 +45,12 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
     console = stderr()
     resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
     console.print(
-        f"[bold green]✓[/] {done.folder}: {size(done.plan.source_bytes)} → "
+        f"[bold green]✓[/] {escape(str(done.folder))}: {size(done.plan.source_bytes)} → "
         f"{size(done.plan.output_bytes)}, {done.plan.bits_per_weight:.2f} bits per weight, "
         f"{done.seconds:.1f} s{resumed}"
     )
     render_terminal(console, quality)
-    console.print(f"[dim]report: {done.folder / 'quality.html'}[/]")
+    console.print(f"[dim]report: {escape(str(done.folder / 'quality.html'))}[/]")
 
 
 def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
 def plan(view: Preview) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
     console = stderr()
-    title = f"plan for {view.source}"
+    title = f"plan for {escape(view.source)}"
     table = _table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for steps in _kinds(view.plan.steps):
         first = steps[0]
@@ -173,7 +174,7 @@ def packed(opened: PackedCheckpoint) -> None:
     """Show what a packed folder holds."""
     console = stderr()
     content = packed_json(opened)
-    title = str(opened.checkpoint.folder)
+    title = escape(str(opened.checkpoint.folder))
     table = _table(title, ("tensor", "shape", "stored as"), ("count", "size"))
     for row in content["kinds"]:
         shape = _shape(row["shape"])
@@ -187,7 +188,7 @@ def packed(opened: PackedCheckpoint) -> None:
         origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
         console.print(
             f"[dim]lowbit {opened.manifest.lowbit_version}, from {origin}, weights "
-            f"{source.weights_sha256[:12]}, recipe {opened.manifest.recipe}[/]"
+            f"{source.weights_sha256[:12]}, recipe {escape(str(opened.manifest.recipe))}[/]"
         )
 
 
@@ -220,13 +221,13 @@ def verification(result: Verification) -> None:
     """Say what was checked."""
     console = stderr()
     console.print(
-        f"[bold green]✓[/] {result.folder}: {result.files} files, {result.tensors} tensors, "
+        f"[bold green]✓[/] {escape(str(result.folder))}: {result.files} files, {result.tensors} tensors, "
         f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
     )
     if result.source_tensors is not None:
         console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")
     if result.unlisted:
-        console.print(f"[dim]not covered: {', '.join(result.unlisted)}[/]")
+        console.print(f"[dim]not covered: {escape(', '.join(result.unlisted))}[/]")
 
 
 def verification_json(result: Verification) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def quality(folder: Path, report: QualityReport) -> None:
     """Show a quality report."""
     console = stderr()
     render_terminal(console, report)
-    console.print(f"[dim]report: {folder / 'quality.html'}[/]")
+    console.print(f"[dim]report: {escape(str(folder / 'quality.html'))}[/]")
 
 
 def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:

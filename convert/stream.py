@@ -5,7 +5,6 @@ thread a core, the others one; blocks leave every stage in order, so results do 
 timing.
 """
 
-import errno
 import hashlib
 import os
 from collections import deque
@@ -23,7 +22,7 @@ from lowbit.convert.journal import Finished, Journal
 from lowbit.convert.plan import Plan, Step
 from lowbit.convert.quality.weights import WeightSums
 from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
-from lowbit.formats.errors import QuantizationError, ResourceError
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.manifest import OutputTensor
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack
 from lowbit.formats.rtn import ScaleRule, quantize
@@ -93,7 +92,7 @@ def stream(
     Raises:
         QuantizationError: a tensor holds NaN or Inf.
         CheckpointError: a source file is cut short while it is read.
-        ResourceError: the disk is full.
+        OSError: the disk is full.
     """
     places = {info.name: info for shard in plan.shards for info in shard.tensors}
     with ExitStack() as stack:
@@ -260,24 +259,7 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:
-    """Write all of `view` at a byte offset.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
+    """Write all of `view` at a byte offset."""
     done = 0
     while done < len(view):
-        try:
-            done += os.pwrite(descriptor, view[done:], offset + done)
-        except OSError as error:
-            raise disk_error(error) from None
-
-
-def disk_error(error: OSError) -> Exception:
-    """A full disk as the user's problem; any other error as it is."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ResourceError(
-            f"the disk is full ({os.strerror(error.errno)})",
-            hint="free some space and run the same command again: finished tensors are kept",
-        )
-    return error
+        done += os.pwrite(descriptor, view[done:], offset + done)

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.formats.checkpoint import TensorInfo, open_checkpoint
+from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo, open_checkpoint
 from lowbit.formats.errors import FormatError
 from lowbit.formats.hashing import hash_file, hash_shard, hash_tensor
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.packing import SHAPE
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
@@ -55,6 +56,7 @@ def verify_folder(folder: Path, source: str | None, progress: Progress) -> Verif
             hint="layout and completeness are fine; only lowbit-convert writes hashes",
         )
     _check_layout(packed, manifest)
+    _check_shapes(packed)
     _check_files(packed, manifest, progress)
     compared = None
     if source is not None:
@@ -85,11 +87,26 @@ def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
             )
 
 
+def _check_shapes(packed: PackedCheckpoint) -> None:
+    """Compare every `weight_shape` with the architecture."""
+    for spec in packed.specs:
+        if packed.schemes.get(spec.module) is None:
+            continue
+        name = f"{spec.module}.{SHAPE}"
+        found = packed.checkpoint.read(name).tolist()
+        if found != list(spec.shape):
+            raise FormatError(f"`{name}` holds {found}, expected {list(spec.shape)}")
+
+
 def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
     folder, tensors = packed.checkpoint.folder, packed.checkpoint.tensors
     by_file: dict[str, list[TensorInfo]] = {}
     for info in tensors.values():
         by_file.setdefault(info.file, []).append(info)
+    listed = {file.name for file in manifest.files}
+    for name in (*by_file, CONFIG_FILE, INDEX_FILE):
+        if name not in listed and (folder / name).exists():
+            raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     total, done = sum(file.size_bytes for file in manifest.files), 0
 
@@ -127,11 +144,21 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
 
 def _check_source(manifest: Manifest, source: Path, progress: Progress) -> int:
     tensors = open_checkpoint(source).tensors
+    if hash_file(source / CONFIG_FILE) != manifest.source.config_sha256:
+        raise FormatError(f"`{CONFIG_FILE}` in `{source}` is not that of the original")
+    extra = tensors.keys() - {row.name for row in manifest.source_tensors}
+    if extra:
+        raise FormatError(f"`{min(extra)}` in `{source}` is not in {MANIFEST_FILE}")
     total, done = sum(info.nbytes for info in tensors.values()), 0
     for row in manifest.source_tensors:
         if row.name not in tensors:
             raise FormatError(f"`{row.name}` is not in `{source}`: this is not the original")
         info = tensors[row.name]
+        if (info.dtype_name, info.shape) != (row.dtype, row.shape):
+            raise FormatError(
+                f"`{row.name}` in `{source}` is {info.dtype_name} {list(info.shape)}, the "
+                f"original {row.dtype} {list(row.shape)}"
+            )
         if hash_tensor(source / info.file, info) != row.sha256:
             raise FormatError(
                 f"`{row.name}` in `{source}` has other bytes than the original that was converted"

@@ -78,6 +78,8 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
         raise FormatError("config.json: sparse checkpoints (`sparsity_config`) are not supported")
     if section.get("kv_cache_scheme"):
         raise FormatError("config.json: a quantized KV cache (`kv_cache_scheme`) is not supported")
+    if section.get("transform_config"):
+        raise FormatError("config.json: rotated weights (`transform_config`) are not supported")
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise FormatError("config.json: `config_groups` is missing or empty")

@@ -96,6 +96,11 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
     return linear(rms_norm(x, norm, eps), w)
 
 
+def norm_logits(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
+    """`rms_norm(x) * norm @ w.T` of a head: [M, K] to [M, V] float32."""
+    return norm_linear(x, norm, eps, w).float()
+
+
 def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: CpuLinear) -> Tensor:
     """`silu(gate) * up` of the normed x: [M, K] to [M, N / 2]; gate is the first N / 2 rows."""
     gate, up = linear(rms_norm(x, norm, eps), gate_up).chunk(2, dim=-1)

@@ -43,6 +43,9 @@ class Ops(Protocol[W]):
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
         """`rms_norm(x) * norm @ w.T`: [M, K] to [M, N]."""
 
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
+        """The same for a head: [M, K] to [M, V] float32, not rounded where the kernel allows."""
+
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: W) -> Tensor:
         """`silu(gate) * up` of the normed x: [M, K] to [M, N / 2]; gate is the first N / 2 rows."""
 

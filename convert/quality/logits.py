@@ -5,8 +5,10 @@ storage, and a decoder layer gets its weights only while all windows of the text
 Then the next layer. Two sets of hidden states are kept, the original's and the packed model's.
 """
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +26,17 @@ from lowbit.convert.quality.metrics import (
     window_series,
 )
 from lowbit.convert.quality.record import LogitQuality
+from lowbit.convert.quality.side import Side, load_side
 from lowbit.convert.quality.text import WINDOW, EvalText, cut_windows
-from lowbit.formats.architectures import is_tied, tensor_table
-from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from lowbit.convert.quality.threads import BlockMap, block_map
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.errors import CheckpointError, QuantizationError
 
 Progress = Callable[[int, int], None]
 
-HEAD_ROWS = 8192  # of the vocabulary at a time
-HEAD_TOKENS = {"cpu": 512, "cuda": 1024}
-BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two models: where its weights are, and its modules without storage.
-
-    Attributes:
-        weights: of the checkpoint.
-        layers: decoder layers on the meta device.
-        arguments: what the model passes to each layer besides the hidden states.
-        norm: the final norm, on the meta device.
-        prefix: of the decoder's tensor names in the checkpoint.
-        head: name of the head's weight; the embedding's where they are tied.
-        vocabulary: rows of the head.
-    """
-
-    weights: Weights
-    layers: tuple[torch.nn.Module, ...]
-    arguments: tuple[dict[str, Any], ...]
-    norm: torch.nn.Module
-    prefix: str
-    head: str
-    vocabulary: int
-
-    @property
-    def embedding(self) -> str:
-        """Name of the embedding's weight."""
-        return f"{self.prefix}embed_tokens.weight"
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return self.weights.shape(self.embedding)[1]
+HEAD_ROWS = 4096  # of the vocabulary at a time
+HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread has one
+BATCH_TOKENS = {"cpu": WINDOW, "cuda": 8192}  # through a layer at a time, same
 
 
 def measure_logits(
@@ -110,91 +81,10 @@ def measure_logits(
     return _summarize(figures, cut, place, str(transformers.__version__))
 
 
-def load_side(weights: Weights, window: int, device: torch.device) -> Side:
-    """A model's modules without storage, and what they are called with.
-
-    Args:
-        weights: of the checkpoint.
-        window: tokens of a sequence.
-        device: where positions and masks live.
-
-    Raises:
-        UnsupportedModelError: transformers has no causal language model for it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = _read_config(weights)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
-        ).eval()
-    decoder = model.model
-    # Its frequencies are computed when it is built, and so would have no storage either.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
-    layers, norm = tuple(decoder.layers), decoder.norm
-    nested = any(name.startswith("model.language_model.") for name in weights.checkpoint.tensors)
-    prefix = "model.language_model." if nested else "model."
-    tied = is_tied(weights.checkpoint.config)
-    return Side(
-        weights=weights,
-        layers=layers,
-        arguments=_layer_arguments(decoder, window, device),
-        norm=norm,
-        prefix=prefix,
-        head=f"{prefix}embed_tokens.weight" if tied else "lm_head.weight",
-        vocabulary=int(decoder.config.vocab_size),
-    )
-
-
-def _read_config(weights: Weights) -> Any:
-    """transformers' configuration, without what would make it load packed weights itself."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    content = dict(weights.checkpoint.config)
-    content.pop("quantization_config", None)
-    model_type = content.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise UnsupportedModelError(
-            f"`{weights.name}`: transformers does not know model_type `{model_type}`"
-        )
-    try:
-        return AutoConfig.for_model(**content)
-    except StrictDataclassError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
-        raise CheckpointError(f"`{weights.name}`: config.json is not valid: {reason}") from None
-
-
 def _context(weights: Weights) -> int:
     config = weights.checkpoint.config
     context = config.get("text_config", config).get("max_position_embeddings", WINDOW)
     return max(2, int(context))
-
-
-class _Recorder(torch.nn.Module):
-    """Stands in for a decoder layer: keeps what it is called with, changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arguments: dict[str, Any] = {}
-
-    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        self.arguments = arguments
-        return hidden
-
-
-def _layer_arguments(
-    decoder: torch.nn.Module, window: int, device: torch.device
-) -> tuple[dict[str, Any], ...]:
-    """Masks and positions as the model itself makes them; good for any batch of full windows."""
-    recorders = [_Recorder() for _ in range(len(decoder.layers))]  # type: ignore[arg-type]
-    decoder.layers = torch.nn.ModuleList(recorders)
-    decoder.norm = torch.nn.Identity()
-    width = int(decoder.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    hidden = torch.zeros(1, window, width, device=device)
-    with torch.inference_mode():
-        decoder(inputs_embeds=hidden, use_cache=False)
-    return tuple(recorder.arguments for recorder in recorders)
 
 
 def _check_pair(original: Side, packed: Side) -> None:
@@ -222,20 +112,32 @@ def compare(
         progress: called with (done, total).
     """
     step = _Steps(sides, len(windows), progress)
-    hidden = [embed(side, windows, device) for side in sides]
-    for number in range(len(sides[0].layers)):
-        for side, x in zip(sides, hidden, strict=True):
-            run_layer(side, number, x)
-            step.layer(number)
-    for index, side in enumerate(sides):
-        hidden[index] = scored_states(side, hidden[index])
-    labels = windows[:, 1:].reshape(-1).to(device)
-    sums = LogitSums(labels)
-    for first, a, b in _head_blocks(sides, device):
-        for tokens in blocks(len(labels), HEAD_TOKENS[device.type]):
-            sums.add(tokens, first, hidden[0][tokens] @ a.T, hidden[1][tokens] @ b.T)
-        step.head(len(a))
+    with block_map(device) as each:
+        hidden = [embed(side, windows, device) for side in sides]
+        for number in range(len(sides[0].layers)):
+            for side, x in zip(sides, hidden, strict=True):
+                run_layer(side, number, x, each)
+                step.layer(number)
+        for index, side in enumerate(sides):
+            hidden[index] = scored_states(side, hidden[index])
+        labels = windows[:, 1:].reshape(-1).to(device)
+        sums = LogitSums(labels)
+        for first, a, b in _head_blocks(sides, device):
+            add = partial(_add_logits, sums, first, (hidden[0], hidden[1]), (a, b))
+            each(add, blocks(len(labels), HEAD_TOKENS[device.type]))
+            step.head(len(a))
     return sums.finish()
+
+
+def _add_logits(
+    sums: LogitSums,
+    first_row: int,
+    states: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    tokens: slice,
+) -> None:
+    a, b = (x[tokens] @ weight.T for x, weight in zip(states, rows, strict=True))
+    sums.add(tokens, first_row, a, b)
 
 
 def embed(side: Side, windows: Tensor, device: torch.device) -> Tensor:
@@ -257,26 +159,29 @@ def embed(side: Side, windows: Tensor, device: torch.device) -> Tensor:
     return out.view(*windows.shape, -1)
 
 
-def run_layer(side: Side, number: int, hidden: Tensor) -> None:
+def run_layer(side: Side, number: int, hidden: Tensor, each: BlockMap) -> None:
     """Pass all windows through one decoder layer, in place.
 
     Args:
         side: whose layer.
         number: of the layer, from 0.
         hidden: [windows, T, h] float32.
+        each: calls a function on every batch.
     """
-    layer = side.layers[number]
+    layer = copy.deepcopy(side.layers[number]).requires_grad_(False)
     weights = {
         name: side.weights.read(
             f"{side.prefix}layers.{number}.{name}", tuple(tensor.shape), hidden.device
         )
         for name, tensor in layer.state_dict().items()
     }
+    layer.load_state_dict(weights, assign=True)
+
+    def run(batch: slice) -> None:
+        hidden[batch] = layer(hidden[batch], **side.arguments[number])
+
     count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
-    for batch in blocks(len(hidden), count):
-        hidden[batch] = torch.func.functional_call(
-            layer, weights, (hidden[batch],), side.arguments[number], strict=True
-        )
+    each(run, blocks(len(hidden), count))
 
 
 def scored_states(side: Side, hidden: Tensor) -> Tensor:
@@ -377,28 +282,34 @@ def _summarize(
     )
 
 
-def logits_peak_bytes(config: Mapping[str, Any], tokens: int, device: str = "cpu") -> int:
+def logits_peak_bytes(
+    config: Mapping[str, Any], tokens: int, device: str = "cpu", threads: int | None = None
+) -> int:
     """Memory that `measure_logits` needs beyond the interpreter and its libraries, at most.
 
     Two sets of hidden states, 2 * tokens * h * 4 bytes, and the larger of
         a layer: its weights in FP32, the largest of them three times more while it is unpacked,
-            or the activations of a batch (4 of the widest linear's rows and 8 h a token);
-        the head: HEAD_ROWS rows of h twice and unpacked, the sums of each token, a block of
-            logits in FP64, and one more set of hidden states.
+            and, for every thread, the activations of a batch (4 of the widest linear's rows and
+            8 h a token);
+        the head: HEAD_ROWS rows of h twice and unpacked, the sums of each token, one more set of
+            hidden states, and, for every thread, a block of logits in FP64;
+    and a quarter more for what the allocator keeps.
 
     Args:
         config: config.json.
         tokens: of the evaluation text.
         device: `cpu` or `cuda`; on `cuda` this is device memory.
+        threads: of the CPU; torch's own number where left out.
     """
     table = tensor_table(config)
-    layer = [spec.shape for spec in table if ".layers.0." in spec.name]
     V, h = table[0].shape
-    sizes = [torch.Size(shape).numel() for shape in layer]
+    layer = [spec.shape for spec in table if ".layers.0." in spec.name]
+    sizes = [math.prod(shape) for shape in layer]
     widest = max(shape[0] for shape in layer)
-    batch = min(tokens, BATCH_TOKENS[device]) * (4 * widest + 8 * h)
-    in_layer = 4 * (sum(sizes) + max(3 * max(sizes), batch))
+    workers = (threads or torch.get_num_threads()) if device == "cpu" else 1
+    batch = workers * min(tokens, BATCH_TOKENS[device]) * (4 * widest + 8 * h)
+    in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch)
     rows = min(V, HEAD_ROWS)
-    block = min(tokens, HEAD_TOKENS[device]) * rows * (2 * 4 + 5 * 8)
+    block = workers * min(tokens, HEAD_TOKENS[device]) * rows * (2 * 4 + 5 * 8)
     in_head = 4 * rows * h * 4 + block + tokens * 12 * 8 + tokens * h * 4
-    return 2 * tokens * h * 4 + max(in_layer, in_head)
+    return (2 * tokens * h * 4 + max(in_layer, in_head)) * 5 // 4

@@ -63,7 +63,7 @@ class Qwen3(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.head).float()
+        return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
 
 
 def build(config: Qwen3Config, weights: Weights[W], ops: Ops[W], context: int) -> Qwen3[W]:

@@ -1,0 +1,113 @@
+"""The quality report in a terminal."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.report import words
+from lowbit.convert.report.verdict import judge, kinds, observations, scheme_text, worst
+
+COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
+WORST = 5
+
+
+def render_terminal(console: Console, report: QualityReport, worst_rows: int = WORST) -> None:
+    """Print the report: the verdict, the headline figures, then linears by kind and the worst.
+
+    Args:
+        console: where to.
+        report: what was measured.
+        worst_rows: linears shown one by one.
+    """
+    console.print(_summary(report))
+    if report.weights:
+        console.print(_kinds(report))
+        if worst_rows and len(report.weights) > worst_rows:
+            console.print(_worst(report, worst_rows))
+    for sentence in observations(report):
+        console.print(Text.assemble(("! ", "yellow"), words.plain(sentence)))
+
+
+def _summary(report: QualityReport) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    verdict = judge(report)
+    color = COLORS[verdict.level]
+    table.add_row("quality", Text.assemble((verdict.title, color), f": {verdict.reason}"))
+    logits = report.logits
+    if logits is not None:
+        table.add_row(
+            "perplexity",
+            f"{logits.perplexity_original:.3f} → {logits.perplexity_packed:.3f}   "
+            f"{words.perplexity_change(logits)}",
+        )
+        table.add_row(
+            "KL divergence",
+            f"mean {words.kl(logits.kl_mean)}   p99 {words.kl(logits.kl_p99)}   "
+            f"max {words.kl(logits.kl_max)} nats",
+        )
+        table.add_row("same top token", words.percent(logits.top1_agreement))
+        table.add_row(
+            "logit cosine",
+            f"mean {words.cosine(logits.cosine_mean)}   p1 {words.cosine(logits.cosine_p1)}",
+        )
+    table.add_row("size", size_text(report))
+    if logits is not None:
+        table.add_row(
+            "measured on", Text(f"{words.plain(logits.text_name)}: {words.scored(logits)}")
+        )
+    return table
+
+
+def size_text(report: QualityReport) -> str:
+    """`11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
+    sizes = report.sizes
+    bits = f"{sizes.bits_per_weight:.2f} bits per weight"
+    if sizes.source_bytes is None:
+        return f"{words.size(sizes.folder_bytes)}, {bits}"
+    share = words.percent(sizes.folder_bytes / sizes.source_bytes, 1)
+    return f"{words.size(sizes.source_bytes)} → {words.size(sizes.folder_bytes)} ({share}), {bits}"
+
+
+def _table(title: str, left: int, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        if number < left:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _kinds(report: QualityReport) -> Table:
+    columns = ("linear", "scheme", "count", "mean error", "worst", "SQNR", "clipped")
+    table = _table("weights by kind", 2, columns)
+    for kind in kinds(report.weights):
+        table.add_row(
+            Text(words.plain(kind.name)),
+            kind.scheme,
+            str(len(kind.rows)),
+            words.percent(kind.mean_error),
+            words.percent(kind.worst.relative_l2),
+            words.decibels(kind.mean_sqnr_db),
+            words.percent(kind.clipped_share),
+        )
+    return table
+
+
+def _worst(report: QualityReport, count: int) -> Table:
+    columns = ("linear", "scheme", "error", "cosine", "SQNR", "clipped")
+    table = _table("largest relative errors", 2, columns)
+    for row in worst(report.weights, count):
+        table.add_row(
+            Text(words.plain(row.name)),
+            scheme_text(row),
+            words.percent(row.relative_l2),
+            words.cosine(row.cosine),
+            words.decibels(row.sqnr_db),
+            words.percent(row.clipped_share),
+        )
+    return table

@@ -1,0 +1,60 @@
+"""Sizes and hash of a report, and the bundled text."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from lowbit.convert.quality.build import build_report, measure_sizes
+from lowbit.convert.quality.text import default_text
+
+
+def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
+    found = measure_sizes(packed, tiny)
+    assert found.folder_bytes == sum(path.stat().st_size for path in packed.iterdir())
+    source = sum(path.stat().st_size for path in tiny.iterdir())
+    assert found.source_bytes == pytest.approx(source, rel=0.001)  # headers and config differ
+    # 4 + 16/128 bits in 6 layers of 786,432 weights, 8 + 16/128 in a head of 4096 x 256,
+    # and two int64 of shape a linear.
+    body, head = 6 * 786_432, 4096 * 256
+    expected = (body * 4.125 + head * 8.125 + 43 * 128) / (body + head)
+    assert found.bits_per_weight == pytest.approx(expected)
+    tied = measure_sizes(packed_tied)
+    assert tied.source_bytes is None
+    expected = (body * 4.125 + head * 16 + 42 * 128) / (body + head)
+    assert tied.bits_per_weight == pytest.approx(expected)
+
+
+def test_reports_do_not_count(packed: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
+    before = measure_sizes(tmp_path)
+    (tmp_path / "quality.html").write_text("x" * 1000)
+    assert measure_sizes(tmp_path) == before
+
+
+def test_manifest_hash(packed: Path) -> None:
+    assert build_report(packed, [], None).manifest_sha256 is None
+
+
+def test_manifest_hash_is_of_its_bytes(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.formats.manifest import Manifest, Source
+
+    (tmp_path / "config.json").write_bytes((packed / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((packed / "model.safetensors").read_bytes())
+    manifest = Manifest("0", Source(None, None, "", ""), {}, (), (), ())
+    (tmp_path / "lowbit.json").write_bytes(manifest.to_bytes())
+    found = build_report(tmp_path, [], None)
+    assert found.manifest_sha256 == hashlib.sha256(manifest.to_bytes()).hexdigest()
+
+
+def test_bundled_text() -> None:
+    text, name = default_text()
+    assert 190_000 < len(text.encode()) <= 200_000
+    assert text.endswith("\n")
+    assert "Robert Boulter" in text[:200]
+    assert "\r" not in text
+    assert "WikiText-2" in name

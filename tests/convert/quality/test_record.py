@@ -1,0 +1,122 @@
+"""quality.json: what is written is read back, what is foreign is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.convert.quality.record import (
+    Histogram,
+    LogitQuality,
+    QualityReport,
+    Sizes,
+    Window,
+    read_quality,
+)
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.formats.errors import FormatError
+
+
+@pytest.fixture
+def report() -> QualityReport:
+    logits = LogitQuality(
+        text_name="a text",
+        text_sha256="ab" * 32,
+        text_tokens=1030,
+        window=512,
+        windows=2,
+        scored_tokens=1022,
+        perplexity_original=3.0,
+        perplexity_packed=3.3,
+        log_ratio_error=None,
+        kl_mean=0.01,
+        kl_p99=0.1,
+        kl_max=math.inf,
+        cosine_mean=0.99,
+        cosine_p1=0.9,
+        top1_agreement=0.95,
+        kl_histogram=Histogram(-8.0, 2.0, (1, 0, 1021)),
+        window_series=(Window(1.0, 1.1, 0.01), Window(1.2, 1.3, 0.02)),
+        device="cpu",
+        torch_version="2",
+        transformers_version="5",
+    )
+    rows = (
+        WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
+        WeightQuality("lm_head", 8, None, 1024, 1.0, 0.0, math.inf, 0.0),
+    )
+    return QualityReport("0.1.0", "cd" * 32, Sizes(10, None, 4.5), rows, logits)
+
+
+def save(folder: Path, content: Any) -> None:
+    (folder / "quality.json").write_text(json.dumps(content))
+
+
+def test_round_trip(report: QualityReport, tmp_path: Path) -> None:
+    (tmp_path / "quality.json").write_bytes(report.to_bytes())
+    assert read_quality(tmp_path) == report
+
+
+def test_without_logits(report: QualityReport, tmp_path: Path) -> None:
+    content = report.to_json() | {"logits": None}
+    save(tmp_path, content)
+    found = read_quality(tmp_path)
+    assert found is not None
+    assert found.logits is None
+
+
+def test_infinity_is_null(report: QualityReport) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    content = json.loads(report.to_bytes(), parse_constant=refuse)
+    assert content["schema"] == 1
+    assert content["weights"][1]["sqnr_db"] is None
+    assert content["logits"]["kl_max"] is None
+
+
+def test_no_report(tmp_path: Path) -> None:
+    assert read_quality(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"schema": 2}, "schema 2, this release reads 1"),
+        ({"schema": None}, "schema None"),
+        ({"surprise": 1}, r"unknown keys \['surprise'\]"),
+        ({"weights": {}}, "weights` is not a list"),
+        ({"weights": [{"name": "x"}]}, "missing keys"),
+        ({"weights": [3]}, "is not an object"),
+        ({"sizes": None}, "sizes` is not an object"),
+        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, "is '1'"),
+        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "is True"),
+        ({"logits": []}, "logits` is not an object"),
+        ({"logits": {}}, "has no list of counts"),
+        ({"manifest_sha256": 7}, "`manifest_sha256` is 7"),
+    ],
+)
+def test_foreign_content(
+    report: QualityReport, tmp_path: Path, edit: dict[str, Any], message: str
+) -> None:
+    save(tmp_path, report.to_json() | edit)
+    with pytest.raises(FormatError, match=message):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+def test_not_an_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "quality.json").write_text(text)
+    with pytest.raises(FormatError, match=r"not valid JSON|does not hold a JSON object"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["kl_mean", "window_series", "kl_histogram"])
+def test_incomplete_logits(report: QualityReport, tmp_path: Path, key: str) -> None:
+    content = report.to_json()
+    del content["logits"][key]
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match="logits"):
+        read_quality(tmp_path)

@@ -1,0 +1,65 @@
+"""Reports to render: an INT4 file with every figure, and variations."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lowbit.convert.quality.record import Histogram, LogitQuality, QualityReport, Sizes, Window
+from lowbit.convert.quality.weights import WeightQuality
+
+MakeReport = Callable[..., QualityReport]
+
+
+def row(name: str, bits: int = 4, error: float = 0.1, clipped: float = 0.01) -> WeightQuality:
+    return WeightQuality(name, bits, 128, 65536, 0.995, error, 20.0, clipped)
+
+
+@pytest.fixture
+def make_row() -> Callable[..., WeightQuality]:
+    return row
+
+
+@pytest.fixture
+def logits() -> LogitQuality:
+    return LogitQuality(
+        text_name="a text",
+        text_sha256="ab" * 32,
+        text_tokens=20500,
+        window=512,
+        windows=40,
+        scored_tokens=20440,
+        perplexity_original=3.286,
+        perplexity_packed=3.354,
+        log_ratio_error=0.0008,
+        kl_mean=0.018,
+        kl_p99=0.13,
+        kl_max=0.68,
+        cosine_mean=0.9972,
+        cosine_p1=0.9866,
+        top1_agreement=0.9427,
+        kl_histogram=Histogram(-8.0, 2.0, (0,) * 30 + (20000, 400, 40) + (0,) * 27),
+        window_series=tuple(Window(1.1 + i / 100, 1.12 + i / 100, 0.018) for i in range(40)),
+        device="cpu",
+        torch_version="2.13.0",
+        transformers_version="5.23.0",
+    )
+
+
+@pytest.fixture
+def make_report(logits: LogitQuality) -> MakeReport:
+    """A report of two layers and an INT8 head; keyword arguments replace fields of its logits."""
+
+    def make(
+        rows: tuple[WeightQuality, ...] | None = None, measured: bool = True, **figures: Any
+    ) -> QualityReport:
+        if rows is None:
+            kinds = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+            rows = tuple(row(f"model.layers.{n}.{kind}") for n in range(2) for kind in kinds)
+            rows += (row("lm_head", bits=8, error=0.006, clipped=0.0),)
+        sizes = Sizes(5_953_483, 11_828_625, 4.853)
+        found = replace(logits, **figures) if measured else None
+        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found)
+
+    return make
