@@ -10,10 +10,11 @@ from lowbit.formats.errors import ResourceError
 
 DEFAULT_MAX_RAM = 2_000_000_000
 
-# Bytes per weight of a block: FP32 rows read ahead, hashed and waiting, and what a worker holds
-# while it quantizes (FP32 copies, codes, packed words). Checked by measuring the peak.
-QUEUED_BYTES = 4 * 8
-WORKER_BYTES = 32
+# Bytes per weight of a block: the 12 blocks of FP32 rows that `stream` may hold between its stages,
+# and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words). Checked
+# by measuring the peak.
+QUEUED_BYTES = 4 * 12
+WORKER_BYTES = 4 + 32
 SLACK_BYTES = 64 << 20  # allocator, hashes, thread stacks
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24

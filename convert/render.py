@@ -6,38 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.plan import Step
 from lowbit.convert.preview import Preview
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report.terminal import render_terminal
-from lowbit.convert.terminal import stderr
+from lowbit.convert.report.words import size
+from lowbit.convert.terminal import plain_table, stderr
 from lowbit.convert.verification import Verification
 from lowbit.formats.packed import PackedCheckpoint
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
-
-
-def _table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
-    """A plain table; its first columns hold text, the others numbers."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def size(count: int) -> str:
-    """Bytes for people: `5.62 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"
 
 
 def conversion(done: Conversion, quality: QualityReport) -> None:
@@ -70,7 +51,7 @@ def plan(view: Preview) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
     console = stderr()
     title = f"plan for {escape(view.source)}"
-    table = _table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
+    table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for steps in _kinds(view.plan.steps):
         first = steps[0]
         table.add_row(
@@ -175,7 +156,7 @@ def packed(opened: PackedCheckpoint) -> None:
     console = stderr()
     content = packed_json(opened)
     title = escape(str(opened.checkpoint.folder))
-    table = _table(title, ("tensor", "shape", "stored as"), ("count", "size"))
+    table = plain_table(title, ("tensor", "shape", "stored as"), ("count", "size"))
     for row in content["kinds"]:
         shape = _shape(row["shape"])
         table.add_row(row["name"], shape, row["stored"], str(row["count"]), size(row["bytes"]))
@@ -188,8 +169,14 @@ def packed(opened: PackedCheckpoint) -> None:
         origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
         console.print(
             f"[dim]lowbit {opened.manifest.lowbit_version}, from {origin}, weights "
-            f"{source.weights_sha256[:12]}, recipe {escape(str(opened.manifest.recipe))}[/]"
+            f"{source.weights_sha256[:12]}; {_recipe(opened.manifest.recipe)}[/]"
         )
+
+
+def _recipe(recipe: dict[str, Any]) -> str:
+    """`recipe int4, method rtn, scales signed, group_size 128`; what is not set is left out."""
+    given = {key: value for key, value in recipe.items() if value not in (None, [])}
+    return escape(", ".join(f"{key} {value}" for key, value in given.items()))
 
 
 def packed_json(opened: PackedCheckpoint) -> dict[str, Any]:
@@ -221,8 +208,8 @@ def verification(result: Verification) -> None:
     """Say what was checked."""
     console = stderr()
     console.print(
-        f"[bold green]✓[/] {escape(str(result.folder))}: {result.files} files, {result.tensors} tensors, "
-        f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
+        f"[bold green]✓[/] {escape(str(result.folder))}: {result.files} files, "
+        f"{result.tensors} tensors, {size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
     )
     if result.source_tensors is not None:
         console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")

@@ -1,10 +1,12 @@
 """The converter's console and progress bars: on stderr, quiet where nobody watches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 PHASES = {
     "check": "checking what is done",
@@ -19,6 +21,16 @@ PHASES = {
 def stderr() -> Console:
     """A console for everything that is not data."""
     return Console(stderr=True, highlight=False)
+
+
+def plain_table(title: str, text: Iterable[str], figures: Iterable[str]) -> Table:
+    """A table without frame: columns of text, then right-aligned columns of figures."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    for column in text:
+        table.add_column(column, overflow="fold")
+    for column in figures:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The quality report in a terminal."""
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -8,6 +7,7 @@ from rich.text import Text
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report import words
 from lowbit.convert.report.verdict import judge, kinds, observations, scheme_text, worst
+from lowbit.convert.terminal import plain_table
 
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
@@ -72,19 +72,9 @@ def size_text(report: QualityReport) -> str:
     return f"{words.size(sizes.source_bytes)} → {words.size(sizes.folder_bytes)} ({share}), {bits}"
 
 
-def _table(title: str, left: int, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        if number < left:
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _kinds(report: QualityReport) -> Table:
-    columns = ("linear", "scheme", "count", "mean error", "worst", "SQNR", "clipped")
-    table = _table("weights by kind", 2, columns)
+    figures = ("count", "mean error", "worst", "SQNR", "clipped")
+    table = plain_table("weights by kind", ("linear", "scheme"), figures)
     for kind in kinds(report.weights):
         table.add_row(
             Text(words.plain(kind.name)),
@@ -99,11 +89,11 @@ def _kinds(report: QualityReport) -> Table:
 
 
 def _worst(report: QualityReport, count: int) -> Table:
-    columns = ("linear", "scheme", "error", "cosine", "SQNR", "clipped")
-    table = _table("largest relative errors", 2, columns)
+    figures = ("error", "cosine", "SQNR", "clipped")
+    table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(words.plain(row.name)),
+            Text(words.plain(row.name).removeprefix("model.")),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),
