@@ -60,40 +60,28 @@ def reported(command: Command) -> Command:
     return run
 
 
-class Size(click.ParamType[int]):
+def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse, or fail as a usage error."""
-        if isinstance(value, int):
-            return value
-        match = SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size; write it like 2GB or 500MB.", param, ctx)
-        base = 1024 if match[3] else 1000
-        size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-        if size < 1:
-            self.fail(f"{value!r} must be positive.", param, ctx)
-        return size
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    if size < 1:
+        raise click.BadParameter(f"{text!r} must be positive.")
+    return size
 
 
-class Bits(click.ParamType["Override"]):
-    """An override, given as `PATTERN=BITS`."""
+def parse_overrides(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> tuple["Override", ...]:
+    """Overrides, each given as `PATTERN=BITS`."""
+    from lowbit.convert.recipe import Override
 
-    name = "override"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> "Override":
-        """Parse, or fail as a usage error."""
-        from lowbit.convert.recipe import Override
-
-        try:
-            return Override.parse(value)
-        except QuantizationError as error:
-            self.fail(f"{error}.", param, ctx)
+    try:
+        return tuple(Override.parse(text) for text in texts)
+    except QuantizationError as error:
+        raise click.BadParameter(f"{error}.") from None
 
 
 def recipe_options(command: Command) -> Command:
@@ -110,7 +98,7 @@ def recipe_options(command: Command) -> Command:
         click.option(
             "--bits",
             "overrides",
-            type=Bits(),
+            callback=parse_overrides,
             multiple=True,
             metavar="PATTERN=BITS",
             help="Other bits for modules that match, e.g. '*.down_proj=8'; 16 leaves them "
@@ -143,7 +131,8 @@ def recipe_options(command: Command) -> Command:
         ),
         click.option(
             "--max-shard-size",
-            type=Size(),
+            callback=parse_size,
+            metavar="SIZE",
             default="5GB",
             show_default=True,
             help="Limit of a weight file.",
@@ -213,7 +202,8 @@ def main() -> None:
 @device_option
 @click.option(
     "--max-ram",
-    type=Size(),
+    callback=parse_size,
+    metavar="SIZE",
     default="2GB",
     show_default=True,
     help="Resident memory not to exceed, whatever the model's size.",

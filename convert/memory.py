@@ -15,7 +15,7 @@ DEFAULT_MAX_RAM = 2_000_000_000
 # by measuring the peak.
 QUEUED_BYTES = 4 * 12
 WORKER_BYTES = 4 + 32
-SLACK_BYTES = 64 << 20  # allocator, hashes, thread stacks
+SLACK_BYTES = 96 << 20  # what the allocator keeps, hashes, thread stacks, code paged in
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room

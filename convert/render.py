@@ -209,7 +209,8 @@ def verification(result: Verification) -> None:
     console = stderr()
     console.print(
         f"[bold green]✓[/] {escape(str(result.folder))}: {result.files} files, "
-        f"{result.tensors} tensors, {size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json"
+        f"{result.tensors} tensors, {size(result.size_bytes)}: "
+        "layout, completeness and every hash as in lowbit.json"
     )
     if result.source_tensors is not None:
         console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")

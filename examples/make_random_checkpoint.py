@@ -1,6 +1,6 @@
 """Write a random BF16 Qwen3 checkpoint in a real model's shapes, to measure speed and memory with.
 
-    python examples/make_random_checkpoint.py 1.7B /tmp/qwen3-1.7b-random
+python examples/make_random_checkpoint.py 1.7B /tmp/qwen3-1.7b-random
 """
 
 import json

@@ -1,6 +1,6 @@
 """Convert the bundled model to INT4 and tell a story with it, from Python.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import tempfile

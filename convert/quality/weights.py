@@ -61,9 +61,8 @@ class WeightSums:
         self.error += _dot(error, error)
         rows, groups = scale.shape
         step = scale.to(torch.float32).abs_()[:, :, None]
-        # Rounding moves a weight by half a step at most, and by what FP32 keeps of w / step: up to
-        # 4e-6 at 8 bits. Further away only clipping does.
-        beyond = error.abs_().view(rows, groups, -1) > step * 0.50001
+        # Rounding moves a weight by at most half a step; further away only clipping does.
+        beyond = error.abs_().view(rows, groups, -1) > step * 0.5000001
         self.clipped += int(beyond.sum())
         self.weights += w.numel()
 

@@ -1,0 +1,136 @@
+"""Small checkpoints made with the safetensors library, the command line, and hashes of folders."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lowbit.formats.architectures import tensor_table
+
+ROOT = Path(__file__).parents[2]
+
+SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+Config = dict[str, Any]
+Edit = Callable[[dict[str, Tensor]], object]
+MakeModel = Callable[..., Path]
+Cli = Callable[..., Result]
+Hashes = Callable[[Path], dict[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> Iterator[None]:
+    """Tensors this small are slower on several threads, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The bundled trained model: tied, BF16, one file, with a tokenizer."""
+    return ROOT / "examples" / "models" / "tiny-qwen3"
+
+
+@pytest.fixture(scope="session")
+def small_config() -> Config:
+    """config.json of the small random model, without a tied head."""
+    return dict(SMALL)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> MakeModel:
+    """Write a random checkpoint: (folder, dtype, shards by name, edit of the tensors, config)."""
+
+    def make(
+        folder: Path,
+        dtype: torch.dtype = torch.bfloat16,
+        shards: tuple[str, ...] = ("model.safetensors",),
+        edit: Edit | None = None,
+        seed: int = 0,
+        **config: Any,
+    ) -> Path:
+        content = {**SMALL, **config}
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for spec in tensor_table({**SMALL, **{k: v for k, v in config.items() if k in SMALL}}):
+            if spec.role == "head" and content["tie_word_embeddings"]:
+                continue
+            values = torch.randn(spec.shape, generator=generator)
+            scale = 0.05 if len(spec.shape) == 2 else 0.2
+            tensors[spec.name] = (values * scale + (len(spec.shape) == 1)).to(dtype)
+        if edit is not None:
+            edit(tensors)
+        folder.mkdir(parents=True)
+        names = sorted(tensors)
+        weight_map = {name: shards[i * len(shards) // len(names)] for i, name in enumerate(names)}
+        for shard in shards:
+            part = {name: tensors[name] for name in names if weight_map[name] == shard}
+            save_file(part, folder / shard, metadata={"format": "pt"})
+        if len(shards) > 1:
+            index = {"metadata": {}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "generation_config.json").write_text('{"do_sample": false}')
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def small(tmp_path: Path, make_model: MakeModel) -> Path:
+    """A fresh small model, to be damaged at will."""
+    return make_model(tmp_path / "small")
+
+
+@pytest.fixture(scope="session")
+def hashes() -> Hashes:
+    """SHA-256 of every file below a folder by relative path, quality files aside."""
+
+    def compute(folder: Path) -> dict[str, str]:
+        return {
+            path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.startswith("quality.")
+        }
+
+    return compute
+
+
+@pytest.fixture
+def cli() -> Cli:
+    """Run lowbit-convert in this process: (arguments, ...)."""
+    from lowbit.convert.cli import main
+
+    def run(*arguments: str | Path) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return run

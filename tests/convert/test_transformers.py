@@ -1,0 +1,103 @@
+"""transformers and compressed-tensors load the packed folder and compute exactly what we mean."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lowbit.convert import Override, Recipe, convert
+from lowbit.formats.packed import open_packed
+from lowbit.formats.packing import dequantize, unpack
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import MakeModel
+
+RECIPES = {
+    "int4": Recipe(group_size=32),
+    "int8": Recipe("int8", 64),
+    "mixed": Recipe("mixed", head="int4"),
+    "positive": Recipe(rule="positive", head="bf16"),
+    "absmax": Recipe(rule="absmax"),
+    "rows": Recipe("mixed", group_size=None),
+    "layers-differ": Recipe(
+        overrides=(Override("model.layers.0.mlp.*", 8), Override("model.layers.1.*.o_proj", 16))
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _foreign_warnings() -> Iterator[None]:
+    """Warnings inside the two libraries are not ours to fail on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+
+
+def dequantized_weights(folder: Path) -> dict[str, Tensor]:
+    """W = q * s in FP32 by original name."""
+    packed = open_packed(folder)
+    stored: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        stored |= load_file(path)
+    weights = {}
+    for spec in packed.specs:
+        scheme = packed.schemes.get(spec.module)
+        if scheme is None:
+            weights[spec.name] = stored[spec.name].float()
+        else:
+            codes = unpack(stored[f"{spec.module}.weight_packed"], scheme.bits, spec.shape[1])
+            weights[spec.name] = dequantize(codes, stored[f"{spec.module}.weight_scale"])
+    return weights
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(ids).logits
+    return logits
+
+
+def assert_loads_exactly(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = dequantized_weights(folder)
+    result = plain.load_state_dict(weights, strict=False)
+    assert not result.unexpected_keys
+    tied = ["lm_head.weight"] if config.tie_word_embeddings else []
+    assert result.missing_keys == [] or result.missing_keys == tied
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == bool(tied)
+    ids = torch.arange(24).view(2, 12) * 13 % config.vocab_size
+    expected = logits_of(plain, ids)
+    assert expected.abs().max() > 0.1
+    assert (logits_of(loaded, ids) - expected).abs().max().item() == 0.0
+
+
+@pytest.mark.slow
+def test_bundled_model(tmp_path: Path, tiny: Path) -> None:
+    assert_loads_exactly(convert(tiny, tmp_path / "out").folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe(tmp_path: Path, make_model: "MakeModel", recipe: str) -> None:
+    source = make_model(tmp_path / "source")
+    done = convert(source, tmp_path / "out", RECIPES[recipe], max_shard_bytes=150_000)
+    assert_loads_exactly(done.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_source_dtypes(tmp_path: Path, make_model: "MakeModel", dtype: torch.dtype) -> None:
+    source = make_model(tmp_path / "source", dtype, tie_word_embeddings=True)
+    assert_loads_exactly(convert(source, tmp_path / "out", Recipe(head="bf16")).folder)
