@@ -93,7 +93,7 @@ def _worst(report: QualityReport, count: int) -> Table:
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(words.plain(row.name).removeprefix("model.")),
+            Text(words.plain(row.name).removeprefix("model.layers.")),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),
