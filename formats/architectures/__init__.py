@@ -1,17 +1,22 @@
 """The tensor table of each architecture, and the way from `model_type` to it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from lowbit.formats.architectures import qwen3
+from lowbit.formats.architectures import qwen3, qwen3_5
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 
-SUPPORTED = (qwen3.MODEL_TYPE,)
+SUPPORTED = (qwen3.MODEL_TYPE, *qwen3_5.MODEL_TYPES)
 
 
-def tensor_table(config: Mapping[str, Any]) -> list[TensorSpec]:
+def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list[TensorSpec]:
     """Every tensor that a checkpoint with this `config.json` has, a tied head included.
+
+    Args:
+        config: content of config.json.
+        names: tensors of the checkpoint at hand, which decide between the prefixes that different
+            tools write and whether there is an MTP head; without them, as on the hub.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
@@ -19,12 +24,26 @@ def tensor_table(config: Mapping[str, Any]) -> list[TensorSpec]:
     model_type = config.get("model_type")
     if model_type == qwen3.MODEL_TYPE:
         return qwen3.tensor_table(qwen3.Qwen3Config.from_hf(config))
+    if model_type in qwen3_5.MODEL_TYPES:
+        with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
+        return qwen3_5.tensor_table(
+            qwen3_5.Qwen35Config.from_hf(config), qwen3_5.prefix_of(config, names), with_mtp
+        )
     raise UnsupportedModelError(
         f"config.json: model_type `{model_type}` is not supported",
         hint=f"supported: {', '.join(SUPPORTED)}",
     )
 
 
+def is_carried(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a tensor belongs to a part that is taken along unchecked: the vision tower."""
+    return config.get("model_type") in qwen3_5.MODEL_TYPES and name.startswith(
+        qwen3_5.VISION_PREFIXES
+    )
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head shares the embedding's weight."""
-    return bool(config.get("tie_word_embeddings", False))
+    """Whether the head shares the embedding's weight; the outer config wins over the nested one."""
+    nested = config.get("text_config")
+    inner = nested.get("tie_word_embeddings", False) if isinstance(nested, dict) else False
+    return bool(config.get("tie_word_embeddings", inner))

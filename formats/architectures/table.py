@@ -6,8 +6,23 @@ from typing import Any, Literal, TypeVar
 
 from lowbit.formats.errors import UnsupportedModelError
 
-Role = Literal["embedding", "norm", "attention", "mlp", "head"]
-QUANTIZABLE: frozenset[str] = frozenset({"attention", "mlp", "head"})
+# delta_in, delta_out, delta_gate, delta_state: gated DeltaNet's qkv and z, its output, the two
+# projections that feed its gates, and what lies around its recurrence. mtp: multi-token prediction.
+Role = Literal[
+    "embedding",
+    "norm",
+    "attention",
+    "mlp",
+    "head",
+    "delta_in",
+    "delta_out",
+    "delta_gate",
+    "delta_state",
+    "mtp",
+]
+QUANTIZABLE: frozenset[str] = frozenset(
+    {"attention", "mlp", "head", "delta_in", "delta_out", "mtp"}
+)
 Value = TypeVar("Value", int, float, str, bool)
 
 
