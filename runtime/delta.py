@@ -1,0 +1,68 @@
+"""What a gated DeltaNet layer needs beside its linears: small weights, and a state per sequence."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights around the recurrence, in FP32 whatever the checkpoint stored.
+
+    Attributes:
+        conv: [C, W] taps of the causal depthwise convolution, the last one for the current token;
+            channels in the order q, k, v: C = 2 * Hk * Dk + Hv * Dv.
+        decay: [Hv], `-exp(A_log)`.
+        dt_bias: [Hv].
+        norm: [Dv], gain of the norm of each head's output.
+        key_heads: Hk; value head i reads q and k of head i // (Hv / Hk).
+        key_dim: Dk.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    key_heads: int
+    key_dim: int
+
+    @property
+    def value_heads(self) -> int:
+        """Hv."""
+        return self.decay.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.norm.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """What linear layers remember of one sequence; its size does not grow with the length.
+
+    Attributes:
+        conv: [L, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU.
+        memory: [L, Hv, Dk, Dv] float32.
+    """
+
+    conv: Tensor
+    memory: Tensor
+
+    def clear(self) -> None:
+        """Back to the state before the first token."""
+        self.conv.zero_()
+        self.memory.zero_()
+
+
+def new_delta_state(
+    layers: int, weights: DeltaWeights, dtype: torch.dtype, device: str
+) -> DeltaState:
+    """The state before the first token, for a number of linear layers of the same sizes."""
+    channels, taps = weights.conv.shape
+    sizes = (layers, weights.value_heads, weights.key_dim, weights.value_dim)
+    return DeltaState(
+        conv=torch.zeros(layers, taps - 1, channels, dtype=dtype, device=device),
+        memory=torch.zeros(sizes, dtype=torch.float32, device=device),
+    )
