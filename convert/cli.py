@@ -1,10 +1,12 @@
 """`lowbit-convert`: quantize, plan, inspect, verify, report."""
 
+import difflib
 import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 SCHEMA = 1  # of every object that --json prints
+COMMANDS = ("quantize", "plan", "inspect", "verify", "report")
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 
 
@@ -93,7 +96,8 @@ def recipe_options(command: Command) -> Command:
             type=click.Choice(["int4", "int8", "mixed"]),
             default="int4",
             show_default=True,
-            help="int4: linears INT4, head INT8. int8: all INT8. mixed: attention INT8, MLP INT4.",
+            help="int4: linears INT4, head (and DeltaNet outputs) INT8. int8: all INT8. "
+            "mixed: attention (and DeltaNet) INT8, MLP INT4, head INT8.",
         ),
         click.option(
             "--bits",
@@ -101,8 +105,8 @@ def recipe_options(command: Command) -> Command:
             callback=parse_overrides,
             multiple=True,
             metavar="PATTERN=BITS",
-            help="Other bits for modules that match, e.g. '*.down_proj=8'; 16 leaves them "
-            "(repeatable).",
+            help="Other bits for modules that match, e.g. '*.down_proj=8'; 16 leaves them. "
+            "Multi-token prediction is left unless 'mtp.*=8' or the like names it (repeatable).",
         ),
         click.option(
             "--group-size",
@@ -130,6 +134,11 @@ def recipe_options(command: Command) -> Command:
             help="For engines that cannot take negative scales; a little worse.",
         ),
         click.option(
+            "--drop-vision",
+            is_flag=True,
+            help="Leave the vision tower out; the result then loads as a text model only.",
+        ),
+        click.option(
             "--max-shard-size",
             callback=parse_size,
             metavar="SIZE",
@@ -151,6 +160,7 @@ def make_recipe(
     method: str,
     head: str | None,
     positive_scales: bool,
+    drop_vision: bool,
 ) -> "Recipe":
     """The recipe that the options describe."""
     from lowbit.convert.recipe import Recipe
@@ -162,6 +172,7 @@ def make_recipe(
         rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
         overrides=overrides,
+        drop_vision=drop_vision,
     )
 
 
@@ -189,7 +200,7 @@ folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_t
 )
 @click.version_option(package_name="lowbit")
 def main() -> None:
-    """Turn a Qwen3 checkpoint into a packed INT4/INT8 one, and say how good it is.
+    """Turn a Qwen3 or Qwen3.5 checkpoint into a packed INT4/INT8 one, and say how good it is.
 
     `lowbit-convert SRC OUT` is short for `lowbit-convert quantize SRC OUT`.
     """
@@ -232,8 +243,9 @@ def quantize(
 
     if eval_text is not None and not report:
         raise click.UsageError("--eval-text is for the comparison that --report asks for.")
+    _check_command(source)
     text = reporting.read_text(eval_text) if report else None
-    with progress_bars(quiet=as_json) as progress:
+    with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
         conversion = convert(
             source,
             out,
@@ -325,6 +337,33 @@ def report(
         _print_json(render.quality_json(folder, quality))
     else:
         render.quality(folder, quality)
+
+
+@contextmanager
+def explained_interrupt(out: Path) -> Iterator[None]:
+    """Say what Ctrl-C leaves behind, then abort as click does."""
+    from lowbit.convert.folder import partial_of
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        partial = partial_of(out)
+        if partial.exists():
+            click.echo(
+                f"\ninterrupted; finished tensors are kept in `{partial}`, and the same command "
+                "continues there",
+                err=True,
+            )
+        raise
+
+
+def _check_command(source: str) -> None:
+    """A source that is not there and looks like a command was meant as one."""
+    close = difflib.get_close_matches(source, COMMANDS, n=1, cutoff=0.75)
+    if close and not Path(source).exists():
+        raise click.UsageError(
+            f"'{source}' is no source here; did you mean the command '{close[0]}'?"
+        )
 
 
 def _print_json(content: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Conversion:
 @disk_errors()
 def convert(
     source: str | Path,
-    out: Path,
+    out: str | Path,
     recipe: Recipe | None = None,
     *,
     revision: str | None = None,
@@ -94,7 +94,8 @@ def convert(
         device: `cpu` or `cuda`; the bytes are the same.
         max_ram: resident memory not to exceed, in bytes.
         max_shard_bytes: limit of a weight file.
-        overwrite: replace an existing packed checkpoint.
+        overwrite: replace an existing packed checkpoint, and forget an interrupted conversion
+            that began with another recipe or source.
         progress: called with (phase, bytes done, bytes in all).
 
     Raises:
@@ -103,6 +104,7 @@ def convert(
     started = time.monotonic()
     report = progress or (lambda phase, done, total: None)
     target = open_device(device)
+    out = Path(out)
     place = out.resolve()  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
     location = locate(str(source), revision)
@@ -112,7 +114,7 @@ def convert(
     elements = block_elements(max_ram, worker_count(), target)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, plan.digest()) as journal:
+    with open_journal(partial, plan.digest(), overwrite) as journal:
         prepare_shards(plan, partial)
         kept = _still_valid(journal, plan, checkpoint, partial, report)
         todo = [number for number in range(len(plan.steps)) if number not in kept]

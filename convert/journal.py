@@ -49,13 +49,17 @@ class Journal:
 
 
 @contextmanager
-def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
+def open_journal(folder: Path, digest: str, overwrite: bool) -> Iterator[Journal]:
     """The journal of a folder, with what earlier runs of the same plan finished.
 
-    A journal of another plan is emptied: its shards will be overwritten.
+    Args:
+        folder: where the shards are built.
+        digest: of the plan.
+        overwrite: whether to throw away what a run of another plan finished.
 
     Raises:
-        ResourceError: another conversion is writing to the folder.
+        ResourceError: another conversion is writing to the folder, or one of another plan has
+            finished tensors there.
     """
     with (folder / JOURNAL_FILE).open("a+b") as file:
         try:
@@ -68,7 +72,8 @@ def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
         first = json.dumps({"plan": digest}).encode() + b"\n"
         finished: list[Finished] = []
         good = 0  # bytes of the lines that hold
-        if file.readline() == first:
+        begun = file.readline()
+        if begun == first:
             good = len(first)
             for line in file:
                 row = _parse(line)
@@ -76,6 +81,12 @@ def open_journal(folder: Path, digest: str) -> Iterator[Journal]:
                     break
                 finished.append(row)
                 good += len(line)
+        elif not overwrite and begun.startswith(b'{"plan":') and _parse(file.readline()):
+            raise ResourceError(
+                f"`{folder}` holds an interrupted conversion with another recipe or source, or by "
+                "another release",
+                hint="finish it with the command that began it, or start over with --overwrite",
+            )
         # A line cut short by a crash would swallow the next one.
         file.truncate(good)
         file.seek(0, os.SEEK_END)

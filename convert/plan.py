@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from lowbit.convert.recipe import Recipe
-from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures import (
+    Part,
+    is_carried,
+    is_tied,
+    never_quantized,
+    part_of,
+    tensor_table,
+)
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError
@@ -26,6 +33,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
+TIED = "tie_word_embeddings"
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -65,8 +73,8 @@ class Plan:
     Attributes:
         config: config.json of the result.
         recipe: what decided the schemes.
-        steps: in the order of the forward pass; a tied head that is quantized reads the embedding
-            a second time.
+        steps: decoder in the order of the forward pass, head, multi-token prediction, vision; a
+            tied head that is quantized reads the embedding a second time.
         shards: the files to be.
         schemes: of every linear module.
     """
@@ -88,11 +96,22 @@ class Plan:
         return sum(shard.size for shard in self.shards)
 
     @property
+    def parameters(self) -> dict[Part, int]:
+        """Weights of the source by part, a stale copy of a tied embedding left out."""
+        counts: dict[Part, int] = {}
+        for step in self.steps:
+            part = part_of(self.config, step.source.name)
+            if not step.rereads and not (part == "decoder" and step.fate == "dropped"):
+                counts[part] = counts.get(part, 0) + math.prod(step.source.shape)
+        return counts
+
+    @property
     def bits_per_weight(self) -> float:
-        """Bits of the linears, head included, over their weights."""
+        """Bits of the decoder's linears, head included, over their weights."""
         bits = weights = 0
         for step in self.steps:
-            if step.module is not None and step.fate != "dropped":
+            decodes = part_of(self.config, step.source.name) == "decoder"
+            if decodes and step.module is not None and step.fate != "dropped":
                 bits += 8 * step.output_bytes
                 weights += math.prod(step.source.shape)
         return bits / weights if weights else 0.0
@@ -138,20 +157,34 @@ def make_plan(
             f"the source is already quantized (`{method}`)",
             hint="convert from the BF16 checkpoint",
         )
-    table = tensor_table(config)
+    table = tensor_table(config, tensors)
     tied = is_tied(config)
-    check_tensors(table, tensors, tied)
+    carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
+    check_tensors(table, {n: info for n, info in tensors.items() if n not in carried}, tied)
+    if recipe.drop_vision and not carried:
+        raise QuantizationError(
+            "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
+        )
     schemes = recipe.schemes(table)
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
     steps = _steps(table, tensors, tied, schemes)
-    out_config = dict(config)
-    if tied and "lm_head" in schemes:
-        out_config["tie_word_embeddings"] = False
-    out_config[KEY] = write_quantization_config(schemes)
+    steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
+    out_config = _untied(config) if schemes.get("lm_head") else dict(config)
+    kept = [step.source.name for step in steps if step.fate != "dropped"]
+    out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
     return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, saying everywhere an engine may look that the head has weights of its own."""
+    changed = {**config, TIED: False}
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and TIED in nested:
+        changed["text_config"] = {**nested, TIED: False}
+    return changed
 
 
 def check_tensors(
@@ -229,6 +262,14 @@ def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
         for suffix, shape in packed_shapes(N, K, scheme, spec.module).items()
     )
     return Step(source, "quantized", "", spec.module, scheme, outputs)
+
+
+def _carry(source: TensorInfo, dropped: bool) -> Step:
+    """A tensor of the vision tower, whatever it is."""
+    if dropped:
+        return Step(source, "dropped", "vision tower: as the recipe says", None, None, ())
+    outputs = ((source.name, source.dtype, source.shape),)
+    return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
 
 
 def vllm_verdict(plan: Plan) -> list[str]:

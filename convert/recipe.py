@@ -15,21 +15,31 @@ Head = Literal["int4", "int8", "bf16"]
 
 AS_STORED = 16  # `PATTERN=16` leaves a linear as it is
 
-# Bits by recipe and role; FORMATS and published sensitivities put attention before MLP.
+# Bits by recipe and role. Published sensitivities put attention before MLP and the output of a
+# gated DeltaNet before all; multi-token prediction only drafts, and is small.
 BITS_BY_ROLE: dict[Base, dict[str, int]] = {
-    "int4": {"attention": 4, "mlp": 4, "head": 8},
-    "int8": {"attention": 8, "mlp": 8, "head": 8},
-    "mixed": {"attention": 8, "mlp": 4, "head": 8},
+    "int4": {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
+    "int8": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8, "mtp": AS_STORED},
+    "mixed": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
 }
 HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Bits for the linears whose module name matches a shell pattern."""
+    """Bits for the linears whose module name matches a shell pattern.
+
+    The head for multi-token prediction has linears named like the decoder's; only a pattern that
+    begins with `mtp` means them.
+    """
 
     pattern: str
     bits: int
+
+    def matches(self, spec: TensorSpec) -> bool:
+        """Whether it decides the bits of a linear."""
+        meant = spec.role != "mtp" or self.pattern.startswith("mtp")
+        return meant and fnmatchcase(spec.module, self.pattern)
 
     @classmethod
     def parse(cls, text: str) -> "Override":
@@ -60,6 +70,7 @@ class Recipe:
         rule: how scales are chosen.
         head: bits of lm_head where they differ from the base recipe's.
         overrides: applied in order, the last match wins.
+        drop_vision: leave the vision tower out instead of taking it along.
     """
 
     base: Base = "int4"
@@ -67,6 +78,7 @@ class Recipe:
     rule: ScaleRule = "signed"
     head: Head | None = None
     overrides: tuple[Override, ...] = ()
+    drop_vision: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no recipe has."""
@@ -95,6 +107,7 @@ class Recipe:
             "group_size": self.group_size,
             "lm_head": self.head,
             "overrides": [[override.pattern, override.bits] for override in self.overrides],
+            "drop_vision": self.drop_vision,
         }
 
     def schemes(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
@@ -112,7 +125,7 @@ class Recipe:
             if spec.role == "head" and self.head is not None:
                 bits = HEAD_BITS[self.head]
             for override in self.overrides:
-                if fnmatchcase(spec.module, override.pattern):
+                if override.matches(spec):
                     bits = override.bits
             scheme = None if bits == AS_STORED else Scheme(bits, self.group_size)
             if scheme is not None:
@@ -127,7 +140,7 @@ class Recipe:
 
     def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:
         for override in self.overrides:
-            if not any(fnmatchcase(spec.module, override.pattern) for spec in linears):
+            if not any(override.matches(spec) for spec in linears):
                 raise QuantizationError(
                     f"pattern `{override.pattern}` matches no linear of this model",
                     hint=f"module names look like `{linears[0].module}`; quote * in the shell",

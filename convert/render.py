@@ -1,24 +1,34 @@
 """Results of the commands, as terminal tables and as JSON objects."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 
 from lowbit.convert.conversion import Conversion
-from lowbit.convert.plan import Step
+from lowbit.convert.plan import Plan, Step, runtime_verdict, vllm_verdict
 from lowbit.convert.preview import Preview
 from lowbit.convert.quality.record import QualityReport
-from lowbit.convert.report.terminal import render_terminal
+from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.words import size
 from lowbit.convert.terminal import plain_table, stderr
 from lowbit.convert.verification import Verification
+from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.checkpoint import TensorInfo
 from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.scheme import Scheme
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+PREFIX = re.compile(r"^model\.(language_model\.)?")
+PARTS: dict[Part, str] = {
+    "decoder": "decoder",
+    "mtp": "multi-token prediction",
+    "vision": "vision tower",
+}
 
 
 def conversion(done: Conversion, quality: QualityReport) -> None:
@@ -26,11 +36,15 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
     console = stderr()
     resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
     console.print(
-        f"[bold green]✓[/] {escape(str(done.folder))}: {size(done.plan.source_bytes)} → "
-        f"{size(done.plan.output_bytes)}, {done.plan.bits_per_weight:.2f} bits per weight, "
-        f"{done.seconds:.1f} s{resumed}"
+        f"[bold green]✓[/] {escape(str(done.folder))} written in {done.seconds:.1f} s{resumed}"
     )
-    render_terminal(console, quality)
+    render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
+    for what, reasons in (
+        ("vLLM", vllm_verdict(done.plan)),
+        ("lowbit-run", [reason] if (reason := runtime_verdict(done.plan)) else []),
+    ):
+        for text in reasons:
+            console.print(f"[yellow]![/] {what} cannot load the result: {escape(text)}")
     console.print(f"[dim]report: {escape(str(done.folder / 'quality.html'))}[/]")
 
 
@@ -52,17 +66,24 @@ def plan(view: Preview) -> None:
     console = stderr()
     title = f"plan for {escape(view.source)}"
     table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
-    for steps in _kinds(view.plan.steps):
+    for kind, steps in _kinds(view.plan).items():
         first = steps[0]
         table.add_row(
-            _kind(first),
-            _shape(first.source.shape),
+            f"{kind.name} [dim]of the embedding[/]" if first.rereads else kind.name,
+            _shape(kind.shape),
             _fate(first),
             str(len(steps)),
             size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
             size(sum(step.output_bytes for step in steps)),
         )
     console.print(table)
+    dropped = Counter(step.reason for step in view.plan.steps if step.fate == "dropped")
+    for reason, count in dropped.items():
+        console.print(f"{count} dropped ({reason})")
+    parts = view.plan.parameters
+    if len(parts) > 1:
+        counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
+        console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
     console.print(
         f"{size(view.plan.source_bytes)} → {size(view.plan.output_bytes)} in "
         f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
@@ -73,6 +94,11 @@ def plan(view: Preview) -> None:
         console.print(
             "the head is untied: it adds bytes and is read faster; "
             "[bold]--lm-head bf16[/] keeps it tied and the file smaller"
+        )
+    if view.plan.recipe.drop_vision:
+        console.print(
+            "without its vision tower the result loads through text classes only: "
+            "transformers AutoModelForCausalLM, vLLM with --language-model-only"
         )
     if view.vllm:
         console.print("vLLM: [bold red]cannot load the result[/]")
@@ -99,6 +125,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "output_bytes": view.plan.output_bytes,
         "other_bytes": view.other_bytes,
         "bits_per_weight": view.plan.bits_per_weight,
+        "parameters": dict(view.plan.parameters),
         "peak_ram_bytes": view.peak_ram,
         "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
         "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
@@ -119,36 +146,45 @@ def plan_json(view: Preview) -> dict[str, Any]:
     }
 
 
-def _kinds(steps: Iterable[Step]) -> list[list[Step]]:
+class Kind(NamedTuple):
+    """What the tensors of a row have in common."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    stored: str
+    rereads: bool = False
+
+
+def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
     """Steps that differ by layer number alone, together."""
-    kinds: dict[tuple[Any, ...], list[Step]] = {}
-    for step in steps:
-        key = (_short(step.source.name), step.source.shape, step.fate, step.scheme)
-        kinds.setdefault((*key, step.rereads), []).append(step)
-    return list(kinds.values())
+    kinds: dict[Kind, list[Step]] = {}
+    for step in plan.steps:
+        info = step.source
+        stored = str(step.scheme or info.dtype_name if step.fate != "dropped" else step.fate)
+        name = f"{step.module}.weight" if step.rereads else info.name
+        kind = _kind(part_of(plan.config, name), name, info.shape, stored, step.scheme is None)
+        kinds.setdefault(kind._replace(rereads=step.rereads), []).append(step)
+    return kinds
 
 
-def _kind(step: Step) -> str:
-    if step.rereads:
-        return f"{step.module} [dim]from {_short(step.source.name)}[/]"
-    return _short(step.source.name)
+def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: bool) -> Kind:
+    """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
+    if part == "vision" or (part == "mtp" and dense):
+        return Kind(PARTS[part], None, stored)
+    short = PREFIX.sub("", LAYER.sub("", name)).removesuffix(".weight")
+    if part == "mtp":
+        short = f"mtp.{short.removeprefix('mtp.')}"
+    return Kind(short, shape, stored)
 
 
-def _short(name: str) -> str:
-    """`mlp.up_proj` for every layer's."""
-    return LAYER.sub("", name).removeprefix("model.").removesuffix(".weight")
-
-
-def _shape(sizes: Iterable[int]) -> str:
-    return " x ".join(map(str, sizes))
+def _shape(sizes: Iterable[int] | None) -> str:
+    return "" if sizes is None else "x".join(map(str, sizes))
 
 
 def _fate(step: Step) -> str:
     if step.fate == "quantized":
         return f"[cyan]{step.scheme}[/]"
-    if step.fate == "dropped":
-        return f"[yellow]dropped[/] [dim]({step.reason})[/]"
-    return step.source.dtype_name
+    return "[yellow]dropped[/]" if step.fate == "dropped" else step.source.dtype_name
 
 
 def packed(opened: PackedCheckpoint) -> None:
@@ -175,23 +211,37 @@ def packed(opened: PackedCheckpoint) -> None:
 
 def _recipe(recipe: dict[str, Any]) -> str:
     """`recipe int4, method rtn, scales signed, group_size 128`; what is not set is left out."""
-    given = {key: value for key, value in recipe.items() if value not in (None, [])}
+    given = {key: value for key, value in recipe.items() if value not in (None, [], False)}
     return escape(", ".join(f"{key} {value}" for key, value in given.items()))
 
 
 def packed_json(opened: PackedCheckpoint) -> dict[str, Any]:
     """The object of `inspect --json`."""
-    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for spec in opened.specs:
-        infos = opened.tensors_of(spec)
-        scheme = opened.schemes.get(spec.module)
-        stored = str(scheme) if scheme else infos[0].dtype_name
-        key = (_short(spec.name), spec.shape, stored)
+    kinds: dict[Kind, dict[str, Any]] = {}
+
+    def add(
+        name: str, shape: tuple[int, ...], scheme: Scheme | None, infos: list[TensorInfo]
+    ) -> None:
+        stored = str(scheme or infos[0].dtype_name)
+        kind = _kind(part_of(config, name), name, shape, stored, scheme is None)
         row = kinds.setdefault(
-            key, {"name": key[0], "count": 0, "shape": list(spec.shape), "stored": stored}
+            kind,
+            {
+                "name": kind.name,
+                "count": 0,
+                "shape": None if kind.shape is None else list(kind.shape),
+                "stored": stored,
+                "bytes": 0,
+            },
         )
         row["count"] += 1
-        row["bytes"] = row.get("bytes", 0) + sum(info.nbytes for info in infos)
+        row["bytes"] += sum(info.nbytes for info in infos)
+
+    config = opened.checkpoint.config
+    for spec in opened.specs:
+        add(spec.name, spec.shape, opened.schemes.get(spec.module), opened.tensors_of(spec))
+    for info in opened.carried:
+        add(info.name, info.shape, None, [info])
     return {
         "folder": str(opened.checkpoint.folder),
         "model_type": opened.checkpoint.config["model_type"],

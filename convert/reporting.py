@@ -13,6 +13,7 @@ from lowbit.convert.report.files import write_reports
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import read_manifest
+from lowbit.formats.packed import open_packed
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -70,6 +71,7 @@ def write_full_report(
         LowbitError: a folder that cannot be read, or an original that is not known.
     """
     revision = None
+    open_packed(folder)  # before anything is fetched
     if source is None:
         manifest = read_manifest(folder)
         if manifest is None or manifest.source.repo is None:

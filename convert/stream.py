@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.journal import Finished, Journal
-from lowbit.convert.plan import Plan, Step
+from lowbit.convert.plan import SOURCE_DTYPES, Plan, Step
 from lowbit.convert.quality.weights import WeightSums
 from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
 from lowbit.formats.errors import QuantizationError
@@ -177,13 +177,17 @@ def _tasks(
 ) -> Iterator[tuple[_Work, int, int, bool]]:
     """(work, first row, last row + 1, whether it ends the tensor) of every block."""
     for number in todo:
-        step = plan.steps[number]
-        work = _Work(number, step)
-        total = step.source.shape[0]
-        rows = _rows(step.source, elements)
-        for start in range(0, total, rows):
+        work = _Work(number, plan.steps[number])
+        total = _row_count(work.step.source)
+        rows = _rows(work.step.source, elements)
+        for start in range(0, max(1, total), rows):  # no rows are a block too
             stop = min(start + rows, total)
             yield work, start, stop, stop == total
+
+
+def _row_count(info: TensorInfo) -> int:
+    """Rows of a tensor; one without dimensions is a single row."""
+    return info.shape[0] if info.shape else 1
 
 
 def _rows(info: TensorInfo, elements: int) -> int:
@@ -205,7 +209,9 @@ def _make(block: _Block, source: Checkpoint, rule: ScaleRule, device: torch.devi
     """Quantize, pack and measure the rows of a block, or pass them on."""
     step = block.work.step
     # The sum is finite unless a value is not, or values are so large that only a closer look tells.
-    if not torch.isfinite(block.rows.sum(dtype=torch.float32)):
+    if block.rows.dtype in SOURCE_DTYPES and not torch.isfinite(
+        block.rows.sum(dtype=torch.float32)
+    ):
         _check_finite(block, source)
     sums = WeightSums()
     if step.scheme is None:
@@ -229,7 +235,9 @@ def _check_finite(block: _Block, source: Checkpoint) -> None:
         return
     info = block.work.step.source
     nan = inf = 0
-    for _, rows in source.rows(info.name, len(block.rows)):
+    total = _row_count(info)
+    for start in range(0, total, len(block.rows)):
+        rows = source.read_rows(info.name, start, min(start + len(block.rows), total))
         nan += int(torch.isnan(rows).sum())
         inf += int(torch.isinf(rows).sum())
     raise QuantizationError(

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+WIDE = 120
 PHASES = {
     "check": "checking what is done",
     "convert": "quantizing",
@@ -20,12 +21,21 @@ PHASES = {
 
 def stderr() -> Console:
     """A console for everything that is not data."""
-    return Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
+    # Into a file or a pipe, tables need not fit a screen that is not there.
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=WIDE)
 
 
 def plain_table(title: str, text: Iterable[str], figures: Iterable[str]) -> Table:
     """A table without frame: columns of text, then right-aligned columns of figures."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,  # so that names fit into 80 columns
+        pad_edge=False,
+    )
     for column in text:
         table.add_column(column, overflow="fold")
     for column in figures:

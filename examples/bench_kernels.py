@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.qwen3 import Qwen3Config
+from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.kernels.gemm import gemm
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
 from lowbit.runtime.linear import Linear, PackedLinear
-from lowbit.runtime.models.qwen3 import Layer, Qwen3
+from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.ops import rope_tables
 
 GEMVS = [
@@ -39,9 +39,9 @@ GROUP = 128
 ROTATED_BYTES = 400e6  # L2 holds 60 MB
 CONTEXT = 8192
 MODELS = {
-    "Qwen3-0.6B": Qwen3Config(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
-    "Qwen3-1.7B": Qwen3Config(151936, 2048, 6144, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
-    "Qwen3-8B": Qwen3Config(151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, 40960, False),
+    "Qwen3-0.6B": DenseConfig(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
+    "Qwen3-1.7B": DenseConfig(151936, 2048, 6144, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
+    "Qwen3-8B": DenseConfig(151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, 40960, False),
 }
 
 
@@ -110,7 +110,7 @@ def bench_gemvs() -> None:
         print(f"INT{bits} {N}x{K:<12}{us:8.2f}{size / us / 1e6:7.2f}{normed:9.2f}{peer}")
 
 
-def random_model(config: Qwen3Config) -> Qwen3[Linear]:
+def random_model(config: DenseConfig) -> Dense[Linear]:
     h, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     layers = tuple(
@@ -126,7 +126,7 @@ def random_model(config: Qwen3Config) -> Qwen3[Linear]:
         )
         for _ in range(config.num_hidden_layers)
     )
-    return Qwen3(
+    return Dense(
         config=config,
         embedding=randn(config.vocab_size, h),
         layers=layers,
@@ -137,7 +137,7 @@ def random_model(config: Qwen3Config) -> Qwen3[Linear]:
     )
 
 
-def filled_cache(config: Qwen3Config) -> KVCache:
+def filled_cache(config: DenseConfig) -> KVCache:
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     cache = new_cache(layers, heads, config.head_dim, CONTEXT, torch.bfloat16, "cuda")
     cache.k.normal_()

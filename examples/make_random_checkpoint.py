@@ -1,6 +1,8 @@
 """Write a random BF16 Qwen3 checkpoint in a real model's shapes, to measure speed and memory with.
 
 python examples/make_random_checkpoint.py 1.7B /tmp/qwen3-1.7b-random
+lowbit-convert /tmp/qwen3-1.7b-random /tmp/qwen3-1.7b-int4
+lowbit-run bench /tmp/qwen3-1.7b-int4
 """
 
 import json
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import click
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.shards import index_json, lay_out
@@ -20,6 +23,8 @@ SIZES = {
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
 }
+TOKENS = 151643  # before the special ones
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
 
 
@@ -47,6 +52,17 @@ def config_of(size: str) -> dict[str, object]:
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     }
+
+
+def tokenizer() -> Tokenizer:
+    """As many tokens as Qwen3's: the bytes, and fillers that no text becomes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, *(f"<{number}>" for number in range(len(alphabet), TOKENS))]
+    made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    return made
 
 
 @click.command()
@@ -77,6 +93,7 @@ def main(size: str, out: Path, seed: int) -> None:
                     left -= len(part)
                     start = 0
     (out / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer().save(str(out / "tokenizer.json"))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
     click.echo(f"{out}: {sum(shard.size for shard in shards) / 1e9:.2f} GB in {len(shards)} files")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures import is_carried, is_tied, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from lowbit.formats.errors import FormatError
@@ -40,12 +40,14 @@ class PackedCheckpoint:
         checkpoint: the headers and config.json.
         specs: the architecture's tensors, without the head where it is tied.
         schemes: of every linear module, None where its weight is dense.
+        carried: tensors of a part that is taken along unchecked, the vision tower.
         manifest: None in a folder that another tool wrote.
     """
 
     checkpoint: Checkpoint
     specs: tuple[TensorSpec, ...]
     schemes: Mapping[str, Scheme | None]
+    carried: tuple[TensorInfo, ...]
     manifest: Manifest | None
 
     def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
@@ -70,7 +72,7 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
     """
     checkpoint = open_checkpoint(folder)
     manifest = read_manifest(folder)  # refuses a version this release does not know
-    specs = tensor_table(checkpoint.config)
+    specs = tensor_table(checkpoint.config, checkpoint.tensors)
     if is_tied(checkpoint.config):
         specs = [spec for spec in specs if spec.role != "head"]
     quantization = read_quantization_config(checkpoint.config)
@@ -84,7 +86,10 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
             _check_served(spec, schemes.get(spec.module), served_bits)
     _check_fused_sets(specs, schemes)
     _check_tensors(checkpoint, specs, schemes)
-    return PackedCheckpoint(checkpoint, tuple(specs), schemes, manifest)
+    carried = tuple(
+        info for name, info in checkpoint.tensors.items() if is_carried(checkpoint.config, name)
+    )
+    return PackedCheckpoint(checkpoint, tuple(specs), schemes, carried, manifest)
 
 
 def _packed_names(spec: TensorSpec, scheme: Scheme) -> list[str]:
@@ -155,7 +160,11 @@ def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
     """Tensors the table does not name; those of unsupported schemes are refused by name."""
     ignorable = {"lm_head.weight"} if is_tied(checkpoint.config) else set()  # a stale copy
     known = ignorable.union(expected)
-    unknown = [name for name in checkpoint.tensors if name not in known]
+    unknown = [
+        name
+        for name in checkpoint.tensors
+        if name not in known and not is_carried(checkpoint.config, name)
+    ]
     for name in unknown:
         if name.endswith(f".{GROUP_INDEX}"):
             raise FormatError(f"`{name}`: activation-ordered groups are not supported")

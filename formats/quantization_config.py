@@ -1,7 +1,7 @@
 """`quantization_config` of config.json as compressed-tensors writes it: reader and writer."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,11 +132,14 @@ def _strings(value: Any, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+def write_quantization_config(
+    schemes: Mapping[str, Scheme | None], never: Sequence[str] = ()
+) -> dict[str, Any]:
     """The `quantization_config` for a set of linears, proven to give each its scheme back.
 
     Args:
-        schemes: scheme of every linear module of the checkpoint, None where it is left as it was.
+        schemes: scheme of every linear that a recipe may quantize, None where it is left as it was.
+        never: patterns of other linears, to be ignored too.
 
     Returns:
         The object for config.json. Targets are suffix patterns, since engines nest the same
@@ -163,7 +166,7 @@ def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str,
                 "actorder": None,
             },
         }
-    ignore = _patterns(schemes, None)
+    ignore = [*never, *_patterns(schemes, None)]
     written = QuantizationConfig(
         groups=tuple(
             (tuple(group["targets"]), scheme)
@@ -187,10 +190,23 @@ def write_quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str,
 
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+_MTP = "mtp."  # the prefix of a multi-token-prediction head, which has layers of its own
 
 
 def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> list[str]:
-    """Suffix patterns for the modules of one scheme: one a kind of linear."""
+    """Patterns for the modules of one scheme: decoder and head, then multi-token prediction."""
+    decoder = {module: s for module, s in schemes.items() if not module.startswith(_MTP)}
+    mtp = {module: s for module, s in schemes.items() if module.startswith(_MTP)}
+    if not mtp:
+        return _suffixes(decoder, wanted, ".*")
+    patterns = _suffixes(decoder, wanted, "(?!.*mtp[.]).*")
+    if any(mtp.values()):
+        return patterns + _suffixes(mtp, wanted, ".*mtp[.]")
+    return patterns + (["re:^mtp.*"] if wanted is None else [])
+
+
+def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start: str) -> list[str]:
+    """Patterns for the modules of one scheme, one a kind of linear; `start` goes before layers."""
     layers: dict[str, list[int]] = {}  # kind of linear -> layers with the wanted scheme
     others: set[str] = set()  # kinds that have another scheme somewhere
     plain = []
@@ -205,7 +221,7 @@ def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> li
     patterns = []
     for kind, numbers in layers.items():
         which = f"({'|'.join(map(str, numbers))})" if kind in others else r"\d+"
-        patterns.append(rf"re:.*layers[.]{which}[.]{_quote(kind)}$")
+        patterns.append(rf"re:{start}layers[.]{which}[.]{_quote(kind)}$")
     return patterns + [f"re:.*{_quote(module)}$" for module in plain]
 
 

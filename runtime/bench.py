@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.cache import cache_bytes
+from lowbit.runtime.memory import free_bytes
 from lowbit.runtime.model import Model
 from lowbit.runtime.sampling import SamplingParams
 
 BANDWIDTH_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
+SUMS = 5  # timed together, so that the launch of one is not counted against the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,10 @@ class BenchResult:
         first_token_s: median time of the prompt and the first token.
         decode_tokens_per_s: median over the runs, greedy, batch 1.
         weight_bytes: memory the weights take.
-        cache_bytes: memory the KV cache takes.
+        cache_bytes: memory that keys, values and the states of linear layers take.
         peak_bytes: most memory in use: of the GPU, or resident in this process on a CPU.
-        step_bytes: what one step must read: weights, and the cache at the middle of the run.
+        step_bytes: what one step must read: weights, and the cache at the middle of the run; the
+            states of linear layers are written too.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
         roofline_share: of the tokens per second that `bandwidth` would allow. A model that fits
             the processor's cache can exceed 1.
@@ -70,13 +72,15 @@ def bench(
     first = statistics.median(first for first, _ in timed)
     speed = statistics.median((new_tokens - 1) / decode for _, decode in timed)
     config = model.opened.config
-    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    weights = model.opened.weight_bytes(model.device, model.dtype)
+    opened, dtype = model.opened, model.dtype
+    weights = opened.weight_bytes(model.device, dtype)
     gathered = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
         gathered = config.vocab_size * config.hidden_size * model.dtype.itemsize
     middle = prompt_tokens + new_tokens // 2
-    step = weights - gathered + cache_bytes(*sizes, middle, model.dtype.itemsize)
+    state = opened.state_bytes(dtype)
+    step = weights - gathered + opened.kv_bytes(middle, dtype) + 2 * state  # read and written
+    peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
     return BenchResult(
         device=torch.cuda.get_device_name() if model.device == "cuda" else "cpu",
@@ -87,25 +91,29 @@ def bench(
         first_token_s=first,
         decode_tokens_per_s=speed,
         weight_bytes=weights,
-        cache_bytes=cache_bytes(*sizes, model.context, model.dtype.itemsize),
-        peak_bytes=peak_bytes(model.device),
+        cache_bytes=opened.kv_bytes(model.context, dtype) + 2 * state,
+        peak_bytes=peak,
         step_bytes=step,
         bandwidth=bandwidth,
         roofline_share=speed * step / bandwidth,
     )
 
 
-def read_bandwidth(device: str, repeats: int = 10) -> float:
+def read_bandwidth(device: str, repeats: int = 5) -> float:
     """Bytes per second of the fastest of some sums over a buffer larger than any cache."""
-    buffer = torch.zeros(BANDWIDTH_BYTES[device] // 4, dtype=torch.float32, device=device)
+    size, free = BANDWIDTH_BYTES[device], free_bytes(device)
+    if free is not None:
+        size = min(size, free // 2)
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = float("inf")
     for _ in range(repeats):
         _settle(device)
         started = time.perf_counter()
-        buffer.sum()
+        for _ in range(SUMS):
+            buffer.sum()
         _settle(device)
         best = min(best, time.perf_counter() - started)
-    return buffer.nbytes / best
+    return SUMS * buffer.nbytes / best
 
 
 def peak_bytes(device: str) -> int:

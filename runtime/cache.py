@@ -1,37 +1,81 @@
-"""The static KV cache: allocated once for the whole context, written in place."""
+"""The static cache of one sequence: allocated once for the whole context, written in place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lowbit.runtime.delta import DeltaState, no_delta_state
+
 
 @dataclass(slots=True)
 class KVCache:
-    """Keys after norm and RoPE, and values, of one sequence.
+    """Keys after norm and RoPE, values, and the state of linear layers, of one sequence.
+
+    A sequence of keys and values can be cut anywhere. A linear layer's state cannot go back, so a
+    model that has one keeps a second state from some tokens earlier.
 
     Attributes:
-        k: [L, Hkv, T, D], T the context.
+        k: [L, Hkv, T, D], T the context; L counts the layers that have keys.
         v: [L, Hkv, T, D].
         length: tokens held, as the host knows it (prefill slices by it).
         position: [1] int32 on the device, the row the next decoded token takes; decode kernels
             read it, so a captured graph follows the sequence without the host.
+        delta: state of the linear layers after `length` tokens.
+        saved: the same after `saved_length` tokens.
+        saved_length: 0 where nothing is saved.
     """
 
     k: Tensor
     v: Tensor
     length: int
     position: Tensor
+    delta: DeltaState = field(default_factory=no_delta_state)
+    saved: DeltaState = field(default_factory=no_delta_state)
+    saved_length: int = 0
 
     @property
     def context(self) -> int:
         """Tokens the cache can hold."""
         return self.k.shape[2]
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model has linear layers."""
+        return self.delta.memory.numel() > 0
+
+    def reusable(self, shared: int) -> int:
+        """How many tokens can be kept of the first `shared`."""
+        if not self.recurrent:
+            return min(shared, self.length)
+        if shared >= self.length:
+            return self.length
+        return self.saved_length if shared >= self.saved_length else 0
+
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens; later rows are overwritten when reached."""
-        self.length = length
-        self.position.fill_(length)
+        """Keep the first `length` tokens, a number that `reusable` gives.
+
+        Later rows are overwritten when reached.
+        """
+        if length == 0:
+            self.delta.clear()
+        elif self.recurrent and length != self.length:
+            if length != self.saved_length:
+                raise ValueError(f"no state of {length} tokens is held")
+            self.delta.copy_(self.saved)
+        if length < self.saved_length:
+            self.saved_length = 0
+        self.advance(length - self.length)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that have been written."""
+        self.length += tokens
+        self.position.fill_(self.length)
+
+    def save(self) -> None:
+        """Make the present length one that `truncate` can go back to, instead of another."""
+        self.saved.copy_(self.delta)
+        self.saved_length = self.length
 
 
 def cache_bytes(layers: int, kv_heads: int, head_dim: int, context: int, itemsize: int) -> int:

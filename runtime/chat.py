@@ -50,7 +50,12 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
         check_messages(messages)
-        values: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": True}
+        values: dict[str, Any] = {
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         if thinking is not None:
             if THINKING not in self.source:
                 raise RequestError(

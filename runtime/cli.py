@@ -1,9 +1,11 @@
 """`lowbit-run`: generate, chat and bench."""
 
+import difflib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,12 +28,19 @@ if TYPE_CHECKING:
     from lowbit.runtime.stream import Generation, Stream
 
 SCHEMA = 1  # of every object that --json prints
+ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
+CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-@click.group(cls=DefaultGroup, default="generate", default_if_no_args=False)
+@click.group(
+    cls=DefaultGroup,
+    default="generate",
+    default_if_no_args=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="lowbit")
 def main() -> None:
-    """Run a packed Qwen3 checkpoint.
+    """Run a packed checkpoint of a Qwen3, Qwen3.5, Qwen2.5 or Llama 3 model.
 
     MODEL is a folder or a Hub id. `lowbit-run MODEL PROMPT` is short for
     `lowbit-run generate MODEL PROMPT`; see `lowbit-run generate --help`.
@@ -53,6 +62,7 @@ def generate(
     prompt: str | None,
     context: int | None,
     device: str | None,
+    threads: int | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -61,11 +71,11 @@ def generate(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Answer PROMPT (or stdin) and stream the text to stdout."""
+    """Answer PROMPT (or stdin) on stdout as it comes; reasoning before it goes to stderr."""
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     text = _prompt(prompt)
-    model = _load(name, device, context)
+    model = _load(name, device, context, threads)
     messages = _opening(system)
     messages.append({"role": "user", "content": text})
     stream = model.stream(
@@ -76,6 +86,8 @@ def generate(
         thinking=thinking,
         raw=raw,
     )
+    if raw and not as_json and sys.stdout.isatty():
+        click.echo(text, nl=False)  # a person wants to read on from there
     generation = _show(stream, quiet=as_json)
     if as_json:
         _print_json({**asdict(generation), "load_s": model.load_s, "device": model.device})
@@ -95,6 +107,7 @@ def chat(
     name: str,
     context: int | None,
     device: str | None,
+    threads: int | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -106,14 +119,17 @@ def chat(
 
     /reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer.
     """
-    model = _load(name, device, context)
+    model = _load(name, device, context, threads)
     params = _sampling(model, sampling)
     messages = _opening(system)
     turns: list[dict[str, Any]] = []
-    _note("/reset starts over, /exit ends")
+    _note(CHAT_HELP)
     while (line := _ask(quiet=as_json)) not in (None, "/exit"):
         if line == "/reset":
             messages = _opening(system)
+            continue
+        if line == "/help":
+            _note(CHAT_HELP)
             continue
         if not line.strip():
             continue
@@ -155,6 +171,7 @@ def bench(
     name: str,
     context: int | None,
     device: str | None,
+    threads: int | None,
     prompt_tokens: int,
     new_tokens: int,
     runs: int,
@@ -163,16 +180,19 @@ def bench(
     """Measure load time, time to first token, decode speed, memory and share of the roofline."""
     from lowbit.runtime.bench import bench as measure
 
-    result = measure(_load(name, device, context), prompt_tokens, new_tokens, runs)
+    result = measure(_load(name, device, context, threads), prompt_tokens, new_tokens, runs)
     if as_json:
         _print_json(asdict(result))
         return
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from lowbit.runtime.memory import gigabytes
 
-    table = Table("what", "measured", title=f"{name} on {result.device}")
+    title = f"{escape(name)} on {result.device}"
+    table = Table("what", "measured", title=title, title_justify="left", box=SIMPLE_HEAD)
     rows = (
         ("load", f"{result.load_s:.2f} s"),
         (f"first token after {prompt_tokens} tokens", f"{result.first_token_s * 1e3:.1f} ms"),
@@ -182,7 +202,10 @@ def bench(
         ("peak memory", gigabytes(result.peak_bytes)),
         ("read per token", gigabytes(result.step_bytes)),
         ("read bandwidth", f"{gigabytes(int(result.bandwidth))}/s"),
-        ("share of the roofline", f"{result.roofline_share:.1%}"),
+        (
+            "share of the roofline",
+            f"{100 * result.roofline_share:.1f} % of read bandwidth / bytes per token",
+        ),
     )
     for row in rows:
         table.add_row(*row)
@@ -191,10 +214,10 @@ def bench(
 
 def summary(generation: "Generation") -> str:
     """One line: tokens, speed, time to first token, reuse of the cache."""
-    timings = generation.timings
+    timings, count = generation.timings, len(generation.token_ids)
     speed = timings.decode_tokens_per_s
     parts = [
-        f"{len(generation.token_ids)} tokens",
+        f"{count} token{'s' if count != 1 else ''}",
         *([f"{speed:.0f} tok/s"] if speed else []),
         f"first token {timings.first_token_s * 1e3:.0f} ms",
         f"prompt {timings.prompt_tokens} tokens"
@@ -204,11 +227,27 @@ def summary(generation: "Generation") -> str:
     return ", ".join(parts)
 
 
-def _load(name: str, device: str | None, context: int | None) -> "Model":
+def _load(name: str, device: str | None, context: int | None, threads: int | None) -> "Model":
+    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.75)
+    if close and not Path(name).exists():
+        raise click.UsageError(f"'{name}' is no model here; did you mean the command '{close[0]}'?")
     from lowbit.formats.hub import locate
     from lowbit.runtime.model import load
 
-    return load(locate(name).folder, device=device, context=context)
+    model = load(locate(name).folder, device=device, context=context)
+    if model.device == "cpu":
+        _set_threads(model, threads)
+    return model
+
+
+def _set_threads(model: "Model", threads: int | None) -> None:
+    """Small models run on one thread: their operations are shorter than waiting for another."""
+    import torch
+
+    if threads is None and model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def _sampling(model: "Model", options: dict[str, Any]) -> Any:
@@ -242,13 +281,29 @@ def _ask(quiet: bool) -> str | None:
         return input(prompt)
     except EOFError:
         return None
+    except KeyboardInterrupt:
+        if not prompt:
+            raise
+        click.echo(err=True)
+        _note(CHAT_HELP)  # a slip of the finger does not end the conversation
+        return ""
 
 
 def _show(stream: "Stream", quiet: bool) -> "Generation":
-    """Print the pieces as they come."""
-    for piece in stream:
-        if not quiet:
-            click.echo(piece, nl=False)
+    """Print the pieces as they come: the answer on stdout, reasoning before it on stderr."""
+    thinking = False
+    for piece in stream.pieces:
+        if quiet:
+            continue
+        if piece.reasoning != thinking:
+            _think("thinking: " if piece.reasoning else "\n\n")
+            thinking = piece.reasoning
+        if piece.reasoning:
+            _think(piece.text)
+        else:
+            click.echo(piece.text, nl=False)
+    if thinking:
+        _think("\n")
     if not quiet:
         click.echo()
     return stream.generation
@@ -260,9 +315,18 @@ def _answer(stream: "Stream", quiet: bool) -> "Generation | None":
         return _show(stream, quiet)
     except KeyboardInterrupt:
         stream.close()
-        click.echo()
+        if not quiet:
+            click.echo()
         _note("stopped; the question is taken back")
         return None
+
+
+def _think(text: str) -> None:
+    """A part of the reasoning on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
 
 
 def _note(text: str) -> None:
@@ -276,5 +340,6 @@ def _print_json(content: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema": SCHEMA, **content}, ensure_ascii=False))
 
 
-for command in (generate, chat, bench):
+COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
+for command in COMMANDS.values():
     main.add_command(command)

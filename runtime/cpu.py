@@ -14,6 +14,7 @@ from torch.nn import functional
 from lowbit.formats.packing import dequantize, unpack
 from lowbit.formats.scheme import Scheme
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.delta_rule import delta_net as delta_net
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
 
@@ -91,9 +92,12 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     return table[ids]
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
-    """`rms_norm(x) * norm @ w.T`: [M, K] to [M, N]."""
-    return linear(rms_norm(x, norm, eps), w)
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: CpuLinear, bias: Tensor | None = None
+) -> Tensor:
+    """`rms_norm(x) * norm @ w.T + bias`: [M, K] to [M, N]."""
+    y = linear(rms_norm(x, norm, eps), w)
+    return y if bias is None else y + bias
 
 
 def norm_logits(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
@@ -114,24 +118,29 @@ def linear_add(x: Tensor, w: CpuLinear, residual: Tensor) -> Tensor:
 
 def attention(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rope: Rope,
     cache: KVCache,
     layer: int,
+    gated: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, append k and v to the cache, attend causally: [M, Hq * D]."""
     M = qkv.shape[0]
     _, Hkv, _, D = cache.k.shape
     start, stop = cache.length, cache.length + M
-    heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D]
-    Hq = heads.shape[0] - 2 * Hkv
-    q = _rotate(rms_norm(heads[:Hq], q_norm, eps), rope, start, stop)
-    cache.k[layer, :, start:stop] = _rotate(
-        rms_norm(heads[Hq : Hq + Hkv], k_norm, eps), rope, start, stop
-    )
-    cache.v[layer, :, start:stop] = heads[Hq + Hkv :]
+    heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D], a gate beside each q
+    q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
+    if gated:
+        q, gate = q[0::2], q[1::2]
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    q = _rotate(q, rope, start, stop)
+    cache.k[layer, :, start:stop] = _rotate(k, rope, start, stop)
+    cache.v[layer, :, start:stop] = v
     k, v = cache.k[layer, :, :stop], cache.v[layer, :, :stop]  # [Hkv, stop, D]
     mask = None
     if M > 1:
@@ -139,7 +148,8 @@ def attention(
     out = functional.scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
     )
-    return out[0].transpose(0, 1).reshape(M, Hq * D)
+    mixed = out[0] * torch.sigmoid(gate) if gated else out[0]
+    return mixed.transpose(0, 1).reshape(M, -1)
 
 
 def linear(x: Tensor, w: CpuLinear) -> Tensor:
@@ -152,17 +162,19 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x)` in FP32, rounded to x's dtype, then times weight: [..., D]."""
+    """`x / rms(x)` in FP32, rounded to weight's dtype, times weight: [..., D] in x's dtype."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def _rotate(x: Tensor, rope: Rope, start: int, stop: int) -> Tensor:
-    """Rotate [H, M, D] by the angles of positions start to stop, in FP32."""
-    cos, sin = rope.cos[start:stop], rope.sin[start:stop]  # [M, D / 2]
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """Rotate the first r dimensions of [H, M, D] by positions start to stop, in FP32."""
+    cos, sin = rope.cos[start:stop], rope.sin[start:stop]  # [M, r / 2]
+    half = cos.shape[-1]
+    wide = x.float()
+    a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
 
 def _int4_fits(N: int, bits: int, group_size: int) -> bool:

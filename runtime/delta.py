@@ -55,6 +55,20 @@ class DeltaState:
         self.conv.zero_()
         self.memory.zero_()
 
+    def copy_(self, other: "DeltaState") -> None:
+        """Take over the state of another sequence of the same sizes."""
+        self.conv.copy_(other.conv)
+        self.memory.copy_(other.memory)
+
+    def clone(self) -> "DeltaState":
+        """A copy in memory of its own."""
+        return DeltaState(self.conv.clone(), self.memory.clone())
+
+
+def no_delta_state() -> DeltaState:
+    """The state of a model without linear layers."""
+    return DeltaState(torch.empty(0), torch.empty(0))
+
 
 def new_delta_state(
     layers: int, weights: DeltaWeights, dtype: torch.dtype, device: str

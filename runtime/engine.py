@@ -24,8 +24,8 @@ class Engine:
     """A decoder with the cache, the sampler and the history of its one sequence.
 
     Attributes:
-        held: ids whose keys and values the cache holds (and at most one more); the next prompt
-            reuses what it shares with them.
+        held: ids that the cache holds (and at most one more); the next prompt reuses what it
+            shares with them, as far as the cache can go back.
         token: [1] int64 on the device, the input of the next step.
         seed: of the random numbers of the last request.
         reused: tokens of the last prompt that were in the cache already.
@@ -38,6 +38,8 @@ class Engine:
     held: list[int] = field(default_factory=list)
     seed: int = 0
     reused: int = 0
+    _rewinds: int = 0
+    _running: bool = False  # stays set where a pass was interrupted halfway
     _graph: "torch.cuda.CUDAGraph | None" = None
     _graph_shape: tuple[bool, int, bool] | None = None
 
@@ -57,27 +59,46 @@ class Engine:
             RequestError: empty, longer than the context, or an id outside the vocabulary.
         """
         self.check(ids)
-        self._rewind(0)
+        self.forget()
         chunks = [self.decoder.logits(hidden) for hidden in self._forward(ids)]
         return torch.cat(chunks)
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams, count: int) -> Iterator[int]:
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, count: int, kept: int | None = None
+    ) -> Iterator[int]:
         """Up to `count` new tokens, one at a time; the caller stops when it has seen enough.
+
+        Args:
+            prompt: token ids.
+            params: how tokens are chosen.
+            count: at least 1.
+            kept: how many tokens of the prompt the next one is likely to begin with, for models
+                that cannot go back to any; None for all but the last.
 
         Raises:
             RequestError: an empty prompt, one longer than the context, or an id outside the
-                vocabulary.
+                vocabulary; also where another request began before this one had ended.
         """
         self.check(prompt)
         count = min(count, self.room(len(prompt)))
-        self.reused = min(_common_prefix(self.held, prompt), self.cache.length, len(prompt) - 1)
+        if self._running:
+            self.forget()
+        shared = self.cache.reusable(_common_prefix(self.held, prompt))
+        # A prompt that is held whole has been asked before. Prefill and decode round differently,
+        # so only the same steps again give the same bytes.
+        self.reused = shared if shared < len(prompt) else 0
         self._rewind(self.reused)
-        self.sampler.params = params
+        self.sampler.configure(params)  # the step that `_capture` runs divides by the temperature
         if self.on_gpu and count > 1:
             self._capture()
         self.seed = self.sampler.start(params, prompt, count)
+        kept = len(prompt) - 1 if kept is None else min(kept, len(prompt) - 1)
+        if self.cache.recurrent and kept > self.reused:
+            for _ in self._forward(prompt[self.reused : kept]):
+                pass
+            self.cache.save()
         hidden = None
-        for hidden in self._forward(prompt[self.reused :]):  # noqa: B007 - the last is used
+        for hidden in self._forward(prompt[self.cache.length :]):  # noqa: B007 - the last is used
             pass
         if hidden is not None and count > 0:
             self.token.copy_(sample(self.decoder.logits(hidden[-1:]), self.sampler))
@@ -89,7 +110,13 @@ class Engine:
         ahead = 1 if self.on_gpu else 0
         outbox.post(0, self.token)
         launched = 1
+        rewinds = self._rewinds
         for index in range(count):
+            if self._rewinds != rewinds:
+                raise RequestError(
+                    "another request has taken this one's place in the cache",
+                    hint="iterate a stream to its end, or close it, before the next one",
+                )
             while launched < min(count, index + 1 + ahead):
                 self._launch()
                 outbox.post(launched, self.token)
@@ -100,11 +127,13 @@ class Engine:
 
     def _launch(self) -> None:
         """Run one step: `token` is appended to the cache and replaced by the next one."""
+        self._running = True
         if self._graph is None:
             self._step()
         else:
             self._graph.replay()
         self.cache.length += 1
+        self._running = False
 
     def _step(self) -> None:
         hidden = self.decoder.hidden(self.token, self.cache)
@@ -114,18 +143,22 @@ class Engine:
     def _capture(self) -> None:
         """Record a step as a graph, unless the one at hand does the same operations.
 
-        The rows it writes lie beyond what the cache holds; counters are set again afterwards.
+        The rows it writes lie beyond what the cache holds; counters and the state of linear layers
+        are set again afterwards.
         """
         if self._graph is not None and self._graph_shape == self.sampler.shape:
             return
+        torch.cuda.synchronize()  # the last step of a request that was left may still run
         self._graph = None
         length = self.cache.length
         self.sampler.drawn.zero_()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            before = self.cache.delta.clone()
             self._step()  # compiles kernels, which cannot happen during the capture
             self.cache.truncate(length)
+            self.cache.delta.copy_(before)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -135,18 +168,23 @@ class Engine:
     def _forward(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """Append ids to the cache in chunks; yields the hidden states [M, h] of each."""
         tokens = torch.tensor(ids, dtype=torch.int64, device=self.token.device)
-        for chunk in torch.split(tokens, PREFILL_CHUNK):
-            hidden = self.decoder.hidden(chunk, self.cache)
-            self.cache.truncate(self.cache.length + len(chunk))
-            self.held.extend(chunk.tolist())
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = slice(start, start + PREFILL_CHUNK)
+            self._running = True
+            hidden = self.decoder.hidden(tokens[chunk], self.cache)
+            self.held.extend(ids[chunk])
+            self.cache.advance(len(tokens[chunk]))
+            self._running = False
             yield hidden
 
     def _rewind(self, length: int) -> None:
+        self._rewinds += 1
         self.cache.truncate(length)
         del self.held[length:]
 
     def forget(self) -> None:
         """Drop what the cache holds."""
+        self._running = False
         self._rewind(0)
 
     def check(self, ids: Sequence[int]) -> None:

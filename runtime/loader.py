@@ -3,22 +3,31 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from lowbit.formats.architectures import SUPPORTED, qwen3
-from lowbit.formats.architectures.qwen3 import Qwen3Config
+from lowbit.formats.architectures import dense, part_of, qwen3_5
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.packed import open_packed
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.runtime import cpu
+from lowbit.runtime.cache import cache_bytes
 from lowbit.runtime.linear import Linear
-from lowbit.runtime.models.qwen3 import Qwen3, build
+from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.models.dense import build as build_dense
+from lowbit.runtime.models.qwen3_5 import Qwen35
+from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
+from lowbit.runtime.ops import Ops
 from lowbit.runtime.weights import Weights
 
-Decoder = Qwen3[cpu.CpuLinear] | Qwen3[Linear]
+W = TypeVar("W")
+Config = DenseConfig | Qwen35Config
+Decoder = Dense[cpu.CpuLinear] | Dense[Linear] | Qwen35[cpu.CpuLinear] | Qwen35[Linear]
+WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +37,52 @@ class OpenedModel:
     Attributes:
         checkpoint: the headers.
         config: sizes of the model.
-        schemes: of every linear module that the model will read; None where it is dense.
-        shapes: [N, K] of the same modules.
-        dense_elements: elements of all other tensors (embedding, norms).
+        specs: the tensors that the model will read.
+        schemes: of every linear module; None where it is dense.
     """
 
     checkpoint: Checkpoint
-    config: Qwen3Config
+    config: Config
+    specs: tuple[TensorSpec, ...]
     schemes: Mapping[str, Scheme | None]
-    shapes: Mapping[str, tuple[int, int]]
-    dense_elements: int
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
-        size = self.dense_elements * dtype.itemsize
-        for module, scheme in self.schemes.items():
-            N, K = self.shapes[module]
+        size = 0
+        wide = WIDE_ROLES if isinstance(self.config, Qwen35Config) else ()
+        for spec in self.specs:
+            if not spec.quantizable:
+                itemsize = 4 if spec.role in wide else dtype.itemsize
+                size += torch.Size(spec.shape).numel() * itemsize
+                continue
+            N, K = spec.shape
+            scheme = self.schemes[spec.module]
             if device == "cpu":
                 size += cpu.prepared_bytes(N, K, scheme, dtype)
             elif scheme is None:
                 size += N * K * dtype.itemsize
             else:
-                size += N * K * scheme.bits // 8 + N * scheme.groups(module, K) * 2
+                size += N * K * scheme.bits // 8 + N * scheme.groups(spec.module, K) * 2
         return size
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Memory that the keys and values of so many tokens take."""
+        config = self.config
+        layers = config.num_hidden_layers
+        if isinstance(config, Qwen35Config):
+            layers = config.layer_types.count(qwen3_5.FULL)
+        heads, dim = config.num_key_value_heads, config.head_dim
+        return cache_bytes(layers, heads, dim, tokens, dtype.itemsize)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of one state of the linear layers, whatever the length; a cache holds two."""
+        config = self.config
+        if not isinstance(config, Qwen35Config):
+            return 0
+        inputs = (2 * config.key_dim + config.value_dim) * (config.linear_conv_kernel_dim - 1)
+        memory = config.value_dim * config.linear_key_head_dim
+        layers = config.layer_types.count(qwen3_5.LINEAR)
+        return layers * (inputs * dtype.itemsize + memory * 4)
 
 
 def open_model(folder: Path) -> OpenedModel:
@@ -63,33 +95,34 @@ def open_model(folder: Path) -> OpenedModel:
             missing, extra, misshapen or of an unexpected dtype.
     """
     packed = open_packed(folder, SERVED_BITS)
-    linears = [spec for spec in packed.specs if spec.quantizable]
+    config = packed.checkpoint.config
+    is_dense = config.get("model_type") in dense.MODEL_TYPES
     return OpenedModel(
         checkpoint=packed.checkpoint,
-        config=Qwen3Config.from_hf(packed.checkpoint.config),
+        config=DenseConfig.from_hf(config) if is_dense else Qwen35Config.from_hf(config),
+        specs=tuple(spec for spec in packed.specs if part_of(config, spec.name) == "decoder"),
         schemes=packed.schemes,
-        shapes={spec.module: _matrix(spec) for spec in linears},
-        dense_elements=sum(
-            torch.Size(spec.shape).numel() for spec in packed.specs if not spec.quantizable
-        ),
     )
 
 
 def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: int) -> Decoder:
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens."""
-    if opened.checkpoint.config.get("model_type") != qwen3.MODEL_TYPE:
-        raise UnsupportedModelError("no runtime model", hint=f"supported: {', '.join(SUPPORTED)}")
     if device == "cpu":
         to_cpu = Weights(
             opened.checkpoint, opened.schemes, device, dtype, lambda w: cpu.prepare(w, dtype)
         )
-        return build(opened.config, to_cpu, cpu, context)
+        return _build(opened, to_cpu, cpu, context)
     from lowbit.runtime import cuda  # needs triton and a GPU
 
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
-    return build(opened.config, to_cuda, cuda, context)
+    return _build(opened, to_cuda, cuda, context)
 
 
-def _matrix(spec: TensorSpec) -> tuple[int, int]:
-    N, K = spec.shape
-    return N, K
+def _build(
+    opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int
+) -> Dense[W] | Qwen35[W]:
+    config = opened.config
+    if isinstance(config, DenseConfig):
+        return build_dense(config, weights, ops, context)
+    prefix = qwen3_5.prefix_of(opened.checkpoint.config, opened.checkpoint.tensors)
+    return build_qwen3_5(config, prefix, weights, ops, context)

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime.cache import cache_bytes
 from lowbit.runtime.loader import OpenedModel
 
 DEFAULT_CONTEXT = 8192
@@ -22,28 +21,21 @@ def choose_context(opened: OpenedModel, device: str, dtype: torch.dtype, asked: 
         RequestError: more was asked for than the model has positions.
         ResourceError: weights, or weights and cache, do not fit.
     """
-    config = opened.config
-    limit = config.max_position_embeddings
+    limit = opened.config.max_position_embeddings
     if asked is not None and not 1 <= asked <= limit:
         raise RequestError(f"context {asked}: the model has positions for 1 to {limit} tokens")
-    per_token = cache_bytes(
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-        1,
-        dtype.itemsize,
-    )
-    weights = opened.weight_bytes(device, dtype)
+    per_token = opened.kv_bytes(1, dtype)
+    fixed = opened.weight_bytes(device, dtype) + 2 * opened.state_bytes(dtype)
     wanted = asked or min(limit, DEFAULT_CONTEXT)
     free = free_bytes(device)
     if free is None:
         return wanted
-    fits = int((free / HEADROOM - weights) // per_token)
+    fits = int((free / HEADROOM - fixed) // per_token)
     if fits >= wanted:
         return wanted
     if asked is None and fits >= MIN_CONTEXT:
         return fits
-    need = int((weights + wanted * per_token) * HEADROOM)
+    need = int((fixed + wanted * per_token) * HEADROOM)
     raise ResourceError(
         f"needs {gigabytes(need)} for weights and a context of {wanted} tokens, free on "
         f"{device}: {gigabytes(free)}",

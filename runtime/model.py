@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime.cache import new_cache
 from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
+from lowbit.runtime.reasoning import begin_of
 from lowbit.runtime.sampling import SamplingParams, new_sampler, read_generation_config
 from lowbit.runtime.stream import Generation, Request, Stream
 from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -57,7 +57,7 @@ class Model:
         Args:
             prompt: text, or messages with `role` and `content`.
             thinking: switches a reasoning model's thinking; None leaves it to its template.
-            raw: take the text as it is, without the template.
+            raw: take the text as it is, without the template; the output is not split either.
 
         Raises:
             RequestError: an empty prompt, a bad message, or no template to render it with.
@@ -65,7 +65,7 @@ class Model:
         if raw:
             if not isinstance(prompt, str):
                 raise RequestError("a raw prompt must be text, got messages")
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, framed=True)
         if self.template is None:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
@@ -109,6 +109,7 @@ class Model:
             max_new_tokens=max_new_tokens,
             stop_ids=self.stop_ids,
             stops=tuple(stop),
+            begin="raw" if raw else begin_of(ids, self.tokenizer),
         )
         return Stream(self.engine, self.tokenizer, request)
 
@@ -176,19 +177,11 @@ def load(
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
     context = choose_context(opened, device, dtype, context)
     decoder = load_decoder(opened, device, dtype, context)
-    config = opened.config
-    cache = new_cache(
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        config.head_dim,
-        context,
-        dtype,
-        device,
-    )
+    vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     engine = Engine(
         decoder=decoder,
-        cache=cache,
-        sampler=new_sampler(min(tokenizer.vocabulary, config.vocab_size), context, device),
+        cache=decoder.new_cache(context, dtype, device),
+        sampler=new_sampler(vocabulary, context, device),
         token=torch.zeros(1, dtype=torch.int64, device=device),
     )
     if device != "cpu":

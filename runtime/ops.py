@@ -5,33 +5,52 @@ the backend keeps a linear layer as: `Linear` on a GPU, `lowbit.runtime.cpu.CpuL
 Activations are [M, ...] in the model's dtype; M = 1 is a decode step.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.dense import Llama3Rope
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.delta import DeltaState, DeltaWeights
 
 W = TypeVar("W", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation tables, half-split pairing: cos, sin [T, D / 2] float32 for each position."""
+    """Rotation tables, half-split pairing: cos, sin [T, r / 2] float32 for each position.
+
+    The first r dimensions of a head are rotated, all D of them in most models.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
-def rope_tables(positions: int, dim: int, theta: float, device: str) -> Rope:
+def rope_tables(
+    positions: int, dim: int, theta: float, device: str, scaling: Llama3Rope | None = None
+) -> Rope:
     """Tables for positions 0 to positions - 1; dim is the number of rotated dimensions.
 
     Angles are FP32 products, as the models were trained with.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * (1.0 / theta**exponents)
+    frequencies = 1.0 / theta**exponents  # [dim / 2]
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return Rope(cos=angles.cos().to(device), sin=angles.sin().to(device))
+
+
+def _scaled(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Llama 3: slow rotations divided by the factor, fast ones kept, a ramp between the two."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # over the old context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 class Ops(Protocol[W]):
@@ -40,8 +59,13 @@ class Ops(Protocol[W]):
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of table [V, h] for ids [M]: [M, h]."""
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
-        """`rms_norm(x) * norm @ w.T`: [M, K] to [M, N]."""
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: W, bias: Tensor | None = None
+    ) -> Tensor:
+        """`rms_norm(x) * norm @ w.T + bias`: [M, K] to [M, N]; bias is [N] in x's dtype.
+
+        A gain in FP32 is applied in FP32; one in the model's dtype to the rounded `rms_norm(x)`.
+        """
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
         """The same for a head: [M, K] to [M, V] float32, not rounded where the kernel allows."""
@@ -55,24 +79,50 @@ class Ops(Protocol[W]):
     def attention(
         self,
         qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         eps: float,
         rope: Rope,
         cache: KVCache,
         layer: int,
+        gated: bool = False,
     ) -> Tensor:
         """Norm and rotate q and k, append k and v to the cache, attend causally.
 
         Args:
-            qkv: [M, (Hq + 2 * Hkv) * D], q heads first, then k, then v.
-            q_norm: [D] gain of every q head.
-            k_norm: [D] gain of every k head.
+            qkv: [M, (Hq + 2 * Hkv) * D], q heads first, then k, then v; where gated, a q head is
+                2 * D wide: its query, then its gate.
+            q_norm: [D] gain of every q head; None leaves q as it is.
+            k_norm: [D] gain of every k head; None leaves k as it is.
             eps: of the norms.
             rope: tables for every position of the context.
             cache: [L, Hkv, T, D]; token m takes row `length + m` (host) = `position + m` (device).
             layer: which of the cache's L layers.
+            gated: multiply each head's output by the sigmoid of its gate.
 
         Returns:
             [M, Hq * D].
+        """
+
+    def delta_net(
+        self,
+        qkvz: Tensor,
+        ba: Tensor,
+        weights: DeltaWeights,
+        eps: float,
+        state: DeltaState,
+        layer: int,
+    ) -> Tensor:
+        """Gated DeltaNet between its linears: convolution, gates, delta rule, gated norm.
+
+        Args:
+            qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaWeights.conv`), then z.
+            ba: [M, 2 * Hv], b of every value head, then a.
+            weights: of this layer.
+            eps: of the norm.
+            state: brought forward by M tokens, in place.
+            layer: which of the state's L layers.
+
+        Returns:
+            [M, Hv * Dv].
         """

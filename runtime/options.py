@@ -73,6 +73,11 @@ load_options = with_options(
         type=click.Choice(["cpu", "cuda"]),
         help="Where to run  [default: cuda if there is one].",
     ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        help="CPU threads  [default: one for small models, else all cores].",
+    ),
 )
 sampling_options = with_options(
     click.option(
@@ -136,5 +141,6 @@ def _explained(error: LowbitError | torch.OutOfMemoryError | OSError) -> LowbitE
     if isinstance(error, LowbitError):
         return error
     if isinstance(error, OSError):
-        return CheckpointError(f"`{error.filename}`: {error.strerror}")
+        reason = error.strerror or str(error)
+        return CheckpointError(f"`{error.filename}`: {reason}" if error.filename else reason)
     return ResourceError("the GPU ran out of memory", hint="use a smaller --context")

@@ -152,11 +152,8 @@ class Sampler:
         """What decides which operations `sample` runs; a captured graph is good for one shape."""
         return self.params.temperature == 0.0, self.params.top_k, self.params.penalized
 
-    def start(self, params: SamplingParams, prompt: Sequence[int], count: int) -> int:
-        """Begin a request of up to `count` new tokens; returns the seed in use."""
-        seed = params.seed
-        if seed is None:
-            seed = torch.Generator().seed() % SEEDS
+    def configure(self, params: SamplingParams) -> None:
+        """Take over parameters; from here on `sample` runs the operations of their shape."""
         self.params = params
         self.knobs.copy_(
             torch.tensor(
@@ -170,6 +167,13 @@ class Sampler:
                 dtype=torch.float64,
             )
         )
+
+    def start(self, params: SamplingParams, prompt: Sequence[int], count: int) -> int:
+        """Begin a request of up to `count` new tokens; returns the seed in use."""
+        self.configure(params)
+        seed = params.seed
+        if seed is None:
+            seed = torch.Generator().seed() % SEEDS
         generator = torch.Generator().manual_seed(seed)
         self.uniforms[:count] = torch.rand(count, dtype=torch.float64, generator=generator).to(
             self.uniforms.device
@@ -178,7 +182,8 @@ class Sampler:
         self.produced.zero_()
         self.seen.zero_()
         if params.penalized:
-            self.seen[torch.tensor(prompt, device=self.seen.device)] = True
+            known = [id for id in prompt if id < self.vocabulary]  # padding has no logit to weaken
+            self.seen[torch.tensor(known, dtype=torch.int64, device=self.seen.device)] = True
         return seed
 
 
@@ -257,8 +262,13 @@ def kept(scores: Tensor, top_k: int, knobs: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def draw(scores: Tensor, top_k: int, knobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token [1] at a uniform number's place [1] in the mass of the kept tokens."""
+    """The token [1] at a uniform number's place [1] in the mass of the kept tokens.
+
+    Of scores that are not numbers it is an arbitrary token, never an index out of range: on a GPU
+    that would end the process.
+    """
     ids, total, count = kept(scores, top_k, knobs)
     limit = total.index_select(0, count - 1)
     target = torch.minimum((uniform * limit).long(), limit - 1)
-    return ids.index_select(0, (total <= target).sum(0, keepdim=True))
+    place = torch.minimum((total <= target).sum(0, keepdim=True), count - 1)
+    return ids.index_select(0, place)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine import Engine
+from lowbit.runtime.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.sampling import SamplingParams
-from lowbit.runtime.tokenizer import TextStream, Tokenizer
+from lowbit.runtime.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -38,7 +39,8 @@ class Generation:
 
     Attributes:
         token_ids: every new token, the stop token included.
-        text: without special tokens, cut before a stop string.
+        reasoning: what a reasoning model thought before it answered; empty where it did not.
+        text: the answer without special tokens, cut before a stop string.
         finish_reason: `stop` for a stop id or string, `length` for a full context or
             `max_new_tokens`.
         seed: that makes a sampled text again.
@@ -46,6 +48,7 @@ class Generation:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    reasoning: str
     text: str
     finish_reason: FinishReason
     seed: int
@@ -62,6 +65,7 @@ class Request:
         max_new_tokens: None for as many as the context holds.
         stop_ids: tokens that end the text.
         stops: strings that end the text and are left out of it.
+        begin: whether the output begins with reasoning.
     """
 
     prompt: tuple[int, ...]
@@ -69,23 +73,42 @@ class Request:
     max_new_tokens: int | None
     stop_ids: frozenset[int]
     stops: tuple[str, ...]
+    begin: Begin
+
+    @property
+    def turns(self) -> int | None:
+        """Tokens up to the last end of a turn, which the next prompt will begin with too.
+
+        After it comes what asks for the answer, and that may be rendered otherwise once the answer
+        is there. None where no turn has ended.
+        """
+        for index in range(len(self.prompt) - 1, -1, -1):
+            if self.prompt[index] in self.stop_ids:
+                return index + 1
+        return None
 
 
 class Stream(Iterator[str]):
-    """The text of one request as it is made: iterate it, then read `generation`."""
+    """The answer to one request as it is made: iterate it, then read `generation`.
+
+    Attributes:
+        pieces: the same with the reasoning before it; iterate one of the two.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, request: Request) -> None:
         """Set up the request; nothing runs before the first `next`."""
-        self._pieces = self._run(engine, tokenizer, request)
+        self.pieces = self._run(engine, tokenizer, request)
         self._generation: Generation | None = None
 
     def __next__(self) -> str:
-        """The next piece of text, never empty."""
-        return next(self._pieces)
+        """The next piece of the answer, never empty."""
+        while (piece := next(self.pieces)).reasoning:
+            pass
+        return piece.text
 
     def close(self) -> None:
         """Stop early; the model is then free for the next request."""
-        self._pieces.close()
+        self.pieces.close()
 
     @property
     def generation(self) -> Generation:
@@ -100,33 +123,34 @@ class Stream(Iterator[str]):
 
     def _run(
         self, engine: Engine, tokenizer: Tokenizer, request: Request
-    ) -> Generator[str, None, None]:
+    ) -> Generator[Piece, None, None]:
         prompt = request.prompt
-        text = TextStream(tokenizer, request.stops)
+        text = Splitter(tokenizer, request.begin, request.stops)
         count = request.max_new_tokens or engine.room(len(prompt))
         ids: list[int] = []
-        pieces: list[str] = []
+        pieces: list[Piece] = []
         reason: FinishReason = "length"
         started = first = last = time.perf_counter()
-        for id in engine.generate(prompt, request.sampling, count):
+        for id in engine.generate(prompt, request.sampling, count, request.turns):
             last = time.perf_counter()
             first = last if not ids else first
             ids.append(id)
-            piece = "" if id in request.stop_ids else text.push(id)
-            if piece:
+            piece = None if id in request.stop_ids else text.push(id)
+            if piece is not None:
                 pieces.append(piece)
                 yield piece
             if id in request.stop_ids or text.stopped:
                 reason = "stop"
                 break
         tail = text.finish()
-        if tail:
+        if tail is not None:
             pieces.append(tail)
             yield tail
         self._generation = Generation(
             prompt_token_ids=prompt,
             token_ids=tuple(ids),
-            text="".join(pieces),
+            reasoning="".join(piece.text for piece in pieces if piece.reasoning),
+            text="".join(piece.text for piece in pieces if not piece.reasoning),
             finish_reason=reason,
             seed=engine.seed,
             timings=Timings(

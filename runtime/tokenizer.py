@@ -13,10 +13,10 @@ from pathlib import Path
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers.decoders import ByteLevel
 
-from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.formats.errors import CheckpointError, RequestError, UnsupportedModelError
 
 TOKENIZER_FILE = "tokenizer.json"
-END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,22 @@ class Tokenizer:
     vocabulary: int
     special_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become single ids, none are added."""
-        ids: list[int] = self.hub.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, framed: bool = False) -> list[int]:
+        """Ids of a text; special tokens spelled out in it become single ids.
+
+        Args:
+            text: of a whole prompt.
+            framed: add what the tokenizer puts around a text, such as Llama's first token; a chat
+                template writes that itself.
+
+        Raises:
+            RequestError: the text holds half a surrogate pair, as undecodable arguments do.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error}") from None
+        ids: list[int] = self.hub.encode(text, add_special_tokens=framed).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

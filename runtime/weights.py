@@ -28,7 +28,7 @@ class Weights(Generic[W]):
 
     Attributes:
         checkpoint: whose tensors have been checked against the architecture's table.
-        schemes: of every linear module; None where its weight is dense.
+        schemes: of every linear module; None, or no entry, where its weight is dense.
         device: where the model lives.
         dtype: of its dense tensors and activations.
         prepare: what the backend makes of a linear.
@@ -41,9 +41,10 @@ class Weights(Generic[W]):
     prepare: Callable[[Linear], W]
     _staging: list["_PinnedBlock"] = field(default_factory=list)
 
-    def tensor(self, name: str) -> Tensor:
-        """A dense tensor in the model's dtype, on its device."""
-        out = torch.empty(self.checkpoint.tensors[name].shape, dtype=self.dtype, device=self.device)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A dense tensor on the model's device, in its dtype unless another is given."""
+        shape = self.checkpoint.tensors[name].shape
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._fill(name, out)
         return out
 
@@ -53,7 +54,7 @@ class Weights(Generic[W]):
 
     def linear(self, *modules: str) -> W:
         """One linear over the rows of several modules of one scheme, in the given order."""
-        scheme = self.schemes[modules[0]]
+        scheme = self.schemes.get(modules[0])
         if scheme is None:
             weight = self._stacked([f"{module}.weight" for module in modules], self.dtype)
             return self.prepare(DenseLinear(weight))

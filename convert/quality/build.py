@@ -79,18 +79,20 @@ def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float:
-    """Stored bits of the quantizable linears, scales and shapes included, over their weights.
+    """Stored bits of the decoder's linears, scales and shapes included, over their weights.
+
+    The head is one of them, tied or not; what only drafts (multi-token prediction) is not.
 
     Raises:
         CheckpointError: a linear of the model is missing.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    table = tensor_table(checkpoint.config)
+    table = tensor_table(checkpoint.config, checkpoint.tensors)
     tied = is_tied(checkpoint.config)
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     bits = count = 0
     for spec in table:
-        if not spec.quantizable:
+        if not spec.quantizable or spec.role == "mtp":
             continue
         name = embedding if spec.role == "head" and tied else spec.name
         parts = [

@@ -7,6 +7,7 @@ Then the next layer. Two sets of hidden states are kept, the original's and the 
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.conversion import open_device
+from lowbit.convert.quality.advice import without_advice
 from lowbit.convert.quality.dequantized import Weights, open_weights
 from lowbit.convert.quality.metrics import (
     LogitSums,
@@ -34,6 +36,7 @@ from lowbit.formats.errors import CheckpointError, QuantizationError
 
 Progress = Callable[[int, int], None]
 
+LAYER = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.")
 HEAD_ROWS = 4096  # of the vocabulary at a time
 HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread has one
 BATCH_TOKENS = {"cpu": WINDOW, "cuda": 8192}  # through a layer at a time, same
@@ -72,9 +75,9 @@ def measure_logits(
     originals, quantized = open_weights(source), open_weights(packed)
     cut = cut_windows(source, text, text_name, _context(originals))
     window = cut.windows.shape[1]
-    sides = (load_side(originals, window, place), load_side(quantized, window, place))
-    _check_pair(*sides)
-    with torch.inference_mode():
+    with torch.inference_mode(), without_advice():
+        sides = (load_side(originals, window, place), load_side(quantized, window, place))
+        _check_pair(*sides)
         figures = compare(sides, cut.windows, place, progress or _silent)
     _check_finite(figures.nll_original, source)
     _check_finite(figures.nll_packed, packed)
@@ -303,7 +306,11 @@ def logits_peak_bytes(
     """
     table = tensor_table(config)
     V, h = table[0].shape
-    layer = [spec.shape for spec in table if ".layers.0." in spec.name]
+    layers: dict[str, list[tuple[int, ...]]] = {}  # kinds of layer differ in size
+    for spec in table:
+        if (match := LAYER.match(spec.name)) is not None:
+            layers.setdefault(match[0], []).append(spec.shape)
+    layer = max(layers.values(), key=lambda shapes: sum(map(math.prod, shapes)))
     sizes = [math.prod(shape) for shape in layer]
     widest = max(shape[0] for shape in layer)
     workers = (threads or torch.get_num_threads()) if device == "cpu" else 1

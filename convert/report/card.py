@@ -55,6 +55,7 @@ def render_card(
         license_id=license_id,
         schemes=sorted({scheme_text(row) for row in report.weights}),
         vllm=all(bits in VLLM_BITS and group in VLLM_GROUPS for bits, group in schemes),
+        text_only=manifest is not None and bool(manifest.recipe.get("drop_vision")),
         two_precisions=len({bits for bits, _ in schemes}) > 1,
     )
 

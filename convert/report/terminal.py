@@ -1,5 +1,7 @@
 """The quality report in a terminal."""
 
+import re
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +11,7 @@ from lowbit.convert.report import words
 from lowbit.convert.report.verdict import judge, kinds, observations, scheme_text, worst
 from lowbit.convert.terminal import plain_table
 
+_PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
 
@@ -93,7 +96,7 @@ def _worst(report: QualityReport, count: int) -> Table:
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(words.plain(row.name).removeprefix("model.layers.")),
+            Text(_PREFIX.sub("", words.plain(row.name))),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),

@@ -78,7 +78,9 @@ def scheme_text(row: WeightQuality) -> str:
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """Number of the layer, None outside of layers, and the kind of linear."""
+    """Number of the decoder's layer, None outside of them, and the kind of linear."""
+    if name.startswith("mtp."):  # its layers are no layers of the decoder
+        return None, f"mtp.{name.rpartition('.')[2]}"
     match = _LAYER.match(name)
     return (None, name) if match is None else (int(match[1]), match[2].rpartition(".")[2])
 

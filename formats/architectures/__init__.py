@@ -1,13 +1,15 @@
 """The tensor table of each architecture, and the way from `model_type` to it."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from lowbit.formats.architectures import qwen3, qwen3_5
+from lowbit.formats.architectures import dense, qwen3_5
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 
-SUPPORTED = (qwen3.MODEL_TYPE, *qwen3_5.MODEL_TYPES)
+Part = Literal["decoder", "mtp", "vision"]
+
+SUPPORTED = (*dense.MODEL_TYPES, *qwen3_5.MODEL_TYPES)
 
 
 def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list[TensorSpec]:
@@ -22,8 +24,8 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
     """
     model_type = config.get("model_type")
-    if model_type == qwen3.MODEL_TYPE:
-        return qwen3.tensor_table(qwen3.Qwen3Config.from_hf(config))
+    if model_type in dense.MODEL_TYPES:
+        return dense.tensor_table(dense.DenseConfig.from_hf(config))
     if model_type in qwen3_5.MODEL_TYPES:
         with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
         return qwen3_5.tensor_table(
@@ -35,11 +37,27 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
     )
 
 
+def part_of(config: Mapping[str, Any], name: str) -> Part:
+    """The part of the model that a tensor belongs to; embedding and head count as decoder."""
+    if config.get("model_type") in qwen3_5.MODEL_TYPES:
+        if name.startswith(qwen3_5.VISION_PREFIXES):
+            return "vision"
+        if name.startswith(qwen3_5.MTP_PREFIX):
+            return "mtp"
+    return "decoder"
+
+
 def is_carried(config: Mapping[str, Any], name: str) -> bool:
     """Whether a tensor belongs to a part that is taken along unchecked: the vision tower."""
-    return config.get("model_type") in qwen3_5.MODEL_TYPES and name.startswith(
-        qwen3_5.VISION_PREFIXES
-    )
+    return part_of(config, name) == "vision"
+
+
+def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
+    """Patterns of the linears, as engines name them, that a checkpoint has and no recipe takes."""
+    if config.get("model_type") not in qwen3_5.MODEL_TYPES:
+        return ()
+    vision = any(is_carried(config, name) for name in names)
+    return (*((qwen3_5.VISION_PATTERN,) if vision else ()), qwen3_5.GATES_PATTERN)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

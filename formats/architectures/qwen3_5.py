@@ -15,6 +15,8 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 NESTED_PREFIX = "model.language_model."  # on the hub; text-only re-saves write `model.`
 MTP_PREFIX = "mtp."
 VISION_PREFIXES = ("model.visual.", "visual.")
+VISION_PATTERN = "re:.*visual.*"
+GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # fewer rows than fast kernels take
 FULL, LINEAR = "full_attention", "linear_attention"
 
 # Some configs leave these out; every published model has these values.

@@ -8,9 +8,11 @@ from lowbit.formats.errors import UnsupportedModelError
 
 # delta_in, delta_out, delta_gate, delta_state: gated DeltaNet's qkv and z, its output, the two
 # projections that feed its gates, and what lies around its recurrence. mtp: multi-token prediction.
+# bias: of a linear.
 Role = Literal[
     "embedding",
     "norm",
+    "bias",
     "attention",
     "mlp",
     "head",

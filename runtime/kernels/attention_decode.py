@@ -1,10 +1,10 @@
 """attention_decode: one token's q/k norm, rotation, cache append and attention over the cache.
 
     q, k  = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)      (per head, FP32)
-    out_h = softmax(q_h . k[0 .. position] / sqrt(D)) @ v[0 .. position]
+    out_h = softmax(q_h . k[0 .. position] / sqrt(D)) @ v[0 .. position]     (* sigmoid(gate_h))
 
-Layout  qkv [1, (Hq + 2 * Hkv) * D] bf16, cache k, v [Hkv, T, D] bf16, position [1] int32 on the
-        device: the row the token takes; out [1, Hq * D]
+Layout  qkv [1, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
+        [Hkv, T, D] bf16, position [1] int32 on the device: the row the token takes; out [1, Hq * D]
 Bytes   4 * Hkv * D * position; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at 4.56 TB/s
 Plan    a program per kv head and split of the cache; it holds the Hq / Hkv query heads that share
         the kv head as rows of a tensor-core tile. Split 0 also owns the new token. The number of
@@ -29,12 +29,13 @@ LOG2_E = 1.4426950408889634
 
 def attention_decode_ref(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rope: Rope,
     cache: KVCache,
     layer: int,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The values `attention_decode` approximates, in float64.
 
@@ -47,6 +48,9 @@ def attention_decode_ref(
     position = int(cache.position)
     heads = qkv.double().view(-1, D)
     q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
+    gate = torch.ones_like(q)
+    if gated:
+        q, gate = q[0::2], q[1::2].sigmoid()
     q = rotated_ref(q, q_norm, eps, rope, position).to(cache.k.dtype).double()
     k = rotated_ref(k, k_norm, eps, rope, position)
     stored = k.to(cache.k.dtype).double()
@@ -55,7 +59,7 @@ def attention_decode_ref(
     shared = q.shape[0] // Hkv
     keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
     scores = torch.softmax(torch.einsum("hd,htd->ht", q, keys) * D**-0.5, dim=-1)
-    return torch.einsum("ht,htd->hd", scores, values).view(1, -1), k, v
+    return (torch.einsum("ht,htd->hd", scores, values) * gate).view(1, -1), k, v
 
 
 @triton.jit
@@ -80,7 +84,9 @@ def _attention_kernel(
     eps,
     score_scale,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -103,16 +109,18 @@ def _attention_kernel(
 
     q_heads = head * SHARED + offs_h
     is_q = offs_h < SHARED
-    q = rotated(qkv_ptr, q_norm_ptr, cos_ptr, sin_ptr, q_heads, is_q, position, eps, D)
+    QUERY: tl.constexpr = 2 * D if GATED else D  # from one query to the next
+    starts = q_heads * QUERY
+    q = rotated(qkv_ptr, q_norm_ptr, cos_ptr, sin_ptr, starts, is_q, position, eps, D, R)
     operand = k_ptr.dtype.element_ty if NATIVE else tl.float32  # the interpreter's dot: FP32 only
     q = q.to(k_ptr.dtype.element_ty)  # [BLOCK_H, D]
     cache = head.to(tl.int64) * T * D
 
-    k_heads = tl.num_programs(0) * SHARED + head + tl.zeros([1], tl.int32)
-    always = k_heads >= 0
-    k_new = rotated(qkv_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_heads, always, position, eps, D)
+    starts = Hkv * SHARED * QUERY + head * D + tl.zeros([1], tl.int32)
+    always = starts >= 0
+    k_new = rotated(qkv_ptr, k_norm_ptr, cos_ptr, sin_ptr, starts, always, position, eps, D, R)
     k_new = k_new.to(k_ptr.dtype.element_ty)  # [1, D]
-    v_new = tl.load(qkv_ptr + (k_heads + Hkv)[:, None] * D + offs_d[None, :])  # [1, D]
+    v_new = tl.load(qkv_ptr + (starts + Hkv * D)[:, None] + offs_d[None, :])  # [1, D]
     first = split == 0
     new = cache + position * D + offs_d[None, :]
     if first:
@@ -150,7 +158,9 @@ def _join_kernel(
     part_ptr,
     state_ptr,
     position_ptr,
+    qkv_ptr,
     out_ptr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -170,17 +180,20 @@ def _join_kernel(
     acc = tl.load(part_ptr + part[:, None] * D + offs_d[None, :], mask=held[:, None], other=0.0)
     weight = tl.exp2(top - tl.max(top, axis=0))  # [SPLITS]
     out = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    if GATED:
+        out *= tl.sigmoid(tl.load(qkv_ptr + (2 * head + 1) * D + offs_d).to(tl.float32))
     tl.store(out_ptr + head * D + offs_d, out.to(out_ptr.dtype.element_ty))
 
 
 def attention_decode(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rope: Rope,
     cache: KVCache,
     layer: int,
+    gated: bool = False,
 ) -> Tensor:
     """Attention of one token at the cache's device position; see `Ops.attention`.
 
@@ -188,7 +201,7 @@ def attention_decode(
         [1, Hq * D] in the dtype of qkv.
     """
     _, Hkv, T, D = cache.k.shape
-    Hq = qkv.shape[1] // D - 2 * Hkv
+    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
     launch = attention_launch(Hkv, T)
     part = torch.empty((Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
     state = torch.empty((Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
@@ -210,14 +223,16 @@ def attention_decode(
         eps,
         D**-0.5 * LOG2_E,
         SHARED=shared,
+        GATED=gated,
         D=D,
+        R=2 * rope.cos.shape[1],
         SPLITS=launch.splits,
         BLOCK_H=max(16, triton.next_power_of_2(shared)),
         BLOCK_T=launch.block_t,
         NATIVE=on_gpu(qkv),
         PDL=pdl,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if D <= 128 else 2,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
@@ -225,7 +240,9 @@ def attention_decode(
         part,
         state,
         cache.position,
+        qkv,
         out,
+        GATED=gated,
         D=D,
         SPLITS=launch.splits,
         BLOCK_T=launch.block_t,

@@ -2,8 +2,10 @@
 
     q, k = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)       (per head, FP32)
     out  = softmax(q . k^T / sqrt(D) + causal) @ v over the cache's first length + M rows
+    out *= sigmoid(gate)                                                (where gated)
 
-Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, cache k, v [Hkv, T, D] bf16; token m takes row length + m
+Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
+        [Hkv, T, D] bf16; token m takes row length + m
 Plan    one Triton program per token and head writes q aside and k, v into the cache; the attention
         itself is PyTorch's (flash attention on a GPU)
 """
@@ -12,21 +14,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.rotate import rotated, rotated_ref
 from lowbit.runtime.ops import Rope
 
+# Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 def attention_prefill_ref(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rope: Rope,
     cache: KVCache,
     layer: int,
+    gated: bool = False,
 ) -> Tensor:
     """The value `attention_prefill` approximates: [M, Hq * D] float64; the cache is not written.
 
@@ -35,6 +42,9 @@ def attention_prefill_ref(
     M, Hkv, D = qkv.shape[0], cache.k.shape[1], cache.k.shape[3]
     heads = qkv.double().view(M, -1, D)
     q, k, v = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
+    gate = torch.ones_like(q)
+    if gated:
+        q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
     past = cache.length
     q = torch.stack([rotated_ref(q[m], q_norm, eps, rope, past + m) for m in range(M)], dim=1)
     k = torch.stack([rotated_ref(k[m], k_norm, eps, rope, past + m) for m in range(M)], dim=1)
@@ -45,7 +55,8 @@ def attention_prefill_ref(
     scores = q @ keys.repeat_interleave(shared, 0).transpose(1, 2) * D**-0.5  # [Hq, M, past + M]
     hidden = torch.ones(M, past + M, dtype=torch.bool, device=qkv.device).triu(past + 1)
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    return (weights @ values.repeat_interleave(shared, 0)).transpose(0, 1).reshape(M, -1)
+    mixed = (weights @ values.repeat_interleave(shared, 0)).transpose(0, 1)
+    return (mixed * gate).reshape(M, -1)
 
 
 @triton.jit
@@ -63,34 +74,40 @@ def _rotate_append_kernel(
     eps,
     Hq: tl.constexpr,
     Hkv: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
 ):
+    QUERY: tl.constexpr = 2 * D if GATED else D  # from one query to the next
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, D)
-    x_ptr = qkv_ptr + token * (Hq + 2 * Hkv) * D
+    x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
+    appended = Hq * QUERY + (head - Hq) * D  # where a head of k or v starts
     one = tl.zeros([1], tl.int32)
+    start = one + head * QUERY
     row = length + token
     if head < Hq:
-        q = rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, one + head, one == 0, row, eps, D)
+        q = rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, D, R)
         out = q_ptr + (token * Hq + head) * D + offs_d[None, :]
         tl.store(out, q.to(q_ptr.dtype.element_ty))
     elif head < Hq + Hkv:
-        k = rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, one + head, one == 0, row, eps, D)
+        k = rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, one + appended, one == 0, row, eps, D, R)
         out = k_ptr + ((head - Hq) * T + row) * D + offs_d[None, :]
         tl.store(out, k.to(k_ptr.dtype.element_ty))
     else:
-        v = tl.load(x_ptr + head * D + offs_d)
+        v = tl.load(x_ptr + appended + offs_d)
         tl.store(v_ptr + ((head - Hq - Hkv) * T + row) * D + offs_d, v)
 
 
 def attention_prefill(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rope: Rope,
     cache: KVCache,
     layer: int,
+    gated: bool = False,
 ) -> Tensor:
     """Attention of M tokens after the cache's `length` tokens; see `Ops.attention`.
 
@@ -99,7 +116,7 @@ def attention_prefill(
     """
     _, Hkv, T, D = cache.k.shape
     M, past = qkv.shape[0], cache.length
-    Hq = qkv.shape[1] // D - 2 * Hkv
+    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     keys, values = cache.k[layer], cache.v[layer]
     _rotate_append_kernel[(M, Hq + 2 * Hkv)](
@@ -116,16 +133,23 @@ def attention_prefill(
         eps,
         Hq=Hq,
         Hkv=Hkv,
+        GATED=gated,
         D=D,
+        R=2 * rope.cos.shape[1],
         num_warps=1,
         enable_fp_fusion=True,
     )
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys[None, :, : past + M],
-        values[None, :, : past + M],
-        attn_mask=causal_lower_right(M, past + M) if past else None,
-        is_causal=past == 0,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1).reshape(M, Hq * D)
+    with sdpa_kernel(BACKENDS):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None, :, : past + M],
+            values[None, :, : past + M],
+            attn_mask=causal_lower_right(M, past + M) if past else None,
+            is_causal=past == 0,
+            enable_gqa=True,
+        )
+    mixed = out[0].transpose(0, 1)  # [M, Hq, D]
+    if gated:
+        gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
+        mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
+    return mixed.reshape(M, Hq * D)

@@ -32,6 +32,7 @@ def _gemm_kernel(
     y_ptr,
     M,
     N,
+    residual_stride,
     K: tl.constexpr,
     G: tl.constexpr,
     BITS: tl.constexpr,
@@ -61,7 +62,8 @@ def _gemm_kernel(
         acc += tl.dot(x.to(operand), tl.trans(codes)) * scale[None, :]
     out = tokens[:, None] * N + rows[None, :]
     if residual_ptr is not None:
-        acc += tl.load(residual_ptr + out).to(tl.float32)
+        residual = tokens[:, None] * residual_stride + rows[None, :]
+        acc += tl.load(residual_ptr + residual).to(tl.float32)
     stored = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(y_ptr + out, acc.to(y_ptr.dtype.element_ty), mask=stored)
 
@@ -74,7 +76,8 @@ def gemm(
     Args:
         x: [M, K] bfloat16, contiguous.
         w: [N, K].
-        residual: [M, N], added in FP32 before the one rounding.
+        residual: [M, N], added in FP32 before the one rounding; rows may share memory, as those of
+            an expanded bias do.
         dtype: of the result; None is x's.
 
     Returns:
@@ -93,6 +96,7 @@ def gemm(
         y,
         M,
         w.N,
+        0 if residual is None else residual.stride(0),
         K=w.K,
         G=w.group_size,
         BITS=w.bits,

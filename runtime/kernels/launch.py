@@ -103,3 +103,44 @@ def attention_launch(kv_heads: int, context: int) -> AttentionLaunch:
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLaunch:
+    """Split of one token's recurrence: columns of the memory a program holds, and its warps."""
+
+    block_v: int
+    num_warps: int
+
+
+DELTA_PROGRAMS = 256  # about two on each of 132 multiprocessors
+DELTA_COLUMNS = (32, 16, 8)  # the fewest fill one 32-byte sector
+
+
+def delta_launch(value_heads: int, value_dim: int) -> DeltaLaunch:
+    """The widest split that fills the GPU, or else the narrowest."""
+    fits = [n for n in DELTA_COLUMNS if value_dim // n * value_heads >= DELTA_PROGRAMS]
+    return DeltaLaunch(min(value_dim, fits[0] if fits else DELTA_COLUMNS[-1]), 4)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseGemvLaunch:
+    """Tile of one program of a dense GEMV: rows, depth held at a time, warps."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+# (at least this many rows, tile); the first that fits counts. A thread reads 16 bytes of each row.
+DENSE_GEMV_TILES = (
+    (1 << 13, DenseGemvLaunch(8, 512, 2)),
+    (1 << 9, DenseGemvLaunch(2, 1024, 4)),
+    (0, DenseGemvLaunch(1, 1024, 4)),
+)
+
+
+def dense_gemv_launch(N: int, K: int) -> DenseGemvLaunch:
+    """The tile for one token times a dense [N, K]."""
+    tile = next(tile for least, tile in DENSE_GEMV_TILES if least <= N)
+    return replace(tile, block_k=min(tile.block_k, _power_of_two(K)))

@@ -61,6 +61,12 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid() -> Path:
+    """The bundled Qwen3.5: DeltaNet and attention layers, an MTP head, part of a vision tower."""
+    return ROOT / "examples" / "models" / "tiny-qwen3.5"
+
+
+@pytest.fixture(scope="session")
 def small_config() -> Config:
     """config.json of the small random model, without a tied head."""
     return dict(SMALL)

@@ -89,10 +89,11 @@ def test_broken_config(refuse: Refuse, small: Path, content: str) -> None:
     refuse(small, ".*config.json` (is not valid JSON|does not hold a JSON object).*", None)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", None, 7])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3_moe", None, 7])
 def test_unknown_architecture(refuse: Refuse, small: Path, model_type: object) -> None:
     set_config(small, model_type=model_type)
-    refuse(small, f"config.json: model_type `{model_type}` is not supported", "supported: qwen3")
+    message = f"config.json: model_type `{model_type}` is not supported"
+    refuse(small, message, "supported: qwen3, .*")
 
 
 def test_rope_scaling(refuse: Refuse, small: Path) -> None:
@@ -343,7 +344,8 @@ def test_interrupt(
     monkeypatch.setattr("lowbit.convert.conversion._finish", stop)
     result = cli(small, tmp_path / "out")
     assert result.exit_code == 1
-    assert result.stderr.strip() == "Aborted!"
+    assert "finished tensors are kept in" in result.stderr
+    assert result.stderr.strip().endswith("Aborted!")
     assert (tmp_path / "out.partial").is_dir()
     assert not (tmp_path / "out").exists()
 

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import pytest
 from click.testing import Result
+from safetensors.torch import load_file
 
 from lowbit.convert.cli import main, parse_size
 from lowbit.formats.checkpoint import open_checkpoint
@@ -227,3 +229,65 @@ def test_version(cli: "Cli") -> None:
 def test_sizes(text: str, size: int) -> None:
     context = click.Context(main)
     assert parse_size(context, click.Option(["--size"]), text) == size
+
+
+def table_width(text: str) -> int:
+    """Columns of the widest table row; rows begin with a space."""
+    return max(len(line.rstrip()) for line in text.splitlines() if line.startswith(" "))
+
+
+def test_plan_of_a_hybrid(cli: "Cli", hybrid: Path) -> None:
+    content = parsed(cli("plan", hybrid, "--json"))
+    stored = load_file(hybrid / "model.safetensors")
+    counts = Counter({"decoder": 0, "mtp": 0, "vision": 0})
+    for name, tensor in stored.items():
+        part = "mtp" if name.startswith("mtp.") else "vision" if "visual" in name else "decoder"
+        counts[part] += tensor.numel()
+    assert content["parameters"] == counts
+    assert len(content["tensors"]) == 81 + 1  # the embedding is read a second time
+    result = cli("plan", hybrid)
+    assert table_width(result.stderr) <= 80
+    lines = {line[:24].strip(): line.split() for line in result.stderr.splitlines()}
+    assert "INT8" in lines["linear_attn.out_proj"]
+    assert "F32" in lines["linear_attn.A_log"]
+    assert "15" in lines["multi-token prediction"]
+    assert "11" in lines["vision tower"]
+    assert "text classes" not in result.stderr
+
+
+def test_vision_is_dropped_on_request(
+    cli: "Cli", hybrid: Path, model: Path, tmp_path: Path
+) -> None:
+    said = cli("plan", hybrid, "--drop-vision").stderr
+    assert "11 dropped (vision tower: as the recipe says)" in said
+    assert "text classes only" in said
+    done = parsed(cli(hybrid, tmp_path / "out", "--drop-vision", "--bits", "mtp.*=8", "--json"))
+    kinds = {
+        row["name"]: row for row in parsed(cli("inspect", tmp_path / "out", "--json"))["kinds"]
+    }
+    assert "vision tower" not in kinds
+    assert kinds["mtp.fc"]["stored"] == "INT8 g128"
+    assert kinds["mtp.mlp.up_proj"]["shape"] == [768, 256]
+    assert kinds["multi-token prediction"]["count"] == 7  # norms
+    assert {row["name"] for row in done["quality"]["weights"]} >= {"mtp.fc", "lm_head"}
+    recipe = json.loads((tmp_path / "out" / "lowbit.json").read_text())["recipe"]
+    assert recipe["drop_vision"] is True
+    shown = cli("inspect", tmp_path / "out").stderr.replace("\n", " ")
+    assert "drop_vision True" in shown
+    result = cli("plan", model, "--drop-vision")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: the checkpoint has no vision tower to drop")
+
+
+def test_inspect_of_a_hybrid_adds_up(cli: "Cli", hybrid: Path, tmp_path: Path) -> None:
+    parsed(cli(hybrid, tmp_path / "out", "--json"))
+    content = parsed(cli("inspect", tmp_path / "out", "--json"))
+    assert content["bytes"] == sum(row["bytes"] for row in content["kinds"])
+    assert table_width(cli("inspect", tmp_path / "out").stderr) <= 80
+
+
+def test_a_mistyped_command_is_pointed_out(cli: "Cli", tmp_path: Path) -> None:
+    result = cli("inspct", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "did you mean the command 'inspect'?" in result.stderr
+    assert not (tmp_path / "out").exists()

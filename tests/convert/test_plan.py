@@ -10,7 +10,7 @@ import torch
 
 from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Base, Head, Override, Recipe
-from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures import SUPPORTED, tensor_table
 from lowbit.formats.checkpoint import TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.scheme import Scheme
@@ -283,9 +283,9 @@ def test_empty_quantization_section_means_none(small_config: "Config") -> None:
 
 def test_unknown_architecture(small_config: "Config") -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        make_plan({**small_config, "model_type": "llama"}, {}, Recipe())
-    assert str(caught.value) == "config.json: model_type `llama` is not supported"
-    assert caught.value.hint == "supported: qwen3"
+        make_plan({**small_config, "model_type": "mistral"}, {}, Recipe())
+    assert str(caught.value) == "config.json: model_type `mistral` is not supported"
+    assert caught.value.hint == f"supported: {', '.join(SUPPORTED)}"
 
 
 def test_digest_tells_plans_apart(small_config: "Config") -> None:

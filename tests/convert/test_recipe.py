@@ -1,5 +1,7 @@
 """Which linear gets which scheme."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -173,4 +175,54 @@ def test_json_holds_everything_that_decides_a_code() -> None:
         "group_size": None,
         "lm_head": "int4",
         "overrides": [["*.o_proj", 6]],
+        "drop_vision": False,
     }
+
+
+@pytest.fixture
+def hybrid_table(hybrid: Path) -> list[TensorSpec]:
+    return tensor_table(json.loads((hybrid / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("base", "bits"),
+    [
+        ("int4", {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8}),
+        ("int8", {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8}),
+        ("mixed", {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8}),
+    ],
+)
+def test_bits_by_role_of_a_hybrid(
+    hybrid_table: list[TensorSpec], base: Base, bits: dict[str, int]
+) -> None:
+    schemes = Recipe(base=base).schemes(hybrid_table)
+    linears = [spec for spec in hybrid_table if spec.role in bits]
+    mtp = {spec.module: None for spec in hybrid_table if spec.role == "mtp"}
+    assert len(mtp) == 8
+    assert schemes == {spec.module: Scheme(bits[spec.role], 128) for spec in linears} | mtp
+    assert not any("in_proj_a" in name or "in_proj_b" in name for name in schemes)
+
+
+def test_only_patterns_that_name_mtp_reach_it(hybrid_table: list[TensorSpec]) -> None:
+    schemes = overridden("*=8", "*.down_proj=4").schemes(hybrid_table)
+    assert {schemes[name] for name in schemes if name.startswith("mtp.")} == {None}
+    schemes = overridden("mtp.*=8", "mtp.*.mlp.*=4", "mtp.fc=16").schemes(hybrid_table)
+    mtp = {name: scheme for name, scheme in schemes.items() if name.startswith("mtp.")}
+    assert mtp == {
+        name: None if name == "mtp.fc" else Scheme(4 if ".mlp." in name else 8, 128) for name in mtp
+    }
+    assert schemes["model.language_model.layers.0.mlp.down_proj"] == Scheme(4, 128)
+    with pytest.raises(QuantizationError, match=r"pattern `\*.fc` matches no linear"):
+        overridden("*.fc=8").schemes(hybrid_table)
+
+
+@pytest.mark.parametrize("pattern", ["*.in_proj_a", "*.conv1d", "*.A_log", "*.visual.*"])
+def test_what_no_pattern_can_quantize(hybrid_table: list[TensorSpec], pattern: str) -> None:
+    with pytest.raises(QuantizationError, match="matches no linear"):
+        overridden(f"{pattern}=8").schemes(hybrid_table)
+
+
+def test_deltanet_projections_are_one_fused_set(hybrid_table: list[TensorSpec]) -> None:
+    with pytest.raises(QuantizationError, match=r"in_proj_qkv` .* and .*in_proj_z` .* are fused"):
+        overridden("*.in_proj_z=8").schemes(hybrid_table)
+    assert overridden("*.in_proj_*=8").schemes(hybrid_table)

@@ -235,11 +235,15 @@ def test_damaged_journal(
     assert_whole(done, whole, hashes)
 
 
-def test_changed_recipe_starts_over(
+def test_changed_recipe_asks_before_it_starts_over(
     source: Path, tmp_path: Path, whole: Path, hashes: "Hashes"
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1, recipe=Recipe(rule="absmax"))
-    done = again(source, tmp_path / "out")
+    kept = (partial_of(tmp_path / "out") / JOURNAL_FILE).read_bytes()
+    with pytest.raises(ResourceError, match="another recipe or source"):
+        again(source, tmp_path / "out")
+    assert (partial_of(tmp_path / "out") / JOURNAL_FILE).read_bytes() == kept
+    done = again(source, tmp_path / "out", overwrite=True)
     assert done.resumed == 0
     assert_whole(done, whole, hashes)
 
@@ -249,7 +253,7 @@ def test_other_shard_size_leaves_no_index_behind(
 ) -> None:
     interrupt(source, tmp_path / "out", "verify", 1)
     assert (partial_of(tmp_path / "out") / "model.safetensors.index.json").exists()
-    done = again(source, tmp_path / "out", max_shard_bytes=1 << 30)
+    done = again(source, tmp_path / "out", max_shard_bytes=1 << 30, overwrite=True)
     assert done.resumed == 0
     assert set(hashes(done.folder)) == {
         *("config.json", "generation_config.json", "lowbit.json", "model.safetensors")

@@ -11,7 +11,7 @@ from transformers import Qwen3Config as TheirConfig
 from transformers import Qwen3ForCausalLM
 
 from lowbit.formats.architectures import SUPPORTED, is_tied, tensor_table
-from lowbit.formats.architectures.qwen3 import Qwen3Config
+from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import UnsupportedModelError
@@ -132,7 +132,7 @@ def refused(changes: dict[str, Any], words: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "qwen2", "", None, 3, ["qwen3"]])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3_moe", "phi3", "", None, 3, ["qwen3"]])
 def test_unknown_model_type_is_named(model_type: Any) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         tensor_table({**QWEN3["8B"], "model_type": model_type})
@@ -187,7 +187,14 @@ def test_missing_key_is_named(key: str) -> None:
         ({"use_sliding_window": True}, "`use_sliding_window: true` is not implemented"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling `yarn`"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling `linear`"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope scaling `llama3`"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling `dynamic`"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope scaling `longrope`"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "lacks `factor`"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "`partial_rotary_factor` is not"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "type `sliding_attention`"),
+        ({"model_type": "llama", "mlp_bias": True}, "`mlp_bias: true` is not implemented"),
+        ({"model_type": "llama", "attention_bias": True}, "`attention_bias: true` is not"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "`use_sliding_window: true` is"),
         ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope scaling `yarn`"),
         ({"rope_scaling": "yarn"}, "rope parameters are not an object: 'yarn'"),
         ({"rope_scaling": [1]}, "rope parameters are not an object"),
@@ -198,12 +205,12 @@ def test_unsupported_values_are_named(changes: dict[str, Any], words: str) -> No
 
 
 def test_rope_theta_of_both_layouts() -> None:
-    old = Qwen3Config.from_hf(QWEN3["8B"])
+    old = DenseConfig.from_hf(QWEN3["8B"])
     assert old.rope_theta == 1e6
     assert isinstance(old.rope_theta, float)
     new = {name: value for name, value in QWEN3["8B"].items() if not name.startswith("rope")}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
-    assert Qwen3Config.from_hf(new) == old
+    assert DenseConfig.from_hf(new) == old
 
 
 def test_is_tied() -> None:

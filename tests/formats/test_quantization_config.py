@@ -187,8 +187,50 @@ def test_any_assignment_survives(data: st.DataObject) -> None:
 def test_modules_that_suffixes_cannot_tell_apart() -> None:
     with pytest.raises(FormatError, match=r"`\S*layers.0.mlp.up_proj`: no suffix pattern"):
         write_quantization_config(
-            {"model.layers.0.mlp.up_proj": INT4, "mtp.layers.0.mlp.up_proj": None}
+            {"model.layers.0.mlp.up_proj": INT4, "encoder.layers.0.mlp.up_proj": None}
         )
+
+
+MTP = ["mtp.fc", *(f"mtp.layers.0.{kind}" for kind in KINDS)]
+GATES = "re:.*linear_attn[.]in_proj_[ab]$"
+WITH_MTP: dict[str, dict[str, Scheme | None]] = {
+    "as stored": dict.fromkeys(MTP),
+    "quantized": dict.fromkeys(MTP, INT8),
+    "layers only": {name: None if name == "mtp.fc" else INT8 for name in MTP},
+    "mixed": {name: INT4 if "mlp" in name else INT8 for name in MTP},
+    "like the decoder": dict.fromkeys(MTP, INT4),
+}
+
+
+@pytest.mark.parametrize("mtp", WITH_MTP)
+@pytest.mark.parametrize("decoder", CASES[:4], ids=["all", "mixed", "overrides", "row"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_mtp_layers_are_told_from_the_decoders(mtp: str, decoder: Schemes, prefix: str) -> None:
+    section = write_quantization_config({**decoder, **WITH_MTP[mtp]}, ["re:.*visual.*", GATES])
+    others = dict.fromkeys(
+        [
+            *(f"{prefix}.layers.0.linear_attn.in_proj_{x}" for x in "ab"),
+            *("visual.blocks.0.mlp.linear_fc1", "model.visual.merger.linear_fc1"),
+        ]
+    )
+    expected = {
+        **{name.replace("model.layers", f"{prefix}.layers"): s for name, s in decoder.items()},
+        **WITH_MTP[mtp],
+        **others,
+    }
+    parsed = read(section)
+    assert {name: parsed.scheme_for(name) for name in expected} == expected
+    assert their_schemes(section, list(expected)) == expected
+    inside = {f"drafter.{name}": scheme for name, scheme in WITH_MTP[mtp].items()}
+    assert their_schemes(section, list(inside)) == inside
+
+
+def test_ignore_list_of_a_model_with_vision_and_mtp() -> None:
+    section = write_quantization_config(
+        {**uniform(), "mtp.fc": None, "mtp.layers.0.mlp.up_proj": None}, ["re:.*visual.*", GATES]
+    )
+    assert section["ignore"] == ["re:.*visual.*", GATES, "re:^mtp.*"]
+    assert section["config_groups"]["group_0"]["targets"][-1] == "re:.*lm_head$"
 
 
 def group(targets: Any = ("Linear",), **weights: Any) -> dict[str, Any]:

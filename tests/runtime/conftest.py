@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack
 from lowbit.formats.quantization_config import write_quantization_config
 from lowbit.formats.scheme import Scheme
@@ -39,6 +40,27 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "use_sliding_window": False,
+}
+
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "mtp_num_hidden_layers": 0,
 }
 
 
@@ -93,25 +115,27 @@ def byte_tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., PackedModel]:
-    """`make_model(schemes, **config)` writes a random model; schemes maps a role to a scheme."""
+    """`make_model(schemes, **config)` writes a random model; schemes maps a role to a scheme.
+
+    A value None leaves a key out of config.json.
+    """
 
     def make(schemes: Schemes = lambda role: Scheme(4, 32), **changes: Any) -> PackedModel:
         folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        config = CONFIG | changes
+        config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
         generator = torch.Generator().manual_seed(1)
         stored: dict[str, Tensor] = {}
         meaning: dict[str, Tensor] = {}
         by_module: dict[str, Scheme | None] = {}
         for spec in tensor_table(config):
-            if spec.role == "head" and config["tie_word_embeddings"]:
+            if spec.role == "head" and is_tied(config):
                 continue
             scheme = schemes(spec.role) if spec.quantizable else None
             if spec.quantizable:
                 by_module[spec.module] = scheme
             if scheme is None:
-                weight = torch.randn(spec.shape, generator=generator) * 0.05
-                weight = (weight + 1 if spec.role == "norm" else weight).to(torch.bfloat16)
+                weight = random_weight(spec, config, generator)
                 stored[spec.name], meaning[spec.name] = weight, weight.float()
                 continue
             N, K = spec.shape
@@ -137,17 +161,65 @@ def make_model(tmp_path: Path, byte_tokenizer: Tokenizer) -> Callable[..., Packe
 
 
 @pytest.fixture
+def make_qwen3_5(make_model: Callable[..., PackedModel]) -> Callable[..., PackedModel]:
+    """`make_qwen3_5(schemes, nested, **config)`; nested gives names and config as on the hub."""
+
+    def mixed(role: str) -> Scheme:
+        return Scheme(4, 32) if role == "mlp" else Scheme(8, 32)
+
+    def make(schemes: Schemes = mixed, nested: bool = False, **changes: Any) -> PackedModel:
+        config = CONFIG | QWEN3_5 | changes
+        if nested:
+            tied = config["tie_word_embeddings"]
+            text = {key: value for key, value in config.items() if value is not None}
+            config = dict.fromkeys(CONFIG) | {"model_type": "qwen3_5", "text_config": text}
+            config["tie_word_embeddings"] = tied
+        return make_model(schemes, **config)
+
+    return make
+
+
+def random_weight(spec: TensorSpec, config: dict[str, Any], generator: torch.Generator) -> Tensor:
+    """A tensor like a trained one of its name, in the dtype that checkpoints of it have."""
+    noise = torch.randn(spec.shape, generator=generator)
+    if spec.name.endswith("A_log"):
+        return (1 + noise).clamp(-2, 3)
+    if spec.name.endswith("linear_attn.norm.weight"):
+        return 1 + noise * 0.3
+    if spec.role == "delta_state":  # taps, dt_bias
+        return (noise * 0.5).to(torch.bfloat16)
+    if spec.role == "norm" and str(config["model_type"]).startswith("qwen3_5"):
+        return (noise * 0.3).to(torch.bfloat16)  # around zero
+    return (1 + noise * 0.05 if spec.role == "norm" else noise * 0.05).to(torch.bfloat16)
+
+
+HUB_CLASSES = {
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+}
+
+
+@pytest.fixture
 def reference() -> Callable[[PackedModel], Any]:
-    """`reference(model)` is transformers in FP32 on the dequantized weights."""
+    """`reference(model)` is transformers in FP32 on the dequantized weights, text only."""
 
     def make(model: PackedModel) -> Any:
         import transformers
 
         plain = {k: v for k, v in model.config.items() if k != "quantization_config"}
-        hub = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**plain)).float().eval()
-        result = hub.load_state_dict(model.weights, strict=False)
-        tied = ["lm_head.weight"] if model.config["tie_word_embeddings"] else []
-        assert result.missing_keys == tied
+        plain = plain.get("text_config", plain)
+        names = HUB_CLASSES[plain["model_type"]]
+        model_class, config_class = (getattr(transformers, name) for name in names)
+        hub = model_class(config_class(**plain)).float().eval()
+        decoder = {
+            name.replace("model.language_model.", "model."): weight
+            for name, weight in model.weights.items()
+            if not name.startswith(("mtp.", "model.visual."))
+        }
+        result = hub.load_state_dict(decoder, strict=False)
+        assert result.missing_keys == (["lm_head.weight"] if is_tied(model.config) else [])
         assert not result.unexpected_keys
         hub.tie_weights()
         return hub

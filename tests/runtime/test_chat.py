@@ -12,6 +12,7 @@ from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
 
 # Uses what Hub templates use: whitespace control, namespaces, slices, tojson, tests, raise.
 TEMPLATE = """
+{%- if tools is not none or documents is not none %}{{ raise_exception('no tools') }}{% endif %}
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}

@@ -134,6 +134,16 @@ def test_an_unreadable_file_is_one_message(run: Run, tmp_path: Path) -> None:
     assert result.stderr == f"Error: `{tmp_path / 'config.json'}`: Is a directory\n"
 
 
+def test_a_failing_disk_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")  # of a read, which names no file
+
+    monkeypatch.setattr("lowbit.runtime.model.load_decoder", failing)
+    result = run(BUNDLED, "Hi", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: Input/output error\n"
+
+
 def test_a_full_gpu_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -163,6 +173,19 @@ def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 1
     assert result.stderr.endswith("Aborted!\n")
     assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_in_a_json_chat_takes_the_question_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.runtime.engine.Engine._launch", interrupted)
+    result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\n")
+    assert result.exit_code == 0
+    assert result.stdout == '{"schema": 1, "messages": [], "turns": []}\n'
+    assert "the question is taken back" in result.stderr
 
 
 def test_chat_keeps_the_conversation_and_its_cache(run: Run) -> None:
@@ -198,6 +221,19 @@ def test_bench_reports_every_figure(run: Run) -> None:
     table = run("bench", BUNDLED, *options)
     assert table.stdout == ""
     assert "share of the roofline" in table.stderr
+
+
+def test_bench_does_not_count_its_own_buffer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def measure(name: str) -> Callable[[str], int]:
+        return lambda device: calls.append(name) or 1  # type: ignore[func-returns-value]
+
+    for name in ("peak_bytes", "read_bandwidth"):
+        monkeypatch.setattr(f"lowbit.runtime.bench.{name}", measure(name))
+    options = ("--prompt-tokens", "3", "--new-tokens", "2", "--runs", "1", "--device", "cpu")
+    assert run("bench", BUNDLED, *options).exit_code == 0
+    assert calls == ["peak_bytes", "read_bandwidth"]
 
 
 def test_bench_refuses_what_does_not_fit(run: Run) -> None:
@@ -241,3 +277,32 @@ def test_a_closed_pipe_is_quiet() -> None:
     process.wait()
     assert b"Traceback" not in stderr
     assert b"BrokenPipe" not in stderr
+
+
+def test_a_mistyped_command_is_pointed_out(run: Run) -> None:
+    result = run("chatt", BUNDLED)
+    assert result.exit_code == 2
+    assert "did you mean the command 'chat'?" in result.stderr
+
+
+def test_short_help(run: Run) -> None:
+    assert run("-h").stdout == run("--help").stdout
+
+
+@pytest.mark.parametrize(("options", "expected"), [((), 1), (("--threads", "2"), 2)])
+def test_small_models_run_on_one_thread(run: Run, options: tuple[str, ...], expected: int) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    result = run(
+        BUNDLED, "Once", "--raw", "--max-new-tokens", "2", "--device", "cpu", "--json", *options
+    )
+    assert result.exit_code == 0, result.stderr
+    assert torch.get_num_threads() == expected
+
+
+def test_chat_explains_itself(run: Run) -> None:
+    result = run("chat", BUNDLED, "--device", "cpu", stdin="/help\n/exit\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("/reset starts over") == 2
+    assert result.stdout == ""

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.qwen3 import Qwen3Config
+from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError
 from lowbit.formats.packing import pack
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
-from lowbit.runtime.models.qwen3 import Layer, Qwen3
+from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.ops import rope_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels' interpreter
 # BF16 activations: prefill rounds the normed x, decode does not; measured 6e-3 of the norm.
 ERROR = 0.02
 
-SMALL = Qwen3Config(33, 64, 64, 1, 2, 1, 32, 1e-6, 1e6, 32, False)
-LARGE = Qwen3Config(5000, 2048, 6144, 2, 16, 8, 128, 1e-6, 1e6, 4096, False)
+SMALL = DenseConfig(33, 64, 64, 1, 2, 1, 32, 1e-6, 1e6, 32, False)
+LARGE = DenseConfig(5000, 2048, 6144, 2, 16, 8, 128, 1e-6, 1e6, 4096, False)
 
 
 def packed(N: int, K: int, bits: int, G: int) -> PackedLinear:
@@ -34,7 +34,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16().to(DEVICE)
 
 
-def random_model(config: Qwen3Config, linear: Callable[[int, int], Linear]) -> Qwen3[Linear]:
+def random_model(config: DenseConfig, linear: Callable[[int, int], Linear]) -> Dense[Linear]:
     torch.manual_seed(0)
     h, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
@@ -51,7 +51,7 @@ def random_model(config: Qwen3Config, linear: Callable[[int, int], Linear]) -> Q
         )
         for _ in range(config.num_hidden_layers)
     )
-    return Qwen3(
+    return Dense(
         config=config,
         embedding=randn(config.vocab_size, h),
         layers=layers,
@@ -62,7 +62,7 @@ def random_model(config: Qwen3Config, linear: Callable[[int, int], Linear]) -> Q
     )
 
 
-def cache_for(config: Qwen3Config) -> KVCache:
+def cache_for(config: DenseConfig) -> KVCache:
     return new_cache(
         config.num_hidden_layers,
         config.num_key_value_heads,
@@ -82,7 +82,7 @@ def cache_for(config: Qwen3Config) -> KVCache:
         *(pytest.param(LARGE, 40, k, marks=pytest.mark.gpu) for k in ("int4", "int8", "dense")),
     ],
 )
-def test_decode_follows_prefill(config: Qwen3Config, tokens: int, kind: str) -> None:
+def test_decode_follows_prefill(config: DenseConfig, tokens: int, kind: str) -> None:
     def linear(N: int, K: int) -> Linear:
         if kind == "dense":
             return DenseLinear(randn(N, K) * K**-0.5)

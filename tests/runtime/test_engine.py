@@ -9,12 +9,17 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine import Engine, _Outbox
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 GREEDY = lowbit.SamplingParams()
 PROMPT = [10, 20, 30, 40, 50, 60]
+
+
+def cpu_outbox() -> _Outbox:
+    return _Outbox(torch.zeros(2, dtype=torch.int64), ())
 
 
 @pytest.fixture
@@ -46,13 +51,48 @@ def test_a_prompt_that_diverges_reuses_only_what_it_shares(
     assert got == list(load().engine.generate(other, GREEDY, 10))
 
 
-def test_the_same_prompt_again_still_runs_its_last_token(
+def test_a_prompt_asked_before_takes_the_same_steps_again(
     load: Callable[[], lowbit.Model],
 ) -> None:
+    """Prefill and decode round differently: reusing its own rows could change the answer."""
     model = load()
     first = list(model.engine.generate(PROMPT, GREEDY, 10))
     assert list(model.engine.generate(PROMPT, GREEDY, 10)) == first
-    assert model.engine.reused == len(PROMPT) - 1
+    assert model.engine.reused == 0
+    assert list(model.engine.generate([*PROMPT, first[0]], GREEDY, 9)) == first[1:]
+    assert model.engine.reused == 0
+
+
+def test_a_request_that_lost_its_place_says_so(load: Callable[[], lowbit.Model]) -> None:
+    model = load()
+    first = model.engine.generate(PROMPT, GREEDY, 10)
+    next(first)
+    second = model.engine.generate([5, 6, 7], GREEDY, 10)
+    begun = next(second)
+    with pytest.raises(RequestError, match="another request has taken this one's place"):
+        next(first)
+    assert [begun, *second] == list(load().engine.generate([5, 6, 7], GREEDY, 10))
+
+
+def test_a_step_before_the_request_knows_its_parameters(
+    load: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is captured from such a step."""
+    model, seen = load(), []
+
+    def step(engine: Engine) -> None:
+        seen.append(engine.sampler.knobs.tolist())
+        engine._step()
+        engine.cache.truncate(engine.cache.length)
+
+    monkeypatch.setattr(Engine, "_capture", step)
+    monkeypatch.setattr(Engine, "on_gpu", True)
+    monkeypatch.setattr("lowbit.runtime.engine._Outbox.new", lambda on_gpu: cpu_outbox())
+    hot = lowbit.SamplingParams(0.8, 5, 0.9, 0.1, seed=1)
+    got = list(model.engine.generate(PROMPT, hot, 10))
+    assert seen == [[0.8, 0.9, 0.1, 1.0, 0.0]]
+    monkeypatch.undo()
+    assert got == list(load().engine.generate(PROMPT, hot, 10))
 
 
 def test_an_abandoned_request_leaves_the_engine_usable(load: Callable[[], lowbit.Model]) -> None:

@@ -1,19 +1,26 @@
 """The engine on a GPU: the captured graph against the same step run directly."""
 
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.convert import Recipe, convert
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.scheme import Scheme
+from lowbit.runtime import engine
 from lowbit.runtime.sampling import new_sampler, sample
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import PackedModel
+from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 GREEDY = lowbit.SamplingParams()
 SAMPLED = (
@@ -22,7 +29,7 @@ SAMPLED = (
     lowbit.SamplingParams(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, seed=3),
 )
 PROMPT = torch.randint(256, (37,), generator=torch.Generator().manual_seed(2)).tolist()
-SHAPE: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -36,8 +43,8 @@ def mixed(role: str) -> Scheme:
 
 
 @pytest.fixture
-def model(make_model: "Callable[..., PackedModel]") -> lowbit.Model:
-    return lowbit.load(make_model(mixed, **SHAPE).folder, device="cuda")
+def model(make_model: Callable[..., PackedModel]) -> lowbit.Model:
+    return lowbit.load(make_model(mixed, **SIZES).folder, device="cuda")
 
 
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED])
@@ -49,10 +56,18 @@ def test_the_graph_gives_the_tokens_of_the_step(
     monkeypatch.setattr(type(model.engine), "_capture", lambda engine: None)
     model.engine._graph = None
     model.engine.forget()
-    assert captured == list(model.engine.generate(PROMPT, params, 60))
+    assert captured == again == list(model.engine.generate(PROMPT, params, 60))
     assert len(captured) == 60
-    # the second run reuses all of the prompt but its last token, which then takes the decode path
-    assert len(again) == 60
+
+
+def test_the_first_request_may_be_sampled(model: lowbit.Model) -> None:
+    """The capture runs a step before the request starts: at temperature 0 it would divide by it."""
+    hot = SAMPLED[1]
+    tokens = list(model.engine.generate(PROMPT, hot, 30))
+    model.engine.forget()
+    list(model.engine.generate(PROMPT, GREEDY, 5))
+    model.engine.forget()
+    assert list(model.engine.generate(PROMPT, hot, 30)) == tokens
 
 
 def test_changing_parameters_captures_a_graph_that_fits(model: lowbit.Model) -> None:
@@ -81,9 +96,9 @@ def test_a_full_context_and_an_early_stop_leave_it_usable(model: lowbit.Model) -
 
 
 def test_bf16_is_close_to_the_exact_weights(
-    make_model: "Callable[..., PackedModel]", reference: "Callable[[PackedModel], Any]"
+    make_model: Callable[..., PackedModel], reference: Callable[[PackedModel], Any]
 ) -> None:
-    packed = make_model(mixed, **SHAPE)
+    packed = make_model(mixed, **SIZES)
     hub = reference(packed)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -91,6 +106,47 @@ def test_bf16_is_close_to_the_exact_weights(
         rounded = hub.to("cuda", torch.bfloat16)(ids.cuda()).logits[0].double().cpu()
     got = lowbit.load(packed.folder, device="cuda").logits(PROMPT).double().cpu()
     assert (got - exact).norm() < 1.25 * (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("base", ["int4", "int8"])
+def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
+    base: Any,
+    tmp_path: Path,
+    reference: Callable[[PackedModel], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / base
+    convert(EXAMPLES / "models" / "tiny-qwen3", folder, Recipe(base=base, group_size=128))
+    hub = reference(dequantized(folder))
+    model = lowbit.load(folder, device="cuda")
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+    ids = model.tokenizer.encode(text[:8000])[:512]
+    with torch.no_grad():
+        exact = hub(torch.tensor([ids])).logits[0]
+        rounded = hub.to("cuda", torch.bfloat16)(torch.tensor([ids]).cuda()).logits[0]
+    allowed = divergence(exact, rounded)
+    assert 0 < divergence(exact, model.logits(ids)) <= 1.05 * allowed
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 1)  # the kernels of decoding
+    assert 0 < divergence(exact, model.logits(ids)) <= 1.05 * allowed
+
+
+def dequantized(folder: Path) -> PackedModel:
+    """A converted folder and what its codes mean in FP32."""
+    stored = load_file(folder / "model.safetensors")
+    modules = [name.removesuffix(f".{PACKED}") for name in stored if name.endswith(f".{PACKED}")]
+    weights = {name: t.float() for name, t in stored.items() if name.endswith(".weight")}
+    for module in modules:
+        codes, K = stored[f"{module}.{PACKED}"], int(stored[f"{module}.{SHAPE}"][1])
+        bits = codes.shape[1] * 32 // K
+        weight = dequantize(unpack(codes, bits, K), stored[f"{module}.{SCALE}"])
+        weights[f"{module}.weight"] = weight
+    return PackedModel(folder, json.loads((folder / "config.json").read_text()), weights)
+
+
+def divergence(exact: Tensor, got: Tensor) -> float:
+    """Mean KL of the next token's distributions, in nats."""
+    p, q = exact.double().log_softmax(-1), got.cpu().double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def test_sampling_gives_the_same_on_both_devices() -> None:
@@ -104,8 +160,8 @@ def test_sampling_gives_the_same_on_both_devices() -> None:
         assert tokens[0] == tokens[1]
 
 
-def test_weights_of_both_devices_are_the_same(make_model: "Callable[..., PackedModel]") -> None:
-    folder = make_model(mixed, **SHAPE).folder
+def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedModel]) -> None:
+    folder = make_model(mixed, **SIZES).folder
     on_gpu = lowbit.load(folder, device="cuda").engine.decoder
     exact = lowbit.load(folder, device="cpu", dtype=torch.float32).engine.decoder
     for ours, theirs in zip(on_gpu.layers, exact.layers, strict=True):

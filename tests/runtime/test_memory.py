@@ -51,6 +51,19 @@ def test_the_default_context_is_what_fits(
     assert load(folder, device="cpu", context=3000).context == 3000
 
 
+def test_states_of_linear_layers_count_twice(
+    make_qwen3_5: "Callable[..., PackedModel]", free: Free
+) -> None:
+    folder = make_qwen3_5(max_position_embeddings=100_000).folder
+    opened = load(folder, device="cpu", context=1).opened
+    weights = opened.weight_bytes("cpu", torch.bfloat16)
+    channels, elements = 2 * 2 * 32 + 4 * 32, 4 * 32 * 32
+    states = 2 * 3 * (channels * 3 * 2 + elements * 4)  # now and saved, layers, BF16 and FP32
+    per_token = 2 * 1 * 2 * 64 * 2  # k and v, one layer with keys, kv heads, head_dim, bytes
+    free((weights + states + 5000.5 * per_token) * memory.HEADROOM)
+    assert load(folder, device="cpu").context == 5000
+
+
 def test_too_little_memory_says_what_is_needed_and_what_fits(
     make_model: "Callable[..., PackedModel]", free: Free
 ) -> None:

@@ -130,6 +130,18 @@ def test_the_ends_of_the_uniform_range_give_kept_tokens(uniform: float) -> None:
     assert int(sample(logits, sampler)) <= 1
 
 
+@pytest.mark.parametrize("logits", [distinct_logits(1), torch.full((1, V), float("nan"))])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nonsense_gives_a_token_in_range(logits: Tensor, temperature: float) -> None:
+    """On a GPU an index out of range is no error of one request: it ends the process."""
+    sampler = started(SamplingParams(temperature=1.0, seed=1), [])
+    sampler.knobs[0] = temperature
+    for uniform in (0.0, 0.5, 1 - 2**-53):
+        sampler.uniforms.fill_(uniform)
+        sampler.drawn.zero_()
+        assert 0 <= int(sample(logits, sampler)) < V
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e300])
 def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
     logits = distinct_logits(1)
@@ -148,6 +160,12 @@ def test_greedy_takes_the_likeliest_after_penalties() -> None:
     assert int(sample(logits, sampler)) == 3  # now 4 has been seen as well: 3.0 / 2
     sampler = started(SamplingParams(presence_penalty=1.5), [3])
     assert [int(sample(logits, sampler)) for _ in range(3)] == [3, 4, 3]
+
+
+def test_padding_in_the_prompt_is_not_penalized() -> None:
+    for prompt in ([V, V + 3], [3, V]):
+        sampler = started(SamplingParams(repetition_penalty=2.0), prompt)
+        assert sampler.seen.nonzero()[:, 0].tolist() == [id for id in prompt if id < V]
 
 
 def test_the_repetition_penalty_makes_negative_logits_weaker() -> None:

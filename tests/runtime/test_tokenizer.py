@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
-from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.formats.errors import CheckpointError, RequestError, UnsupportedModelError
 from lowbit.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
@@ -83,6 +83,24 @@ def test_special_tokens_are_left_out_and_plain_added_ones_kept(bytewise: Tokeniz
     assert bytewise.stop_ids() == (bytewise.token_id("<|im_end|>"), 256)
 
 
+def test_a_frame_is_added_where_it_is_asked_for(
+    byte_tokenizer: HubTokenizer, tmp_path: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    path = str(tmp_path / "tokenizer.json")
+    byte_tokenizer.save(path)
+    hub = HubTokenizer.from_file(path)
+    begin, end = "<|begin_of_text|>", "<|eot_id|>"
+    hub.add_special_tokens([begin, end])
+    first = hub.token_to_id(begin)
+    hub.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, first)])
+    hub.save(path)
+    llama = load_tokenizer(tmp_path)
+    assert llama.encode("a", framed=True) == [first, *llama.encode("a")]
+    assert llama.token_id(end) in llama.stop_ids()
+
+
 @given(
     text=st.text(alphabet="abE\nN", max_size=30),
     stops=st.lists(st.text(alphabet="abEN\n", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -113,6 +131,11 @@ def test_a_stop_string_across_tokens_is_held_back_and_cut(bytewise: Tokenizer) -
     assert streamed(bytewise, ids, "\nEND") == ["o", "n", "e", "", "", "", "\nENT", "E", "R", ""]
     ids = bytewise.encode("one\nEN")
     assert streamed(bytewise, ids, "\nEND")[-1] == "\nEN"
+
+
+def test_half_a_surrogate_pair_is_refused(bundled: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="the text is not valid Unicode"):
+        bundled.encode("caf\udce9")  # an argument in Latin-1, as Python hands it over
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The draft model card: front matter that parses, figures, warnings, nothing injected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_what_vllm_does_not_load_is_said(make_report: MakeReport, make_row: Make
     card = render_card(make_report((make_row("lm_head", 3),)), None, "m", None)
     assert "vllm serve" not in card
     assert "vLLM does not load this file" in card
+
+
+def test_vllm_is_told_that_there_is_no_vision_tower(make_report: MakeReport) -> None:
+    whole = manifest(None)
+    assert "vllm serve FOLDER\n" in render_card(make_report(), whole, "m", None)
+    text_only = replace(whole, recipe={"drop_vision": True})
+    card = render_card(make_report(), text_only, "m", None)
+    assert "vllm serve FOLDER --language-model-only\n" in card
 
 
 def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:

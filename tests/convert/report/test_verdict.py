@@ -6,7 +6,14 @@ import pytest
 
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.verdict import judge, kinds, main_bits, observations, worst
+from lowbit.convert.report.verdict import (
+    judge,
+    kinds,
+    layer_of,
+    main_bits,
+    observations,
+    worst,
+)
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -86,3 +93,9 @@ def test_clipping_small_samples_and_lower_perplexity(
     assert "20.00 % of the weights are clipped" in found[0]
     assert "Only 1,022 tokens" in found[1]
     assert "lower than the original" in found[2]
+
+
+def test_mtp_layers_are_no_layers_of_the_decoder() -> None:
+    assert layer_of("mtp.layers.0.self_attn.q_proj") == (None, "mtp.q_proj")
+    assert layer_of("mtp.fc") == (None, "mtp.fc")
+    assert layer_of("model.language_model.layers.7.linear_attn.out_proj") == (7, "out_proj")

@@ -44,6 +44,13 @@ def test_gemm(
     assert relative_error(gemm(x, w, dtype=torch.float32), gemm_ref(x, w)) < FP32_ERROR
 
 
+def test_one_residual_for_every_row(make_packed: MakePacked, randn: Randn) -> None:
+    """A bias is an expanded residual; it is not copied for every token."""
+    w, x, bias = make_packed(4, 33, 256, 64), randn(18, 256), randn(33)
+    y = gemm(x, w, bias.expand(18, -1), torch.float32)
+    assert relative_error(y, gemm_ref(x, w, bias)) < FP32_ERROR
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_do_not_mix(make_packed: MakePacked, randn: Randn, bits: int) -> None:
     """A NaN token spoils its own row alone."""

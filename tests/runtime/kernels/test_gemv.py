@@ -87,6 +87,14 @@ def test_tiny_and_zero_inputs(make_packed: MakePacked, device: str) -> None:
     assert relative_error(y, gemv_ref(tiny, w, norm=norm, eps=EPS)) < 1e-4
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fp32_gain_is_not_rounded(make_packed: MakePacked, randn: Randn, bits: int) -> None:
+    w, x, norm = make_packed(bits, 16, 768, 128), randn(1, 768), 1 + 0.1 * randn(768).float() ** 2
+    assert not torch.equal(norm, norm.bfloat16().float())
+    y = gemv(x, w, norm=norm, eps=EPS, dtype=torch.float32)
+    assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR[bits]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 def test_same_bytes_twice(make_packed: MakePacked, randn: Randn, bits: int) -> None:

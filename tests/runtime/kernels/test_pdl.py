@@ -11,7 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache
-from lowbit.runtime.linear import PackedLinear
+from lowbit.runtime.delta import DeltaState, DeltaWeights
+from lowbit.runtime.linear import DenseLinear, PackedLinear
 from lowbit.runtime.ops import Rope
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
@@ -86,6 +87,41 @@ def test_attention_waits(
     check_waits(
         lambda qkv: cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0), randn(1, 32 * 128)
     )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_dense_gemv_waits(randn: Randn) -> None:
+    w, norm, bias = DenseLinear(randn(64, 2048)), randn(2048).float(), randn(64)
+    x = randn(1, 2048)
+    check_waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
+    check_waits(lambda residual: cuda.linear_add(x, w, residual), randn(1, 64))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_delta_net_waits(randn: Randn) -> None:
+    """Neither the inputs nor the state is read before the kernel ahead has written them."""
+    Hk, Hv, D = 16, 32, 128
+    C = 2 * Hk * D + Hv * D
+    weights = DeltaWeights(
+        conv=randn(C, 4).float(),
+        decay=-randn(Hv).float().abs(),
+        dt_bias=randn(Hv).float(),
+        norm=randn(D).float(),
+        key_heads=Hk,
+        key_dim=D,
+    )
+    inputs = [randn(1, C + Hv * D), randn(1, 2 * Hv), randn(1, Hv, D, D).float(), randn(1, 3, C)]
+
+    def step(qkvz: Tensor, ba: Tensor, memory: Tensor, window: Tensor) -> Tensor:
+        return cuda.delta_net(qkvz, ba, weights, EPS, DeltaState(window, memory), 0)
+
+    expected = step(*(x.clone() for x in inputs))
+    for late in (0, 1, 2, 3) * 3:
+        given = [x.clone() for x in inputs]
+        given[late].fill_(1)
+        torch.cuda.synchronize()
+        late_copy(inputs[late], given[late])
+        assert torch.equal(step(*given), expected)
 
 
 @pytest.mark.usefixtures("hopper")

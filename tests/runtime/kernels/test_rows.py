@@ -37,3 +37,10 @@ def test_swiglu(randn: Randn, bf16_error: float, M: int, N: int) -> None:
     x = 4 * randn(M, N)
     y, ref = swiglu(x).double(), swiglu_ref(x)
     assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())
+
+
+def test_rms_norm_with_an_fp32_gain(randn: Randn, bf16_error: float) -> None:
+    """The gain is rounded with the product, not before it."""
+    x, gain = randn(3, 500), 1 + 0.1 * randn(500).float() ** 2
+    y, ref = rms_norm(x, gain, 1e-6).double(), rms_norm_ref(x, gain, 1e-6)
+    assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())

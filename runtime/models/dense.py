@@ -1,12 +1,13 @@
-"""Qwen3 (dense): q/k-normed grouped-query attention and SwiGLU, over the ops of one backend."""
+"""Dense decoders (Qwen3, Qwen2.5, Llama 3): attention and SwiGLU, over the ops of one backend."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.qwen3 import Qwen3Config
-from lowbit.runtime.cache import KVCache
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.ops import Ops, Rope, rope_tables
 from lowbit.runtime.weights import Weights
 
@@ -19,25 +20,32 @@ class Layer(Generic[W]):
 
     input_norm: Tensor  # [h]
     qkv: W  # [(Hq + 2 * Hkv) * D, h]
-    q_norm: Tensor  # [D]
-    k_norm: Tensor  # [D]
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
     gate_up: W  # [2 * I, h], gate rows first
     down: W  # [h, I]
+    qkv_bias: Tensor | None = None  # [(Hq + 2 * Hkv) * D]
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3(Generic[W]):
+class Dense(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
-    config: Qwen3Config
+    config: DenseConfig
     embedding: Tensor  # [V, h]
     layers: tuple[Layer[W], ...]
     norm: Tensor  # [h]
     head: W  # [V, h]
     rope: Rope
     ops: Ops[W]
+
+    def new_cache(self, context: int, dtype: torch.dtype, device: str) -> KVCache:
+        """An empty cache for one sequence of up to `context` tokens."""
+        config = self.config
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        return new_cache(layers, heads, config.head_dim, context, dtype, device)
 
     def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
@@ -52,7 +60,7 @@ class Qwen3(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
         for index, layer in enumerate(self.layers):
-            qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
+            qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             mixed = ops.attention(
                 qkv, layer.q_norm, layer.k_norm, eps, self.rope, cache, index
             )  # [M, Hq * D]
@@ -66,32 +74,40 @@ class Qwen3(Generic[W]):
         return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
 
 
-def build(config: Qwen3Config, weights: Weights[W], ops: Ops[W], context: int) -> Qwen3[W]:
+def build(config: DenseConfig, weights: Weights[W], ops: Ops[W], context: int) -> Dense[W]:
     """Read the weights of a checked checkpoint into a model for `context` positions."""
     layers = []
     for index in range(config.num_hidden_layers):
         p = f"model.layers.{index}"
         attn, mlp = f"{p}.self_attn", f"{p}.mlp"
+        qkv = [f"{attn}.{x}_proj" for x in "qkv"]
         layers.append(
             Layer(
                 input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
-                qkv=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                q_norm=weights.tensor(f"{attn}.q_norm.weight"),
-                k_norm=weights.tensor(f"{attn}.k_norm.weight"),
+                qkv=weights.linear(*qkv),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
                 gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
                 down=weights.linear(f"{mlp}.down_proj"),
+                qkv_bias=(
+                    torch.cat([weights.tensor(f"{module}.bias") for module in qkv])
+                    if config.qkv_bias
+                    else None
+                ),
+                q_norm=weights.tensor(f"{attn}.q_norm.weight") if config.qk_norm else None,
+                k_norm=weights.tensor(f"{attn}.k_norm.weight") if config.qk_norm else None,
             )
         )
     embedding = weights.tensor("model.embed_tokens.weight")
     tied = config.tie_word_embeddings
-    return Qwen3(
+    return Dense(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
         norm=weights.tensor("model.norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
-        rope=rope_tables(context, config.head_dim, config.rope_theta, weights.device),
+        rope=rope_tables(
+            context, config.head_dim, config.rope_theta, weights.device, config.rope_scaling
+        ),
         ops=ops,
     )

@@ -1,0 +1,26 @@
+"""What transformers advises for speed is not for the readers of a report."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ADVICE = ("is falling back to its reference", "fast path is not available")
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Keep lines about faster kernels off the terminal; every other line still comes through."""
+    # A handler sees the lines of all loggers below it, a filter of a logger only its own.
+    handlers = tuple(logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(_is_no_advice)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(words in message for words in ADVICE)

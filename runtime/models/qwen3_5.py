@@ -1,0 +1,199 @@
+"""Qwen3.5: layers of gated DeltaNet with gated full attention in between, over one backend."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures.qwen3_5 import FULL, Qwen35Config
+from lowbit.runtime.cache import KVCache, new_cache
+from lowbit.runtime.delta import DeltaWeights, new_delta_state
+from lowbit.runtime.ops import Ops, Rope, rope_tables
+from lowbit.runtime.weights import Weights
+
+W = TypeVar("W")  # what the backend keeps a linear as
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Generic[W]):
+    """Full attention with an output gate.
+
+    Attributes:
+        index: of the layer among those with keys and values.
+        qkv: [(2 * Hq + 2 * Hkv) * D, h]; each q head is its query, then its gate.
+        q_norm: [D] float32.
+        k_norm: [D] float32.
+        out: [h, Hq * D].
+    """
+
+    index: int
+    qkv: W
+    q_norm: Tensor
+    k_norm: Tensor
+    out: W
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet(Generic[W]):
+    """Linear attention.
+
+    Attributes:
+        index: of the layer among those with a recurrent state.
+        qkvz: [C + Hv * Dv, h].
+        ba: [2 * Hv, h], dense.
+        weights: around the recurrence.
+        out: [h, Hv * Dv].
+    """
+
+    index: int
+    qkvz: W
+    ba: W
+    weights: DeltaWeights
+    out: W
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(Generic[W]):
+    """Weights of one decoder layer; gains are float32."""
+
+    input_norm: Tensor  # [h]
+    mixer: Attention[W] | DeltaNet[W]
+    post_norm: Tensor  # [h]
+    gate_up: W  # [2 * I, h], gate rows first
+    down: W  # [h, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35(Generic[W]):
+    """A loaded model: weights on one device and the ops that run there."""
+
+    config: Qwen35Config
+    embedding: Tensor  # [V, h]
+    layers: tuple[Layer[W], ...]
+    norm: Tensor  # [h] float32
+    head: W  # [V, h]
+    rope: Rope
+    ops: Ops[W]
+
+    def new_cache(self, context: int, dtype: torch.dtype, device: str) -> KVCache:
+        """Empty keys, values and states for one sequence of up to `context` tokens."""
+        config = self.config
+        full, heads = config.layer_types.count(FULL), config.num_key_value_heads
+        cache = new_cache(full, heads, config.head_dim, context, dtype, device)
+        deltas = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
+        if deltas:
+            cache.delta = new_delta_state(len(deltas), deltas[0], dtype, device)
+            cache.saved = cache.delta.clone()
+        return cache
+
+    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Run M tokens through the layers; keys, values and states are brought forward.
+
+        Args:
+            ids: [M] int64 on the model's device; they follow the tokens already in the cache.
+            cache: of `new_cache`; its counters are the caller's.
+
+        Returns:
+            [M, h], before the final norm.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = ops.embed(ids, self.embedding)  # [M, h]
+        for layer in self.layers:
+            mixed = self._mixed(x, layer.input_norm, layer.mixer, cache)
+            x = ops.linear_add(mixed, layer.mixer.out, x)
+            act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
+            x = ops.linear_add(act, layer.down, x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [M, h] to [M, V] float32."""
+        return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
+
+    def _mixed(
+        self, x: Tensor, norm: Tensor, mixer: Attention[W] | DeltaNet[W], cache: KVCache
+    ) -> Tensor:
+        """What a mixer gathers, before its output linear: [M, h] to [M, heads * D]."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        if isinstance(mixer, DeltaNet):
+            qkvz = ops.norm_linear(x, norm, eps, mixer.qkvz)
+            ba = ops.norm_linear(x, norm, eps, mixer.ba)
+            return ops.delta_net(qkvz, ba, mixer.weights, eps, cache.delta, mixer.index)
+        qkv = ops.norm_linear(x, norm, eps, mixer.qkv)
+        return ops.attention(
+            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, cache, mixer.index, gated=True
+        )
+
+
+def build(
+    config: Qwen35Config, prefix: str, weights: Weights[W], ops: Ops[W], context: int
+) -> Qwen35[W]:
+    """Read the weights of a checked checkpoint into a model for `context` positions.
+
+    Args:
+        config: sizes of the model.
+        prefix: of the decoder's tensors in this checkpoint.
+        weights: reads them.
+        ops: of the backend that the weights are prepared for.
+        context: positions to make rotation tables for.
+    """
+    layers = []
+    for i, kind in enumerate(config.layer_types):
+        p = f"{prefix}layers.{i}"
+        index = config.layer_types[:i].count(kind)
+        layers.append(
+            Layer(
+                input_norm=_gain(weights, f"{p}.input_layernorm.weight"),
+                mixer=(
+                    _attention(weights, f"{p}.self_attn", index)
+                    if kind == FULL
+                    else _delta_net(config, weights, f"{p}.linear_attn", index)
+                ),
+                post_norm=_gain(weights, f"{p}.post_attention_layernorm.weight"),
+                gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"),
+                down=weights.linear(f"{p}.mlp.down_proj"),
+            )
+        )
+    embedding = weights.tensor(f"{prefix}embed_tokens.weight")
+    tied = config.tie_word_embeddings
+    return Qwen35(
+        config=config,
+        embedding=embedding,
+        layers=tuple(layers),
+        norm=_gain(weights, f"{prefix}norm.weight"),
+        head=weights.dense(embedding) if tied else weights.linear("lm_head"),
+        rope=rope_tables(context, config.rotary_dim, config.rope_theta, weights.device),
+        ops=ops,
+    )
+
+
+def _gain(weights: Weights[W], name: str) -> Tensor:
+    """The gain of a norm that is stored around zero; 1 + w needs more digits than BF16 has."""
+    return 1 + weights.tensor(name, torch.float32)
+
+
+def _attention(weights: Weights[W], p: str, index: int) -> Attention[W]:
+    return Attention(
+        index=index,
+        qkv=weights.linear(f"{p}.q_proj", f"{p}.k_proj", f"{p}.v_proj"),
+        q_norm=_gain(weights, f"{p}.q_norm.weight"),
+        k_norm=_gain(weights, f"{p}.k_norm.weight"),
+        out=weights.linear(f"{p}.o_proj"),
+    )
+
+
+def _delta_net(config: Qwen35Config, weights: Weights[W], p: str, index: int) -> DeltaNet[W]:
+    return DeltaNet(
+        index=index,
+        qkvz=weights.linear(f"{p}.in_proj_qkv", f"{p}.in_proj_z"),
+        ba=weights.linear(f"{p}.in_proj_b", f"{p}.in_proj_a"),
+        weights=DeltaWeights(
+            conv=weights.tensor(f"{p}.conv1d.weight", torch.float32)[:, 0],
+            decay=-weights.tensor(f"{p}.A_log", torch.float32).exp(),
+            dt_bias=weights.tensor(f"{p}.dt_bias", torch.float32),
+            norm=weights.tensor(f"{p}.norm.weight", torch.float32),  # stored around one
+            key_heads=config.linear_num_key_heads,
+            key_dim=config.linear_key_head_dim,
+        ),
+        out=weights.linear(f"{p}.out_proj"),
+    )

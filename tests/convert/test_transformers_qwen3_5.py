@@ -1,0 +1,129 @@
+"""Both classes of transformers load a converted Qwen3.5 and compute exactly what we mean."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lowbit.convert import Override, Recipe, convert
+from lowbit.formats.packed import open_packed
+from lowbit.formats.packing import dequantize, unpack
+
+MTP = (Override("mtp.*", 8),)
+RECIPES = {
+    "int4": Recipe(),
+    "int8": Recipe("int8", 64),
+    "mixed-tied": Recipe("mixed", head="bf16"),
+    "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
+    "no-vision": Recipe(drop_vision=True),
+    "layers-differ": Recipe(
+        overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.out_proj", 16), *MTP)
+    ),
+}
+IDS = torch.arange(48).view(2, 24) * 13
+
+
+@pytest.fixture(autouse=True)
+def _foreign_warnings() -> Iterator[None]:
+    """Warnings inside the two libraries are not ours to fail on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+
+
+def text_weights(folder: Path) -> dict[str, Tensor]:
+    """W = q * s of the decoder in FP32, named as in a text-only model."""
+    packed = open_packed(folder)
+    stored: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        stored |= load_file(path)
+    weights = {}
+    for spec in packed.specs:
+        scheme = packed.schemes.get(spec.module)
+        if spec.name.startswith("mtp."):
+            continue
+        name = spec.name.replace("language_model.", "")
+        if scheme is None:
+            weights[name] = stored[spec.name].float()
+        else:
+            codes = unpack(stored[f"{spec.module}.weight_packed"], scheme.bits, spec.shape[1])
+            weights[name] = dequantize(codes, stored[f"{spec.module}.weight_scale"])
+    return weights
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(IDS).logits
+    return logits
+
+
+def load(auto_class: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    return getattr(transformers, auto_class).from_pretrained(  # type: ignore[no-any-return]
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+
+
+@pytest.fixture(scope="module")
+def own_gaps(hybrid: Path) -> set[str]:
+    """Vision tensors that the bundled stand-in lacks before any conversion."""
+    missing: set[str] = set(load("Qwen3_5ForConditionalGeneration", hybrid)[1]["missing_keys"])
+    assert missing
+    return missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loads_exactly(tmp_path: Path, hybrid: Path, own_gaps: set[str], recipe: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = convert(hybrid, tmp_path / "out", RECIPES[recipe], max_shard_bytes=2_000_000).folder
+    weights = text_weights(folder)
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    result = plain.load_state_dict(weights, strict=False)
+    tied = ["lm_head.weight"] if recipe == "mixed-tied" else []
+    assert (result.missing_keys, result.unexpected_keys) == (tied, [])
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == bool(tied)
+    expected = logits_of(plain)
+    assert expected.abs().max() > 1
+
+    text, report = load("AutoModelForCausalLM", folder)
+    assert not any(report.values()), report
+    assert (logits_of(text) - expected).abs().max().item() == 0.0
+
+    whole, report = load("Qwen3_5ForConditionalGeneration", folder)
+    missing = set(report.pop("missing_keys"))
+    assert not any(report.values()), report
+    if recipe == "no-vision":
+        assert missing > own_gaps
+        assert all(name.startswith("model.visual.") for name in missing)
+    else:
+        assert missing == own_gaps
+    assert (logits_of(whole) - expected).abs().max().item() == 0.0
+
+
+@pytest.mark.slow
+def test_f32_tensors_reach_the_model_in_full(tmp_path: Path, hybrid: Path) -> None:
+    folder = convert(hybrid, tmp_path / "out").folder
+    source = load_file(hybrid / "model.safetensors")
+    packed = load_file(folder / "model.safetensors")
+    text, _ = load("AutoModelForCausalLM", folder)
+    found = dict(text.named_parameters())
+    wide = [name for name, tensor in source.items() if tensor.dtype == torch.float32]
+    assert len(wide) == 2 * 3
+    for name in wide:
+        assert packed[name].dtype == torch.float32
+        assert torch.equal(packed[name], source[name])
+        parameter = found[name.replace("language_model.", "")]
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, source[name])
+    rates = torch.cat([source[name] for name in wide if name.endswith("A_log")])
+    assert (rates != rates.bfloat16().float()).any()  # BF16 would not hold them

@@ -1,0 +1,195 @@
+"""Reasoning and answer told apart, from templates as published models have them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HubTokenizer
+
+import lowbit.runtime as lowbit
+from lowbit.runtime import engine
+from lowbit.runtime.chat import ChatTemplate
+from lowbit.runtime.reasoning import Begin, Splitter, begin_of
+from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ tail }}{% endif %}"
+)
+# What ends the prompt: the output begins inside a block, or opens one, or never does.
+OPENED = (
+    "{% set tail = '<think>\n\n</think>\n\n' if enable_thinking is defined and "
+    "enable_thinking is false else '<think>\n' %}" + TURNS
+)
+OPENED_ON_REQUEST = (
+    "{% set tail = '<think>\n' if enable_thinking is defined and "
+    "enable_thinking is true else '<think>\n\n</think>\n\n' %}" + TURNS
+)
+LEFT_TO_THE_MODEL = (
+    "{% set tail = '<think>\n\n</think>\n\n' if enable_thinking is defined and "
+    "enable_thinking is false else '' %}" + TURNS
+)
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer: HubTokenizer, tmp_path: Path) -> Tokenizer:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path)
+
+
+def split(tokenizer: Tokenizer, text: str, begin: Begin, *stops: str) -> tuple[str, str]:
+    """Reasoning and answer of a text, token by token."""
+    splitter = Splitter(tokenizer, begin, stops)
+    pieces = []
+    for id in tokenizer.encode(text):
+        pieces.append(splitter.push(id))
+        if splitter.stopped:
+            break
+    pieces.append(splitter.finish())
+    parts = [piece for piece in pieces if piece is not None]
+    assert all(piece.text for piece in parts)
+    kinds = [piece.reasoning for piece in parts]
+    assert kinds == sorted(kinds, reverse=True)  # reasoning first, then the answer
+    reasoning = "".join(piece.text for piece in parts if piece.reasoning)
+    return reasoning, "".join(piece.text for piece in parts if not piece.reasoning)
+
+
+@pytest.mark.parametrize(
+    ("text", "begin", "expected"),
+    [
+        ("so\n it is\n</think>\n\nYes.\n", "reasoning", ("so\n it is", "Yes.\n")),
+        ("<think>\nhm\n</think>\n\nYes.", "answer", ("hm", "Yes.")),
+        ("<think>\n\n</think>\n\nYes.", "answer", ("", "Yes.")),
+        ("\n\n</think>\n\nYes.", "reasoning", ("", "Yes.")),
+        ("Yes.", "answer", ("", "Yes.")),
+        (" Yes. <think>no</think>", "answer", ("", " Yes. <think>no</think>")),
+        ("never ends \n", "reasoning", ("never ends", "")),
+        ("<think>\nx\n</think>\n\ny", "raw", ("", "<think>\nx\n</think>\n\ny")),
+        ("a</think>b</think>c", "reasoning", ("a", "b</think>c")),
+        ("", "reasoning", ("", "")),
+        ("ä 😀 \n\n ü</think> 😀", "reasoning", ("ä 😀 \n\n ü", "😀")),
+    ],
+)
+def test_parts_of_an_output(
+    tokenizer: Tokenizer, text: str, begin: Begin, expected: tuple[str, str]
+) -> None:
+    assert split(tokenizer, text, begin) == expected
+
+
+@given(thought=st.text(max_size=20), answer=st.text(max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_any_text_comes_through(thought: str, answer: str) -> None:
+    tokenizer = load_tokenizer(Path(__file__).parents[2] / "examples/models/tiny-qwen3")
+    text = f"{thought.strip()}</think>{answer}"
+    assert split(tokenizer, text, "reasoning")[0] == thought.strip()
+
+
+def test_stop_strings_end_the_answer_only(tokenizer: Tokenizer) -> None:
+    text = "one\nEND two\n</think>\n\nthree\nEND four"
+    assert split(tokenizer, text, "reasoning", "\nEND") == ("one\nEND two", "three")
+    # a stop that the blank lines between the two parts would match
+    assert split(tokenizer, "one</think>\n\ntwo", "reasoning", "\n\n") == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("source", "begins"),
+    [
+        (OPENED, ("reasoning", "reasoning", "answer")),
+        (OPENED_ON_REQUEST, ("answer", "reasoning", "answer")),
+        (LEFT_TO_THE_MODEL, ("answer", "answer", "answer")),
+    ],
+)
+def test_the_default_is_the_template_s(
+    tokenizer: Tokenizer, source: str, begins: tuple[Begin, ...]
+) -> None:
+    template = ChatTemplate(source, {})
+    for thinking, begin in zip((None, True, False), begins, strict=True):
+        text = template.render([{"role": "user", "content": "<think>"}], thinking)
+        assert begin_of(tokenizer.encode(text), tokenizer) == begin
+
+
+Make = Callable[..., "PackedModel"]
+
+
+@pytest.fixture
+def thinker(make_qwen3_5: Make) -> lowbit.Model:
+    """A hybrid model whose template opens the block, and that says what it is told to say."""
+    folder = make_qwen3_5().folder
+    (folder / "chat_template.jinja").write_text(OPENED)
+    return lowbit.load(folder, device="cpu", dtype=torch.float32)
+
+
+def saying(model: lowbit.Model, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the model choose the tokens of a text, then the end of its turn."""
+    left = [*model.tokenizer.encode(text), *model.tokenizer.encode("<|im_end|>")]
+    monkeypatch.setattr(engine, "sample", lambda logits, sampler: torch.tensor([left.pop(0)]))
+
+
+def test_a_generation_holds_both_parts(
+    thinker: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saying(thinker, "Well, END\n</think>\n\nHi there", monkeypatch)
+    stream = thinker.stream("Hello", stop=["END"])
+    assert "".join(stream) == "Hi there"
+    made = stream.generation
+    assert (made.reasoning, made.text) == ("Well, END", "Hi there")
+    assert made.finish_reason == "stop"
+    assert thinker.tokenizer.decode(made.token_ids) == "Well, END\n</think>\n\nHi there"
+    saying(thinker, "Hi", monkeypatch)
+    assert thinker.generate("Hello", thinking=False).text == "Hi"
+    saying(thinker, "x</think>y", monkeypatch)
+    assert thinker.generate("<think>", raw=True).text == "x</think>y"
+
+
+def test_the_next_turn_reuses_what_the_template_keeps(
+    thinker: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[lowbit.Message] = [{"role": "user", "content": "Hello"}]
+    saying(thinker, "hm\n</think>\n\nHi", monkeypatch)
+    first = thinker.generate(messages)
+    messages.append({"role": "assistant", "content": first.text})
+    messages.append({"role": "user", "content": "And?"})
+    saying(thinker, "ok</think>Yes", monkeypatch)
+    second = thinker.generate(messages)
+    # the turns before the first answer; its reasoning is not part of the second prompt
+    turn = thinker.tokenizer.encode("<|im_start|>user\nHello<|im_end|>")
+    assert second.timings.reused_tokens == len(turn)
+    monkeypatch.undo()
+    fresh = lowbit.load(thinker.folder, device="cpu", dtype=torch.float32)
+    prompt = list(second.prompt_token_ids)
+    assert list(thinker.engine.generate(prompt, lowbit.SamplingParams(), 8)) == list(
+        fresh.engine.generate(prompt, lowbit.SamplingParams(), 8)
+    )
+
+
+def test_the_terminal_shows_the_reasoning_apart(
+    make_qwen3_5: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from lowbit.runtime.cli import main
+
+    folder = make_qwen3_5().folder
+    (folder / "chat_template.jinja").write_text(OPENED)
+    model = lowbit.load(folder, device="cpu")
+    arguments = ["generate", str(folder), "Hello", "--device", "cpu"]
+    saying(model, "let me [b]see[/b]\n</think>\n\nHi [i]you[/i]", monkeypatch)
+    shown = CliRunner().invoke(main, arguments)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout == "Hi [i]you[/i]\n"
+    assert shown.stderr.startswith("thinking: let me [b]see[/b]\n\n")
+    saying(model, "let me see\n</think>\n\nHi", monkeypatch)
+    printed = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    assert (printed["reasoning"], printed["text"]) == ("let me see", "Hi")
+    saying(model, "Hi", monkeypatch)
+    shown = CliRunner().invoke(main, [*arguments, "--no-think"])
+    assert shown.stdout == "Hi\n"
+    assert "thinking" not in shown.stderr
