@@ -1,8 +1,10 @@
-"""Write a random BF16 Qwen3 checkpoint in a real model's shapes, to measure speed and memory with.
+"""Write a random BF16 checkpoint in a real model's shapes, to measure speed and memory with.
 
 python examples/make_random_checkpoint.py 1.7B /tmp/qwen3-1.7b-random
 lowbit-convert /tmp/qwen3-1.7b-random /tmp/qwen3-1.7b-int4
 lowbit-run bench /tmp/qwen3-1.7b-int4
+
+Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower).
 """
 
 import json
@@ -23,13 +25,21 @@ SIZES = {
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
 }
-TOKENS = 151643  # before the special ones
+# the same with the value heads of a linear layer before the last
+HYBRID_SIZES = {
+    "3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True),
+    "3.5-2B": (2048, 6144, 24, 8, 2, 16, True),
+    "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
+    "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
+}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
 
 
 def config_of(size: str) -> dict[str, object]:
     """config.json of a size."""
+    if size in HYBRID_SIZES:
+        return hybrid_config_of(size)
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -54,10 +64,43 @@ def config_of(size: str) -> dict[str, object]:
     }
 
 
-def tokenizer() -> Tokenizer:
-    """As many tokens as Qwen3's: the bytes, and fillers that no text becomes."""
+def hybrid_config_of(size: str) -> dict[str, object]:
+    """config.json of a Qwen3.5 text model."""
+    hidden, inner, layers, heads, kv_heads, value_heads, tied = HYBRID_SIZES[size]
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+        "tie_word_embeddings": tied,
+        "eos_token_id": 248044,
+    }
+
+
+def tokenizer(tokens: int) -> Tokenizer:
+    """The bytes, and fillers that no text becomes, before the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*alphabet, *(f"<{number}>" for number in range(len(alphabet), TOKENS))]
+    names = [*alphabet, *(f"<{number}>" for number in range(len(alphabet), tokens))]
     made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -66,7 +109,7 @@ def tokenizer() -> Tokenizer:
 
 
 @click.command()
-@click.argument("size", type=click.Choice(list(SIZES)))
+@click.argument("size", type=click.Choice([*SIZES, *HYBRID_SIZES]))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True)
 def main(size: str, out: Path, seed: int) -> None:
@@ -93,7 +136,8 @@ def main(size: str, out: Path, seed: int) -> None:
                     left -= len(part)
                     start = 0
     (out / "config.json").write_text(json.dumps(config, indent=2))
-    tokenizer().save(str(out / "tokenizer.json"))
+    tokens = 248044 if size in HYBRID_SIZES else 151643
+    tokenizer(tokens).save(str(out / "tokenizer.json"))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
     click.echo(f"{out}: {sum(shard.size for shard in shards) / 1e9:.2f} GB in {len(shards)} files")

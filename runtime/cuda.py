@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.attention_decode import attention_decode
@@ -23,6 +23,7 @@ from lowbit.runtime.kernels.rows import rms_norm, swiglu
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
 
+LEAST_HEAD = 16  # what a tensor-core tile takes
 QUAD = 32  # codes that the kernels read at a time; no group may be smaller
 
 
@@ -39,6 +40,21 @@ def prepare(w: Linear) -> Linear:
             hint="convert with another --group-size, or run on the CPU",
         )
     return w
+
+
+def check_heads(**dims: int) -> None:
+    """Refuse head sizes the kernels cannot tile.
+
+    Raises:
+        UnsupportedModelError: a size that is not a power of two from 16 on, by name.
+    """
+    for name, size in dims.items():
+        if size < LEAST_HEAD or size & (size - 1):
+            raise UnsupportedModelError(
+                f"{name} = {size} has no GPU kernel: heads must be a power of two from "
+                f"{LEAST_HEAD} on",
+                hint="run on the CPU with --device cpu",
+            )
 
 
 def norm_linear(

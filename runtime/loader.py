@@ -114,6 +114,13 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         return _build(opened, to_cpu, cpu, context)
     from lowbit.runtime import cuda  # needs triton and a GPU
 
+    config = opened.config
+    cuda.check_heads(head_dim=config.head_dim)
+    if isinstance(config, Qwen35Config):
+        cuda.check_heads(
+            linear_key_head_dim=config.linear_key_head_dim,
+            linear_value_head_dim=config.linear_value_head_dim,
+        )
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
     return _build(opened, to_cuda, cuda, context)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.packing import pack
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache, new_cache
@@ -140,3 +140,10 @@ def test_prepare_refuses_small_groups() -> None:
         cuda.prepare(w)
     w = packed(4, 64, 8, 32)
     assert cuda.prepare(w) is w
+
+
+@pytest.mark.parametrize("size", [0, 8, 48, 96])
+def test_head_sizes_without_a_kernel_are_named(size: int) -> None:
+    cuda.check_heads(head_dim=64, linear_key_head_dim=128)
+    with pytest.raises(UnsupportedModelError, match=f"head_dim = {size} has no GPU kernel"):
+        cuda.check_heads(head_dim=size)
