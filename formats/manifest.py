@@ -7,18 +7,17 @@ bytes.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal
 
 from lowbit.formats.errors import FormatError
+from lowbit.formats.records import load_object, record, records
 
 MANIFEST_FILE = "lowbit.json"
 FORMAT_VERSION = 1
 
 Fate = Literal["quantized", "copied", "dropped"]
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,67 +106,22 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"`{path}` is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"`{path}` does not hold a JSON object")
-    version = content.pop("format_version", None)
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise FormatError(
-            f"`{path}`: format version {version}, this release reads {FORMAT_VERSION}",
-            hint="use the release of lowbit that wrote it, or convert again",
-        )
+    hint = "use the release of lowbit that wrote it, or convert again"
+    content = load_object(path, "format_version", FORMAT_VERSION, hint)
     where = str(path)
     for key, kind in (
         ("source_tensors", SourceTensor),
         ("tensors", OutputTensor),
         ("files", OutputFile),
     ):
-        rows = content.get(key)
-        if not isinstance(rows, list):
-            raise FormatError(f"`{where}`: `{key}` is not a list")
-        content[key] = tuple(_row(kind, row, f"{where}: {key}") for row in rows)
-    content["source"] = _row(Source, content.get("source"), f"{where}: source")
-    manifest = _row(Manifest, content, where)
+        content[key] = records(kind, content.get(key), f"{where}: {key}")
+    content["source"] = record(Source, content.get("source"), f"{where}: source")
+    manifest = record(Manifest, content, where)
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)
         if relative.is_absolute() or not relative.parts or ".." in relative.parts:
             raise FormatError(f"`{where}`: file `{name}` is not inside the folder")
     return manifest
-
-
-def _row(kind: type[Row], content: Any, where: str) -> Row:
-    """A dataclass from a JSON object that has exactly its fields."""
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    if content.keys() != kinds.keys():
-        missing, extra = kinds.keys() - content.keys(), content.keys() - kinds.keys()
-        raise FormatError(
-            f"`{where}`: missing keys {sorted(missing)}, unknown keys {sorted(extra)}"
-        )
-    if isinstance(content.get("shape"), list):
-        content = {**content, "shape": tuple(content["shape"])}
-    for name, value in content.items():
-        if not _fits(value, kinds[name]):
-            raise FormatError(f"`{where}`: `{name}` cannot be {json.dumps(value)[:80]}")
-    return kind(**content)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type: no bool for an int, no text for a list."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in args
-    if origin is UnionType:
-        return any(_fits(value, arg) for arg in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is (origin or kind)
 
 
 def weights_digest(tensors: Iterable[SourceTensor]) -> str:

@@ -5,18 +5,16 @@ An infinite figure is stored as null, since JSON has no infinity.
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.errors import FormatError
+from lowbit.formats.records import load_object, record, records
 
 QUALITY_FILE = "quality.json"
 SCHEMA = 1
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,75 +141,26 @@ def read_quality(folder: Path) -> QualityReport | None:
     path = folder / QUALITY_FILE
     if not path.exists():
         return None
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"`{path}` is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"`{path}` does not hold a JSON object")
-    schema = content.pop("schema", None)
-    if schema != SCHEMA:
-        raise FormatError(
-            f"`{path}`: schema {schema}, this release reads {SCHEMA}",
-            hint="make the report again with `lowbit-convert report`",
-        )
+    hint = "make the report again with `lowbit-convert report`"
+    content = load_object(path, "schema", SCHEMA, hint)
     where = str(path)
-    content["weights"] = _rows(WeightQuality, content.get("weights"), f"{where}: weights")
-    content["sizes"] = _row(Sizes, content.get("sizes"), f"{where}: sizes")
+    content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
+    content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
     if content.get("logits") is not None:
         content["logits"] = _logits(content["logits"], f"{where}: logits")
-    return _row(QualityReport, content, where)
+    return record(QualityReport, content, where)
 
 
 def _logits(content: Any, where: str) -> LogitQuality:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
-    counts = content.get("kl_histogram")
-    if not isinstance(counts, dict) or not isinstance(counts.get("counts"), list):
-        raise FormatError(f"`{where}`: `kl_histogram` has no list of counts")
-    histogram = {**counts, "counts": tuple(counts["counts"])}
-    series = _rows(Window, content.get("window_series"), f"{where}: window_series")
+    series = records(Window, content.get("window_series"), f"{where}: window_series")
     parsed = {
         **content,
-        "kl_histogram": _row(Histogram, histogram, f"{where}: kl_histogram"),
+        "kl_histogram": record(Histogram, content.get("kl_histogram"), f"{where}: kl_histogram"),
         "window_series": series,
     }
-    return _row(LogitQuality, parsed, where)
-
-
-def _rows(kind: type[Row], content: Any, where: str) -> tuple[Row, ...]:
-    if not isinstance(content, list):
-        raise FormatError(f"`{where}` is not a list")
-    return tuple(_row(kind, row, where) for row in content)
-
-
-def _row(kind: type[Row], content: Any, where: str) -> Row:
-    """A dataclass from a JSON object that has exactly its fields."""
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    expected = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    if content.keys() != expected.keys():
-        missing = sorted(expected.keys() - content.keys())
-        extra = sorted(content.keys() - expected.keys())
-        raise FormatError(f"`{where}`: missing keys {missing}, unknown keys {extra}")
-    return kind(**{name: _value(expected[name], content[name], where, name) for name in content})
-
-
-def _value(kind: Any, value: Any, where: str, name: str) -> Any:
-    """Check the scalar fields; null in a required figure stands for infinity."""
-    if kind is float and value is None:
-        return math.inf
-    scalars: Mapping[Any, tuple[type, ...]] = {
-        int: (int,),
-        float: (int, float),
-        str: (str,),
-        int | None: (int, type(None)),
-        float | None: (int, float, type(None)),
-        str | None: (str, type(None)),
-    }
-    if kind in scalars and (not isinstance(value, scalars[kind]) or isinstance(value, bool)):
-        raise FormatError(f"`{where}`: `{name}` is {value!r}")
-    return value
+    return record(LogitQuality, parsed, where)
 
 
 def _finite(value: Any) -> Any:

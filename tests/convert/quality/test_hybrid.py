@@ -61,6 +61,8 @@ def test_perplexity(hybrid: Path, tmp_path: Path, stories: str, base: str, most:
 def test_advice_about_kernels_is_kept_from_the_terminal(
     hybrid: Path, stories: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import transformers.utils.logging  # noqa: F401 - gives loggers their warning_once
+
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     child = logging.getLogger("transformers.models.some_model")

@@ -91,11 +91,12 @@ def test_no_report(tmp_path: Path) -> None:
         ({"weights": [{"name": "x"}]}, "missing keys"),
         ({"weights": [3]}, "is not an object"),
         ({"sizes": None}, "sizes` is not an object"),
-        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, "is '1'"),
-        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "is True"),
+        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, 'be "1"'),
+        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
         ({"logits": []}, "logits` is not an object"),
-        ({"logits": {}}, "has no list of counts"),
-        ({"manifest_sha256": 7}, "`manifest_sha256` is 7"),
+        ({"logits": {}}, "window_series` is not a list"),
+        ({"logits": {"window_series": []}}, "kl_histogram` is not an object"),
+        ({"manifest_sha256": 7}, "`manifest_sha256` cannot be 7"),
     ],
 )
 def test_foreign_content(

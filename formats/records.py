@@ -1,0 +1,88 @@
+"""Frozen dataclasses from JSON: exactly their fields, of exactly their types."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from lowbit.formats.errors import FormatError
+
+Row = TypeVar("Row")
+
+
+def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[str, Any]:
+    """The JSON object in a file of lowbit's own, without its version.
+
+    Raises:
+        FormatError: not a JSON object, or of another version.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"`{path}` is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"`{path}` does not hold a JSON object")
+    found = content.pop(version_key, None)
+    if type(found) is not int or found != version:
+        what = version_key.replace("_", " ")
+        raise FormatError(f"`{path}`: {what} {found}, this release reads {version}", hint=hint)
+    return content
+
+
+def records(kind: type[Row], content: Any, where: str) -> tuple[Row, ...]:
+    """A tuple of dataclasses from a JSON list; errors as in `record`."""
+    if not isinstance(content, list):
+        raise FormatError(f"`{where}` is not a list")
+    return tuple(record(kind, row, where) for row in content)
+
+
+def record(kind: type[Row], content: Any, where: str) -> Row:
+    """A dataclass from a JSON object that has exactly its fields.
+
+    A list stands for a tuple, and null for infinity where a float is required, since JSON has
+    neither.
+
+    Args:
+        kind: whose fields are scalars, tuples, dicts or dataclasses made before.
+        content: the object.
+        where: names it in messages.
+
+    Raises:
+        FormatError: naming the key that is missing, unknown or of another type.
+    """
+    if not isinstance(content, Mapping):
+        raise FormatError(f"`{where}` is not an object")
+    kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    if content.keys() != kinds.keys():
+        missing, extra = kinds.keys() - content.keys(), content.keys() - kinds.keys()
+        raise FormatError(
+            f"`{where}`: missing keys {sorted(missing)}, unknown keys {sorted(extra)}"
+        )
+    values = {name: _read(value, kinds[name]) for name, value in content.items()}
+    for name, value in values.items():
+        if not _fits(value, kinds[name]):
+            raise FormatError(f"`{where}`: `{name}` cannot be {json.dumps(content[name])[:80]}")
+    return kind(**values)
+
+
+def _read(value: Any, kind: Any) -> Any:
+    if isinstance(value, list) and get_origin(kind) is tuple:
+        return tuple(value)
+    return math.inf if value is None and kind is float else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type: no bool for an int, no text for a list."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in args
+    if origin is UnionType:
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is (type(None) if kind is None else origin or kind)
