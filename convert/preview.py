@@ -10,8 +10,12 @@ from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
 from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.stream import worker_count
+from lowbit.formats.architectures import part_of, read_config
+from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.hub import HUB_ID, locate, remote_headers
+
+DEFAULT_CONTEXT = 8192  # of lowbit-run, where the model has as many positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,9 @@ class Preview:
         peak_ram: resident bytes of the conversion, at most.
         vllm: why vLLM could not load the result; empty where it can.
         unserved: why lowbit-run could not serve it; None where it can.
+        run_bytes: what its decoder's weights take on a GPU.
+        context: tokens that a sequence is counted with.
+        sequence_bytes: keys, values and states of such a sequence in BF16 (two of each state).
     """
 
     source: str
@@ -33,6 +40,9 @@ class Preview:
     peak_ram: int
     vllm: tuple[str, ...]
     unserved: str | None
+    run_bytes: int
+    context: int
+    sequence_bytes: int
 
 
 def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: int) -> Preview:
@@ -50,6 +60,8 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
         remote = remote_headers(source, revision)
         config, tensors, sizes = remote.config, remote.tensors, remote.other_files
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
+    sizes_of = read_config(config)
+    context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = worker_count()
     elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))
     return Preview(
@@ -59,4 +71,11 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
         peak_ram=peak_estimate(elements, workers),
         vllm=tuple(vllm_verdict(plan)),
         unserved=runtime_verdict(plan),
+        run_bytes=sum(
+            step.output_bytes
+            for step in plan.steps
+            if part_of(config, step.source.name) == "decoder"
+        ),
+        context=context,
+        sequence_bytes=kv_bytes(sizes_of, context, 2) + 2 * state_bytes(sizes_of, 2),
     )

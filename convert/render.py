@@ -90,6 +90,10 @@ def plan(view: Preview) -> None:
         f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
     )
     console.print(f"peak RAM of the conversion: at most {size(view.peak_ram)}")
+    console.print(
+        f"memory to run it on a GPU: {size(view.run_bytes)} of weights, "
+        f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens"
+    )
     if any(step.rereads for step in view.plan.steps):
         console.print(
             "the head is untied: it adds bytes and is read faster; "
@@ -127,6 +131,11 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "bits_per_weight": view.plan.bits_per_weight,
         "parameters": dict(view.plan.parameters),
         "peak_ram_bytes": view.peak_ram,
+        "run": {
+            "weight_bytes": view.run_bytes,
+            "context": view.context,
+            "sequence_bytes": view.sequence_bytes,
+        },
         "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
         "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
         "files": [{"name": s.file, "size_bytes": s.size} for s in view.plan.shards],

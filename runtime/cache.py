@@ -78,11 +78,6 @@ class KVCache:
         self.saved_length = self.length
 
 
-def cache_bytes(layers: int, kv_heads: int, head_dim: int, context: int, itemsize: int) -> int:
-    """Bytes of a cache, before it is made."""
-    return 2 * layers * kv_heads * context * head_dim * itemsize
-
-
 def new_cache(
     layers: int, kv_heads: int, head_dim: int, context: int, dtype: torch.dtype, device: str
 ) -> KVCache:

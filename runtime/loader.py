@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from lowbit.formats.architectures import dense, part_of, qwen3_5
+from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, read_config
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
@@ -15,7 +15,6 @@ from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.packed import open_packed
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.runtime import cpu
-from lowbit.runtime.cache import cache_bytes
 from lowbit.runtime.linear import Linear
 from lowbit.runtime.models.dense import Dense
 from lowbit.runtime.models.dense import build as build_dense
@@ -25,7 +24,6 @@ from lowbit.runtime.ops import Ops
 from lowbit.runtime.weights import Weights
 
 W = TypeVar("W")
-Config = DenseConfig | Qwen35Config
 Decoder = Dense[cpu.CpuLinear] | Dense[Linear] | Qwen35[cpu.CpuLinear] | Qwen35[Linear]
 WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
 
@@ -67,22 +65,11 @@ class OpenedModel:
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Memory that the keys and values of so many tokens take."""
-        config = self.config
-        layers = config.num_hidden_layers
-        if isinstance(config, Qwen35Config):
-            layers = config.layer_types.count(qwen3_5.FULL)
-        heads, dim = config.num_key_value_heads, config.head_dim
-        return cache_bytes(layers, heads, dim, tokens, dtype.itemsize)
+        return footprint.kv_bytes(self.config, tokens, dtype.itemsize)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one state of the linear layers, whatever the length; a cache holds two."""
-        config = self.config
-        if not isinstance(config, Qwen35Config):
-            return 0
-        inputs = (2 * config.key_dim + config.value_dim) * (config.linear_conv_kernel_dim - 1)
-        memory = config.value_dim * config.linear_key_head_dim
-        layers = config.layer_types.count(qwen3_5.LINEAR)
-        return layers * (inputs * dtype.itemsize + memory * 4)
+        return footprint.state_bytes(self.config, dtype.itemsize)
 
 
 def open_model(folder: Path) -> OpenedModel:
@@ -96,10 +83,9 @@ def open_model(folder: Path) -> OpenedModel:
     """
     packed = open_packed(folder, SERVED_BITS)
     config = packed.checkpoint.config
-    is_dense = config.get("model_type") in dense.MODEL_TYPES
     return OpenedModel(
         checkpoint=packed.checkpoint,
-        config=DenseConfig.from_hf(config) if is_dense else Qwen35Config.from_hf(config),
+        config=read_config(config),
         specs=tuple(spec for spec in packed.specs if part_of(config, spec.name) == "decoder"),
         schemes=packed.schemes,
     )

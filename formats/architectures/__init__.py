@@ -4,10 +4,14 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from lowbit.formats.architectures import dense, qwen3_5
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 
 Part = Literal["decoder", "mtp", "vision"]
+
+Config = DenseConfig | Qwen35Config
 
 SUPPORTED = (*dense.MODEL_TYPES, *qwen3_5.MODEL_TYPES)
 
@@ -23,14 +27,24 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
     """
+    parsed = read_config(config)
+    if isinstance(parsed, DenseConfig):
+        return dense.tensor_table(parsed)
+    with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
+    return qwen3_5.tensor_table(parsed, qwen3_5.prefix_of(config, names), with_mtp)
+
+
+def read_config(config: Mapping[str, Any]) -> Config:
+    """The sizes that a `config.json` describes.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+    """
     model_type = config.get("model_type")
     if model_type in dense.MODEL_TYPES:
-        return dense.tensor_table(dense.DenseConfig.from_hf(config))
+        return DenseConfig.from_hf(config)
     if model_type in qwen3_5.MODEL_TYPES:
-        with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
-        return qwen3_5.tensor_table(
-            qwen3_5.Qwen35Config.from_hf(config), qwen3_5.prefix_of(config, names), with_mtp
-        )
+        return Qwen35Config.from_hf(config)
     raise UnsupportedModelError(
         f"config.json: model_type `{model_type}` is not supported",
         hint=f"supported: {', '.join(SUPPORTED)}",

@@ -1,0 +1,36 @@
+"""The memory that `plan` announces is what the runtime then takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit.convert import Recipe, convert
+from lowbit.convert.preview import preview
+from lowbit.runtime.loader import open_model
+from lowbit.runtime.model import load
+
+MODELS = Path(__file__).parents[1] / "examples" / "models"
+SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
+NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> None:
+    source = MODELS / name
+    view = preview(str(source), None, Recipe(), 10**9)
+    convert(source, tmp_path / "out")
+    opened = open_model(tmp_path / "out")
+    packed = sum(scheme is not None for scheme in opened.schemes.values())
+    small = sum(torch.Size(spec.shape).numel() for spec in opened.specs if not spec.quantizable) - (
+        opened.config.vocab_size * opened.config.hidden_size
+    )
+    taken = opened.weight_bytes("cuda", torch.bfloat16)
+    assert taken - small * NORM_BYTES <= view.run_bytes - packed * SHAPE_BYTES <= taken
+
+    model = load(tmp_path / "out", device="cpu", context=view.context)
+    cache = model.engine.cache
+    assert view.context == cache.context
+    kv = cache.k.nbytes + cache.v.nbytes
+    states = 2 * opened.state_bytes(torch.bfloat16)
+    assert view.sequence_bytes == kv + states
