@@ -21,7 +21,9 @@ from lowbit.runtime.ops import Rope
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_ROWS = 16  # the INT4 product wants N to be a multiple
 INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
-CHUNK_ROWS = 4096  # rows unpacked at a time, a multiple of the INT4 blocks of 64 rows
+CHUNK_ROWS = (
+    256  # rows unpacked at a time: they stay in cache; a multiple of INT4 blocks of 64 rows
+)
 
 
 @dataclass(frozen=True, slots=True)
