@@ -183,6 +183,8 @@ def bench_gemms() -> None:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_kernels needs an NVIDIA GPU")
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
     bench_gemvs()
     bench_steps()
