@@ -1,8 +1,8 @@
 """Write a random BF16 checkpoint in a real model's shapes, to measure speed and memory with.
 
-python examples/make_random_checkpoint.py 1.7B /tmp/qwen3-1.7b-random
-lowbit-convert /tmp/qwen3-1.7b-random /tmp/qwen3-1.7b-int4
-lowbit-run bench /tmp/qwen3-1.7b-int4
+python examples/make_random_checkpoint.py 1.7B random-1.7b
+lowbit-convert random-1.7b random-1.7b-int4
+lowbit-run bench random-1.7b-int4
 
 Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower).
 """

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Override, Recipe, convert
-from lowbit.formats.packed import open_packed
-from lowbit.formats.packing import dequantize, unpack
+from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
@@ -36,23 +34,6 @@ def _foreign_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
-
-
-def dequantized_weights(folder: Path) -> dict[str, Tensor]:
-    """W = q * s in FP32 by original name."""
-    packed = open_packed(folder)
-    stored: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        stored |= load_file(path)
-    weights = {}
-    for spec in packed.specs:
-        scheme = packed.schemes.get(spec.module)
-        if scheme is None:
-            weights[spec.name] = stored[spec.name].float()
-        else:
-            codes = unpack(stored[f"{spec.module}.weight_packed"], scheme.bits, spec.shape[1])
-            weights[spec.name] = dequantize(codes, stored[f"{spec.module}.weight_scale"])
-    return weights
 
 
 def logits_of(model: Any, ids: Tensor) -> Tensor:

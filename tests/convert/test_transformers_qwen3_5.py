@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Override, Recipe, convert
-from lowbit.formats.packed import open_packed
-from lowbit.formats.packing import dequantize, unpack
+from tests.oracle import dequantized_weights
 
 MTP = (Override("mtp.*", 8),)
 RECIPES = {
@@ -38,22 +37,11 @@ def _foreign_warnings() -> Iterator[None]:
 
 def text_weights(folder: Path) -> dict[str, Tensor]:
     """W = q * s of the decoder in FP32, named as in a text-only model."""
-    packed = open_packed(folder)
-    stored: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        stored |= load_file(path)
-    weights = {}
-    for spec in packed.specs:
-        scheme = packed.schemes.get(spec.module)
-        if spec.name.startswith("mtp."):
-            continue
-        name = spec.name.replace("language_model.", "")
-        if scheme is None:
-            weights[name] = stored[spec.name].float()
-        else:
-            codes = unpack(stored[f"{spec.module}.weight_packed"], scheme.bits, spec.shape[1])
-            weights[name] = dequantize(codes, stored[f"{spec.module}.weight_scale"])
-    return weights
+    return {
+        name.replace("language_model.", ""): weight
+        for name, weight in dequantized_weights(folder).items()
+        if not name.startswith("mtp.")
+    }
 
 
 def logits_of(model: Any) -> Tensor:
