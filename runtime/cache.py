@@ -74,6 +74,7 @@ class KVCache:
 
     def save(self) -> None:
         """Make the present length one that `truncate` can go back to, instead of another."""
+        self.saved_length = 0  # where the copy is interrupted, nothing is saved
         self.saved.copy_(self.delta)
         self.saved_length = self.length
 

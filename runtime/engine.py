@@ -39,7 +39,7 @@ class Engine:
     seed: int = 0
     reused: int = 0
     _rewinds: int = 0
-    _running: bool = False  # stays set where a pass was interrupted halfway
+    _running: bool = False  # stays set where a change of the cache was interrupted halfway
     _graph: "torch.cuda.CUDAGraph | None" = None
     _graph_shape: tuple[bool, int, bool] | None = None
 
@@ -148,6 +148,7 @@ class Engine:
         """
         if self._graph is not None and self._graph_shape == self.sampler.shape:
             return
+        self._running = True
         torch.cuda.synchronize()  # the last step of a request that was left may still run
         self._graph = None
         length = self.cache.length
@@ -164,6 +165,7 @@ class Engine:
         with torch.cuda.graph(graph):
             self._step()
         self._graph, self._graph_shape = graph, self.sampler.shape
+        self._running = False
 
     def _forward(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """Append ids to the cache in chunks; yields the hidden states [M, h] of each."""
@@ -179,12 +181,13 @@ class Engine:
 
     def _rewind(self, length: int) -> None:
         self._rewinds += 1
+        self._running = True
         self.cache.truncate(length)
         del self.held[length:]
+        self._running = False
 
     def forget(self) -> None:
         """Drop what the cache holds."""
-        self._running = False
         self._rewind(0)
 
     def check(self, ids: Sequence[int]) -> None:

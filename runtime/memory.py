@@ -10,6 +10,7 @@ from lowbit.runtime.loader import OpenedModel
 DEFAULT_CONTEXT = 8192
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
+GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, a graph's pool, the libraries' buffers
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -24,8 +25,10 @@ def choose_context(opened: OpenedModel, device: str, dtype: torch.dtype, asked: 
     limit = opened.config.max_position_embeddings
     if asked is not None and not 1 <= asked <= limit:
         raise RequestError(f"context {asked}: the model has positions for 1 to {limit} tokens")
-    per_token = opened.kv_bytes(1, dtype)
+    per_token = max(1, opened.kv_bytes(1, dtype))  # 0 where every layer is linear
     fixed = opened.weight_bytes(device, dtype) + 2 * opened.state_bytes(dtype)
+    if device != "cpu":
+        fixed += GPU_WORKSPACE + opened.state_bytes(dtype)  # capturing a graph copies the state
     wanted = asked or min(limit, DEFAULT_CONTEXT)
     free = free_bytes(device)
     if free is None:

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.device import on_gpu, programmatic_launch
-from lowbit.runtime.kernels.launch import attention_launch
+from lowbit.runtime.kernels.launch import attention_launch, join_warps
 from lowbit.runtime.kernels.rotate import rotated, rotated_ref
 from lowbit.runtime.ops import Rope
 
@@ -247,7 +247,7 @@ def attention_decode(
         SPLITS=launch.splits,
         BLOCK_T=launch.block_t,
         PDL=pdl,
-        num_warps=4,
+        num_warps=join_warps(launch.splits, D),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )

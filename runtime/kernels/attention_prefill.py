@@ -59,7 +59,7 @@ def attention_prefill_ref(
     return (mixed * gate).reshape(M, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])  # else every class of prompt lengths compiles anew
 def _rotate_append_kernel(
     qkv_ptr,
     q_norm_ptr,

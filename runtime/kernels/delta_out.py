@@ -33,7 +33,7 @@ def window_ref(qkvz: Tensor, window: Tensor) -> Tensor:
     return torch.cat((window, qkvz[:, :C].to(window.dtype)))[-rows:]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def _gated_norm_kernel(
     o_ptr,
     qkvz_ptr,

@@ -69,7 +69,7 @@ def _convolved(
     return y * tl.sigmoid(y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _mix_kernel(
     qkvz_ptr,
     window_ptr,
@@ -117,7 +117,7 @@ def _inverse(A, rows, SIZE: tl.constexpr):
     return T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _chunk_kernel(
     mixed_ptr,
     ba_ptr,
@@ -169,7 +169,7 @@ def _chunk_kernel(
     tl.store(inverse_ptr + square, _inverse(A, tl.minimum(M - chunk * CHUNK, CHUNK), CHUNK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _scan_kernel(
     mixed_ptr,
     inverse_ptr,

@@ -100,6 +100,14 @@ def attention_launch(kv_heads: int, context: int) -> AttentionLaunch:
     return AttentionLaunch(splits, ATTENTION_BLOCK_T)
 
 
+JOIN_SUMS = 4096  # FP32 sums a warp holds, 128 registers a thread: more would spill
+
+
+def join_warps(splits: int, head_dim: int) -> int:
+    """Warps of the program that joins the splits of a head."""
+    return min(32, max(4, splits * head_dim // JOIN_SUMS))
+
+
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()

@@ -42,9 +42,14 @@ def mixed(role: str) -> Scheme:
     return Scheme(4, 128) if role == "mlp" else Scheme(8, 128)
 
 
-@pytest.fixture
-def model(make_model: Callable[..., PackedModel]) -> lowbit.Model:
-    return lowbit.load(make_model(mixed, **SIZES).folder, device="cuda")
+@pytest.fixture(params=["dense", "hybrid"])
+def model(
+    request: pytest.FixtureRequest,
+    make_model: Callable[..., PackedModel],
+    make_qwen3_5: Callable[..., PackedModel],
+) -> lowbit.Model:
+    make = make_model if request.param == "dense" else make_qwen3_5
+    return lowbit.load(make(mixed, **SIZES).folder, device="cuda")
 
 
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED])
@@ -81,6 +86,27 @@ def test_changing_parameters_captures_a_graph_that_fits(model: lowbit.Model) -> 
     ):
         model.engine.forget()
         assert list(model.engine.generate(PROMPT, params, 30)) == tokens
+
+
+def test_turns_on_one_cache_are_the_same_without_graphs(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of parameters captures a graph while the cache holds earlier turns."""
+
+    def turns() -> list[tuple[int, list[int]]]:
+        model.engine.forget()
+        prompt, said = PROMPT, []
+        for params in (GREEDY, *SAMPLED, GREEDY):
+            answer = list(model.engine.generate(prompt, params, 20))
+            said.append((model.engine.reused, answer))
+            prompt = [*prompt, *answer[:-1], 7, 8]
+        return said
+
+    captured = turns()
+    assert all(reused > 0 for reused, _ in captured[1:])
+    monkeypatch.setattr(type(model.engine), "_capture", lambda engine: None)
+    model.engine._graph = None
+    assert captured == turns()
 
 
 def test_a_full_context_and_an_early_stop_leave_it_usable(model: lowbit.Model) -> None:

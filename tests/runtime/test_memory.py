@@ -9,6 +9,7 @@ import torch
 
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime import load, memory
+from lowbit.runtime.loader import open_model
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -62,6 +63,25 @@ def test_states_of_linear_layers_count_twice(
     per_token = 2 * 1 * 2 * 64 * 2  # k and v, one layer with keys, kv heads, head_dim, bytes
     free((weights + states + 5000.5 * per_token) * memory.HEADROOM)
     assert load(folder, device="cpu").context == 5000
+
+
+def test_a_model_of_linear_layers_alone_takes_any_context(
+    make_qwen3_5: "Callable[..., PackedModel]",
+) -> None:
+    folder = make_qwen3_5(num_hidden_layers=2, layer_types=["linear_attention"] * 2).folder
+    model = load(folder, device="cpu")
+    assert model.context == 256
+    assert len(model.generate("ab", raw=True, max_new_tokens=3).token_ids) == 3
+
+
+def test_a_gpu_keeps_room_beside_weights_and_cache(
+    make_qwen3_5: "Callable[..., PackedModel]", free: Free
+) -> None:
+    opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
+    dtype = torch.bfloat16
+    held = opened.weight_bytes("cuda", dtype) + 3 * opened.state_bytes(dtype)  # one in a capture
+    free((held + memory.GPU_WORKSPACE + opened.kv_bytes(5000, dtype)) * memory.HEADROOM + 1)
+    assert memory.choose_context(opened, "cuda", dtype, None) == 5000
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(

@@ -1,0 +1,75 @@
+"""Conversations whose turns share one cache, against a model that has seen nothing before."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+GREEDY = lowbit.SamplingParams()
+QUESTIONS = ("Tell me a story about a dog.", "Go on.", "And then?", "Why?")
+# An answer is kept without its reasoning, as by the templates of reasoning models.
+REASONING = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n<think>\\n' }}
+{%- if enable_thinking is false %}{{- '\\n</think>\\n\\n' }}{% endif %}
+"""
+
+Load = Callable[[], lowbit.Model]
+
+
+@pytest.fixture(params=["tiny-qwen3", "tiny-qwen3.5"])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
+    """A trained model, dense or hybrid, with a template that thinks."""
+    folder = tmp_path / request.param
+    shutil.copytree(MODELS / request.param, folder)
+    (folder / "chat_template.jinja").write_text(REASONING)
+    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=512)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("tokens", [24, 60])
+def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
+    model, messages = load(), list[lowbit.Message]()
+    reused = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        made, fresh = (
+            held.generate(messages, sampling=GREEDY, thinking=thinking, max_new_tokens=tokens)
+            for held in (model, load())
+        )
+        assert made.prompt_token_ids == fresh.prompt_token_ids
+        assert made.token_ids == fresh.token_ids
+        reused.append(made.timings.reused_tokens)
+        messages.append({"role": "assistant", "content": made.text})
+    assert reused[0] == 0
+    # A later prompt holds all turns before the last question: none is run again.
+    assert reused == sorted(set(reused))
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_turn_taken_back_or_repeated_or_redrawn_changes_nothing(
+    load: Load, thinking: bool
+) -> None:
+    hot = lowbit.SamplingParams(temperature=0.9, top_k=30, seed=5)
+    model = load()
+    first, other, short = (
+        lowbit.Message(role="user", content=text)
+        for text in (QUESTIONS[0], QUESTIONS[0] + " Please.", "Hm")
+    )
+    left = model.stream([first], sampling=GREEDY, thinking=thinking)
+    next(left.pieces)
+    left.close()
+    for messages in ([first], [first], [other], [first, short], [first]):
+        for sampling in (GREEDY, hot):
+            made, fresh = (
+                held.generate(messages, sampling=sampling, thinking=thinking, max_new_tokens=12)
+                for held in (model, load())
+            )
+            assert made.token_ids == fresh.token_ids
