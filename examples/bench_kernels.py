@@ -80,7 +80,7 @@ def check_gemv(w: PackedLinear) -> None:
     part = PackedLinear(w.codes[-4096:], w.scales[-4096:], w.bits, w.group_size)
     ref = gemv_ref(x, part)
     error = float((gemv(x, w, dtype=torch.float32)[:, -4096:] - ref).norm() / ref.norm())
-    if not error < 1e-5:
+    if not error < 2e-5:  # the bound of the tests
         raise SystemExit(f"INT{w.bits} {w.N}x{w.K}: relative error {error:.1e}")
 
 

@@ -31,7 +31,8 @@ def test_random_checkpoints_explain_themselves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
-def test_kernel_benchmark_says_that_it_needs_a_gpu() -> None:
-    done = run(str(EXAMPLES / "bench_kernels.py"))
+@pytest.mark.parametrize("script", ["bench_kernels", "tune_kernels"])
+def test_kernel_scripts_say_that_they_need_a_gpu(script: str) -> None:
+    done = run(str(EXAMPLES / f"{script}.py"))
     assert done.returncode == 1
-    assert done.stderr == "bench_kernels needs an NVIDIA GPU\n"
+    assert done.stderr == f"{script} needs an NVIDIA GPU\n"
