@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 SCHEMA = 1  # of every object that --json prints
-COMMANDS = ("quantize", "plan", "inspect", "verify", "report")
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 
 
@@ -359,7 +358,7 @@ def explained_interrupt(out: Path) -> Iterator[None]:
 
 def _check_command(source: str) -> None:
     """A source that is not there and looks like a command was meant as one."""
-    close = difflib.get_close_matches(source, COMMANDS, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(source, main.commands, n=1, cutoff=0.75)
     if close and not Path(source).exists():
         raise click.UsageError(
             f"'{source}' is no source here; did you mean the command '{close[0]}'?"

@@ -23,13 +23,13 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.manifest import Fate
+from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, packed_shapes
 from lowbit.formats.quantization_config import KEY, unserved, write_quantization_config
 from lowbit.formats.rtn import SCALE_DTYPE
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.formats.shards import Shard, lay_out
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
@@ -214,7 +214,7 @@ def check_tensors(
                 f"`{name}`: shape {list(info.shape)}, expected {list(expected[name].shape)}",
                 hint="config.json and weights do not belong together",
             )
-        if info.dtype not in SOURCE_DTYPES:
+        if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"`{name}`: dtype {info.dtype_name}, expected BF16, F16 or F32",
                 hint="convert from the BF16 checkpoint" if "8" in info.dtype_name else None,

@@ -11,11 +11,9 @@ from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.stream import worker_count
 from lowbit.formats.architectures import part_of, read_config
-from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.hub import HUB_ID, locate, remote_headers
-
-DEFAULT_CONTEXT = 8192  # of lowbit-run, where the model has as many positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.journal import Finished, Journal
-from lowbit.convert.plan import SOURCE_DTYPES, Plan, Step
+from lowbit.convert.plan import Plan, Step
 from lowbit.convert.quality.weights import WeightSums
 from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.manifest import OutputTensor
+from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack
 from lowbit.formats.rtn import ScaleRule, quantize
 
@@ -209,9 +210,7 @@ def _make(block: _Block, source: Checkpoint, rule: ScaleRule, device: torch.devi
     """Quantize, pack and measure the rows of a block, or pass them on."""
     step = block.work.step
     # The sum is finite unless a value is not, or values are so large that only a closer look tells.
-    if block.rows.dtype in SOURCE_DTYPES and not torch.isfinite(
-        block.rows.sum(dtype=torch.float32)
-    ):
+    if block.rows.dtype in FLOATS and not torch.isfinite(block.rows.sum(dtype=torch.float32)):
         _check_finite(block, source)
     sums = WeightSums()
     if step.scheme is None:

@@ -23,7 +23,7 @@ from lowbit.formats.packing import (
 from lowbit.formats.quantization_config import read_quantization_config, unserved
 from lowbit.formats.scheme import Scheme
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # of weights that are not packed
 PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     PACKED: (torch.int32,),
     SCALE: FLOATS,

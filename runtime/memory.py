@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime.loader import OpenedModel
 
-DEFAULT_CONTEXT = 8192
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
 GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, a graph's pool, the libraries' buffers

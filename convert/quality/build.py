@@ -95,10 +95,7 @@ def bits_per_weight(checkpoint: Checkpoint) -> float:
         if not spec.quantizable or spec.role == "mtp":
             continue
         name = embedding if spec.role == "head" and tied else spec.name
-        parts = [
-            name,
-            *(f"{spec.module}.{suffix}" for suffix in (PACKED, SCALE, SHAPE, ZERO_POINT)),
-        ]
+        parts = [name, *(f"{spec.module}.{suffix}" for suffix in STORED)]
         found = [checkpoint.tensors[part].nbytes for part in parts if part in checkpoint.tensors]
         if not found:
             raise CheckpointError(f"`{checkpoint.folder.name}` lacks `{spec.name}`")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import (
     GROUP_INDEX,
     PACKED,
@@ -22,8 +23,6 @@ from lowbit.formats.packing import (
 )
 from lowbit.formats.quantization_config import QuantizationConfig, read_quantization_config
 from lowbit.formats.scheme import Scheme
-
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,9 @@ class Weights:
         if name in self.checkpoint.tensors:
             self._check_dtype(name)
             return self.checkpoint.read(name).to(device).to(torch.float32)
-        return self._unpack_rows(name.removesuffix(".weight"), 0, shape[0], shape[1], device)[0]
+        module = name.removesuffix(".weight")
+        scheme = self._checked_scheme(module)
+        return self._unpack_rows(module, scheme, 0, shape[0], shape[1], device)[0]
 
     def rows(self, name: str, count: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
         """Blocks of at most `count` rows with the number of their first row, in FP32.
@@ -112,16 +113,16 @@ class Weights:
         Raises:
             CheckpointError, FormatError: as `read`.
         """
+        scheme = self._checked_scheme(module)
         N, K = self.shape(f"{module}.weight")
         for start in range(0, N, count):
-            weights, scale = self._unpack_rows(module, start, min(start + count, N), K, device)
+            stop = min(start + count, N)
+            weights, scale = self._unpack_rows(module, scheme, start, stop, K, device)
             yield start, weights, scale
 
     def _unpack_rows(
-        self, module: str, start: int, stop: int, K: int, device: torch.device
+        self, module: str, scheme: Scheme, start: int, stop: int, K: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        scheme = self._scheme(module)
-        self._check_layout(module, scheme)
         words = self.checkpoint.read_rows(f"{module}.{PACKED}", start, stop).to(device)
         scale = self.checkpoint.read_rows(f"{module}.{SCALE}", start, stop).to(device)
         zero_point = None
@@ -139,7 +140,9 @@ class Weights:
             )
         return scheme
 
-    def _check_layout(self, module: str, scheme: Scheme) -> None:
+    def _checked_scheme(self, module: str) -> Scheme:
+        """The scheme of a packed linear whose tensors fit it."""
+        scheme = self._scheme(module)
         tensors = self.checkpoint.tensors
         if f"{module}.{GROUP_INDEX}" in tensors:
             raise FormatError(f"`{module}.{GROUP_INDEX}`: reordered groups are not supported")
@@ -154,14 +157,15 @@ class Weights:
                     f"`{name}` has shape {list(info.shape)}, {scheme} of [{N}, {K}] "
                     f"needs {list(shape)}"
                 )
-        for suffix, dtypes in ((PACKED, (torch.int32,)), (SCALE, FLOAT_DTYPES)):
+        for suffix, dtypes in ((PACKED, (torch.int32,)), (SCALE, FLOATS)):
             info = tensors[f"{module}.{suffix}"]
             if info.dtype not in dtypes:
                 raise FormatError(f"`{info.name}` has dtype {info.dtype_name}")
+        return scheme
 
     def _check_dtype(self, name: str) -> None:
         info = self.checkpoint.tensors[name]
-        if info.dtype not in FLOAT_DTYPES:
+        if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"`{self.name}`: `{name}` has dtype {info.dtype_name}, expected BF16, F16 or F32"
             )

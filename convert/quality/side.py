@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.quality.dequantized import Weights
 from lowbit.formats.architectures import is_tied
+from lowbit.formats.architectures.qwen3_5 import prefix_of
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 
@@ -66,8 +67,7 @@ def load_side(weights: Weights, window: int, device: torch.device) -> Side:
     # Its frequencies are computed when it is built, and so would have no storage either.
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     layers, norm = tuple(decoder.layers), decoder.norm
-    nested = any(name.startswith("model.language_model.") for name in weights.checkpoint.tensors)
-    prefix = "model.language_model." if nested else "model."
+    prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
     tied = is_tied(weights.checkpoint.config)
     return Side(
         weights=weights,

@@ -3,6 +3,8 @@
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import FULL, LINEAR, Qwen35Config
 
+DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many positions
+
 
 def kv_bytes(config: DenseConfig | Qwen35Config, tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of so many tokens, at `itemsize` bytes a number."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime import load, memory
 from lowbit.runtime.loader import open_model
@@ -46,7 +47,7 @@ def test_the_default_context_is_what_fits(
     weights = load(folder, device="cpu", context=1).opened.weight_bytes("cpu", torch.bfloat16)
     per_token = 2 * 2 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bytes
     free(1e12)
-    assert load(folder, device="cpu").context == memory.DEFAULT_CONTEXT
+    assert load(folder, device="cpu").context == DEFAULT_CONTEXT
     free((weights + 5000.5 * per_token) * memory.HEADROOM)
     assert load(folder, device="cpu").context == 5000
     assert load(folder, device="cpu", context=3000).context == 3000

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,6 +61,7 @@ def hub_scores(logits: Tensor, params: SamplingParams, history: list[int]) -> Te
     min_p=st.floats(0.0, 1.0),
     repetition=st.floats(0.5, 2.0),
 )
+@example(seed=0, temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0)
 @settings(max_examples=150, deadline=None)
 def test_kept_tokens_and_their_odds_match_transformers(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float, repetition: float
@@ -81,9 +82,9 @@ def test_kept_tokens_and_their_odds_match_transformers(
     got = torch.zeros(V, dtype=torch.float64)
     got[ids] = mass / total[-1]
     assert (got - expected).abs().max() < 1e-9
-    # a token of less than 2^-40 of the likeliest has no mass and counts as dropped
+    # masses are rounded to 2^-40 of the likeliest: below half of that a token counts as dropped
     assert set((got > 0).nonzero()[:, 0].tolist()) == set(
-        (expected > 2**-40 * expected.max()).nonzero()[:, 0].tolist()
+        (expected > 2**-41 * expected.max()).nonzero()[:, 0].tolist()
     )
 
 
