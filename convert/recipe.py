@@ -1,5 +1,6 @@
 """A recipe: which linear gets which scheme."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from lowbit.formats.scheme import BITS, GROUP_SIZES, Scheme
 Base = Literal["int4", "int8", "mixed"]
 Head = Literal["int4", "int8", "bf16"]
 
+VALUE = re.compile(r"(\d+)(?:g(\d+))?", re.ASCII)
 AS_STORED = 16  # `PATTERN=16` leaves a linear as it is
 
 # Bits by recipe and role. Published sensitivities put attention before MLP and the output of a
@@ -27,7 +29,7 @@ HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Bits for the linears whose module name matches a shell pattern.
+    """Bits, and group size where given, for the linears whose name matches a shell pattern.
 
     The head for multi-token prediction has linears named like the decoder's; only a pattern that
     begins with `mtp` means them.
@@ -35,6 +37,7 @@ class Override:
 
     pattern: str
     bits: int
+    group_size: int | None = None  # the recipe's
 
     def matches(self, spec: TensorSpec) -> bool:
         """Whether it decides the bits of a linear."""
@@ -43,21 +46,35 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> "Override":
-        """Read `PATTERN=BITS`.
+        """Read `PATTERN=BITS` or `PATTERN=BITSgGROUP`.
 
         Raises:
-            QuantizationError: not of that form, or bits other than 2 to 8 and 16.
+            QuantizationError: not of that form, bits other than 2 to 8 and 16, or a group size
+                that is not supported.
         """
-        pattern, equals, bits = text.rpartition("=")
-        if not equals or not pattern or not bits.isdecimal():
+        pattern, _, value = text.rpartition("=")
+        match = VALUE.fullmatch(value)
+        if not pattern or match is None:
             raise QuantizationError(
-                f"`{text}` is not of the form PATTERN=BITS", hint="for example '*.down_proj=8'"
+                f"`{text}` is not of the form PATTERN=BITS or PATTERN=BITSgGROUP",
+                hint="for example '*.down_proj=8' or '*.down_proj=4g32'",
             )
+        bits, group = match.groups()
         if bits not in map(str, (*BITS, AS_STORED)):
             raise QuantizationError(
                 f"`{text}`: bits must be 2 to 8, or {AS_STORED} to leave the weight as it is"
             )
-        return cls(pattern, int(bits))
+        if group is not None and (int(bits) == AS_STORED or group not in map(str, GROUP_SIZES)):
+            raise QuantizationError(
+                f"`{text}`: a group size is one of {', '.join(map(str, GROUP_SIZES))}, "
+                f"of 2 to 8 bits"
+            )
+        return cls(pattern, int(bits), None if group is None else int(group))
+
+    def __str__(self) -> str:
+        """As it is written on the command line."""
+        group = "" if self.group_size is None else f"g{self.group_size}"
+        return f"{self.pattern}={self.bits}{group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +123,7 @@ class Recipe:
             "scales": self.rule,
             "group_size": self.group_size,
             "lm_head": self.head,
-            "overrides": [[override.pattern, override.bits] for override in self.overrides],
+            "overrides": [str(override) for override in self.overrides],
             "drop_vision": self.drop_vision,
         }
 
@@ -121,13 +138,13 @@ class Recipe:
         self._check_patterns(linears)
         schemes: dict[str, Scheme | None] = {}
         for spec in linears:
-            bits = BITS_BY_ROLE[self.base][spec.role]
+            bits, group = BITS_BY_ROLE[self.base][spec.role], self.group_size
             if spec.role == "head" and self.head is not None:
                 bits = HEAD_BITS[self.head]
             for override in self.overrides:
                 if override.matches(spec):
-                    bits = override.bits
-            scheme = None if bits == AS_STORED else Scheme(bits, self.group_size)
+                    bits, group = override.bits, override.group_size or self.group_size
+            scheme = None if bits == AS_STORED else Scheme(bits, group)
             if scheme is not None:
                 scheme.groups(spec.module, spec.shape[1])
             schemes[spec.module] = scheme

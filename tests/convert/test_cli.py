@@ -11,7 +11,8 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file
 
-from lowbit.convert.cli import main, parse_size
+from lowbit.convert.cli import main
+from lowbit.convert.options import parse_size
 from lowbit.formats.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_quantize(cli: "Cli", model: Path, tmp_path: Path, hashes: "Hashes") -> 
         (("--positive-scales", "--lm-head", "bf16"), {"scales": "positive", "lm_head": "bf16"}),
         (
             ("--bits", "*.mlp.*=8", "--bits", "*.down_proj=4", "--recipe", "int8"),
-            {"overrides": [["*.mlp.*", 8], ["*.down_proj", 4]], "recipe": "int8"},
+            {"overrides": ["*.mlp.*=8", "*.down_proj=4"], "recipe": "int8"},
         ),
     ],
 )

@@ -97,6 +97,19 @@ def test_malformed_override(text: str) -> None:
         Override.parse(text)
 
 
+def test_group_size_of_its_own() -> None:
+    override = Override.parse("*.down_proj=4g32")
+    assert override == Override("*.down_proj", 4, 32)
+    assert str(override) == "*.down_proj=4g32"
+    assert str(Override.parse("*=8")) == "*=8"
+
+
+@pytest.mark.parametrize("value", ["4g33", "16g32", "4g0", "4g" + "9" * 5000])
+def test_group_size_out_of_range(value: str) -> None:
+    with pytest.raises(QuantizationError, match="a group size is one of 32, 64, 128, 256, 512"):
+        Override.parse(f"*={value}")
+
+
 @pytest.mark.parametrize("bits", ["0", "1", "9", "15", "17", "32", "08", "9" * 5000])
 def test_bits_out_of_range(bits: str) -> None:
     with pytest.raises(QuantizationError, match="bits must be 2 to 8, or 16"):
@@ -174,7 +187,7 @@ def test_json_holds_everything_that_decides_a_code() -> None:
         "scales": "positive",
         "group_size": None,
         "lm_head": "int4",
-        "overrides": [["*.o_proj", 6]],
+        "overrides": ["*.o_proj=6"],
         "drop_vision": False,
     }
 

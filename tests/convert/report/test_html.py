@@ -19,7 +19,7 @@ MakeRow = Callable[..., WeightQuality]
 MANIFEST = Manifest(
     lowbit_version="0.1.0",
     source=Source("Qwen/Qwen3-0.6B", "0123456789", "aa" * 32, "bb" * 32),
-    recipe={"recipe": "int4", "overrides": [["*.down_proj", 8]], "lm_head": None},
+    recipe={"recipe": "int4", "overrides": ["*.down_proj=8"], "lm_head": None},
     source_tensors=(SourceTensor("x.weight", "BF16", (2, 2), "quantized", "", "cc" * 32, 4, 128),),
     tensors=(),
     files=(),

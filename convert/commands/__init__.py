@@ -1,0 +1,1 @@
+"""The commands of lowbit-convert, one a file: parse, call a library function, show."""
