@@ -8,8 +8,8 @@ JSON header, data).
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -72,17 +73,30 @@ class TensorInfo:
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
+DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, where
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose headers have been read and checked; holds no data and no open file."""
+    """A folder whose headers have been read and checked; holds no data and no open file.
+
+    Attributes:
+        folder: where the files lie.
+        config: content of config.json.
+        tensors: by name.
+        derived: how to make rows of those tensors that the files hold in another tool's layout.
+    """
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    derived: Mapping[str, DerivedRows] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         info = self.tensors[name]
+        if name in self.derived:
+            return self.derived[name](0, info.shape[0], torch.device("cpu"))
         out = torch.empty(info.shape, dtype=info.dtype)
         self._fill(info, info.offset, out)
         return out
@@ -90,6 +104,8 @@ class Checkpoint:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor with at least one dimension."""
         info = self.tensors[name]
+        if name in self.derived:
+            return self.derived[name](start, stop, torch.device("cpu"))
         out = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
         self._fill(info, info.offset + start * info.row_bytes, out)
         return out
@@ -106,7 +122,10 @@ class Checkpoint:
                 f"`{name}`: {info.dtype_name} {list(info.shape)} does not fit a buffer of "
                 f"{out.dtype} {list(out.shape)}"
             )
-        self._fill(info, info.offset, out)
+        if name in self.derived:
+            out.copy_(self.read(name))
+        else:
+            self._fill(info, info.offset, out)
 
     def rows(self, name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
         """Blocks of at most `rows` rows with the number of their first row, in order."""

@@ -36,3 +36,7 @@ class ResourceError(LowbitError):
 
 class RequestError(LowbitError):
     """A generation request that cannot be served: empty or too long a prompt, a bad message."""
+
+
+class PublishError(LowbitError):
+    """A checkpoint that could not be published: the token, the name, the network, the Hub."""

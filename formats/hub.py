@@ -1,11 +1,13 @@
 """Where a model is: a folder as it stands, or a Hub id fetched into the library's cache.
 
 Only what is needed travels: the small files of the top level, then exactly the shards that the
-index names. Headers alone are read by range requests. huggingface_hub is imported when needed.
+index names; what has arrived is compared with the hash that the Hub gives for it. Headers alone are
+read by range requests. huggingface_hub is imported when needed.
 """
 
 import fnmatch
 import glob
+import hashlib
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -25,6 +27,7 @@ from lowbit.formats.checkpoint import (
     weight_map,
 )
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.hashing import hash_file
 from lowbit.formats.hub_errors import explained, not_cached, not_found
 
 if TYPE_CHECKING:
@@ -66,12 +69,32 @@ class RemoteHeaders(NamedTuple):
         tensors: every tensor by name, in shards that need not be on this machine.
         commit: sha of the revision that was read.
         other_files: size in bytes of every other file that `locate` would fetch.
+        folder: holds config.json and whatever else was asked for.
     """
 
     config: Mapping[str, Any]
     tensors: dict[str, TensorInfo]
     commit: str
     other_files: dict[str, int]
+    folder: Path
+
+
+def hub_id(source: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """Id and revision of `org/name` or `org/name@revision`; None for any other text.
+
+    Args:
+        source: as the user wrote it; that it is not a folder is for the caller to find out.
+        revision: given beside it.
+
+    Raises:
+        CheckpointError: two different revisions.
+    """
+    repo, mark, named = source.partition("@")
+    if not HUB_ID.fullmatch(repo) or bool(mark) != bool(named):
+        return None
+    if named and revision not in (None, named):
+        raise CheckpointError(f"`{source}` names a revision, and `{revision}` is another")
+    return repo, named or revision
 
 
 def locate(source: str, revision: str | None = None) -> Location:
@@ -80,7 +103,7 @@ def locate(source: str, revision: str | None = None) -> Location:
     Without a network, or with HF_HUB_OFFLINE set, a cached snapshot serves.
 
     Args:
-        source: a folder, or a Hub id of the form `org/name`.
+        source: a folder, or a Hub id of the form `org/name` or `org/name@revision`.
         revision: branch, tag or commit of a Hub id; the default branch when None.
 
     Raises:
@@ -104,12 +127,18 @@ def locate(source: str, revision: str | None = None) -> Location:
         return Location(folder=path, repo=None, commit=None)
     if exists:
         raise CheckpointError(f"`{source}` is not a folder", hint="give the folder of the model")
-    if not HUB_ID.fullmatch(source):
+    found = hub_id(source, revision)
+    if found is None:
         raise not_found(source)
-    return _fetch(source, revision)
+    before = _blobs(found[0])
+    location = _fetch(*found)
+    _check_arrived(found[0], location.folder, before)
+    return location
 
 
-def remote_headers(repo: str, revision: str | None = None) -> RemoteHeaders:
+def remote_headers(
+    repo: str, revision: str | None = None, also: Collection[str] = ()
+) -> RemoteHeaders:
     """Config and headers of a Hub model by range requests; no weights are fetched.
 
     Where the Hub cannot be reached, a complete cached snapshot is read instead.
@@ -117,6 +146,7 @@ def remote_headers(repo: str, revision: str | None = None) -> RemoteHeaders:
     Args:
         repo: a Hub id of the form `org/name`.
         revision: branch, tag or commit; the default branch when None.
+        also: names of small files to fetch into the folder, where the repository has them.
 
     Raises:
         CheckpointError: as `locate` and `open_checkpoint`.
@@ -130,7 +160,8 @@ def remote_headers(repo: str, revision: str | None = None) -> RemoteHeaders:
     small = [
         name
         for name in sizes
-        if _is_wanted(name) and (name == CONFIG_FILE or name.endswith(".index.json"))
+        if _is_wanted(name)
+        and (name == CONFIG_FILE or name in also or name.endswith(".index.json"))
     ]
     folder = _download(repo, commit, allow=small)
     _require_config(repo, folder)
@@ -145,6 +176,7 @@ def remote_headers(repo: str, revision: str | None = None) -> RemoteHeaders:
         tensors=join_headers(headers, index),
         commit=commit,
         other_files={name: size for name, size in sizes.items() if _is_wanted(name)},
+        folder=folder,
     )
 
 
@@ -192,6 +224,46 @@ def _download(
     return Path(folder)
 
 
+def _blobs(repo: str) -> set[str]:
+    """Names of the contents that the cache holds of a repository."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _check_arrived(repo: str, folder: Path, before: Collection[str]) -> None:
+    """Compare what the cache did not hold before with its name, which is its hash.
+
+    The library names a content by what the Hub says of it, SHA-256 or git's blob id, and compares
+    nothing but sizes.
+
+    Raises:
+        CheckpointError: other bytes have arrived; they are removed.
+    """
+    paths = [path for path in folder.iterdir() if path.is_symlink()]
+    fresh = [path for path in paths if path.resolve().name not in before]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for path, right in zip(fresh, pool.map(_is_named_right, fresh), strict=True):
+            if not right:
+                path.resolve().unlink(missing_ok=True)
+                raise CheckpointError(
+                    f"`{path.name}` of `{repo}` has arrived with other bytes than the Hub holds",
+                    hint="run the command again: it is fetched anew",
+                )
+
+
+def _is_named_right(path: Path) -> bool:
+    """Whether a content has the hash that is its name; any other name says nothing."""
+    blob = path.resolve()
+    if len(blob.name) == 64:
+        return hash_file(blob) == blob.name
+    if len(blob.name) == 40:
+        content = blob.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == blob.name
+    return True
+
+
 def _silent_bar() -> "type[tqdm]":
     """A progress bar that shows nothing: the library's own writes into files and pipes too."""
     from huggingface_hub.utils import tqdm
@@ -234,6 +306,7 @@ def _cached_headers(location: Location) -> RemoteHeaders:
             for path in sorted(folder.iterdir())
             if path.is_file() and _is_wanted(path.name)
         },
+        folder=folder,
     )
 
 

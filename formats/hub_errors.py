@@ -66,29 +66,31 @@ def _explain(error: Exception, repo: str, revision: str | None) -> LowbitError:
         status = cause.response.status_code
         answer = f"the Hub answers HTTP {status} for `{repo}`"
         if cause.server_message:
-            answer += f": {_first_line(cause.server_message)}"
+            answer += f": {first_line(cause.server_message)}"
         if status in (401, 403):
             return CheckpointError(answer, hint="check the id, and the token: `hf auth login`")
         return CheckpointError(answer, hint="try again later; finished files are kept")
     if isinstance(cause, OfflineModeIsEnabled):
         return not_cached(repo, "HF_HUB_OFFLINE is set")
     if looked_in_cache:
-        return not_cached(repo, "no connection" if cause is error else _describe(cause))
+        return not_cached(repo, "no connection" if cause is error else describe(cause))
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
             f"the disk is full while fetching `{repo}`",
             hint="free some space, or set HF_HOME to a larger disk",
         )
     return CheckpointError(
-        f"fetching `{repo}` failed: {_describe(cause)}",
+        f"fetching `{repo}` failed: {describe(cause)}",
         hint="run the command again; finished files are kept",
     )
 
 
-def _describe(error: BaseException) -> str:
-    text = _first_line(str(error))
+def describe(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    text = first_line(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a message, without its full stop."""
     return text.strip().partition("\n")[0].rstrip(".")

@@ -81,8 +81,35 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a calibrated method saw and ran on: with the recipe, all that decides its codes.
+
+    Attributes:
+        text: name of the text.
+        text_sha256: of its bytes.
+        samples: windows of it that were used.
+        length: tokens of a window.
+        chat: whether the chat template was applied.
+        device: `cpu`, or the GPU's name.
+        threads: of the CPU; 0 on a GPU.
+        torch_version: that computed.
+        transformers_version: whose modules did.
+    """
+
+    text: str
+    text_sha256: str
+    samples: int
+    length: int
+    chat: bool
+    device: str
+    threads: int
+    torch_version: str
+    transformers_version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole of lowbit.json."""
+    """The whole of lowbit.json; calibration is None for round-to-nearest."""
 
     lowbit_version: str
     source: Source
@@ -90,6 +117,7 @@ class Manifest:
     source_tensors: tuple[SourceTensor, ...]
     tensors: tuple[OutputTensor, ...]
     files: tuple[OutputFile, ...]
+    calibration: Calibration | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -116,6 +144,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     ):
         content[key] = records(kind, content.get(key), f"{where}: {key}")
     content["source"] = record(Source, content.get("source"), f"{where}: source")
+    if content.setdefault("calibration", None) is not None:
+        content["calibration"] = record(Calibration, content["calibration"], f"{where}: calibration")
     manifest = record(Manifest, content, where)
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)

@@ -8,9 +8,11 @@ import torch
 
 from lowbit.formats.architectures import is_carried, is_tied, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
+from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.manifest import Manifest, read_manifest
+from lowbit.formats.packing import FLOATS as FLOATS
 from lowbit.formats.packing import (
     GROUP_INDEX,
     PACKED,
@@ -23,7 +25,6 @@ from lowbit.formats.packing import (
 from lowbit.formats.quantization_config import read_quantization_config, unserved
 from lowbit.formats.scheme import Scheme
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # of weights that are not packed
 PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     PACKED: (torch.int32,),
     SCALE: FLOATS,
@@ -61,7 +62,7 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
     """Read the headers of a packed (or plain) checkpoint and check every tensor once.
 
     Args:
-        folder: of lowbit-convert or of another tool.
+        folder: of lowbit-convert or of another tool, GPTQ and AWQ included.
         served_bits: refuse what a runtime with kernels for these bits cannot serve.
 
     Raises:
@@ -70,8 +71,23 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
         FormatError: a foreign manifest, a scheme the layout does not have, a fused set of two
             schemes, or a tensor that is missing, extra, misshapen or of an unexpected dtype.
     """
-    checkpoint = open_checkpoint(folder)
-    manifest = read_manifest(folder)  # refuses a version this release does not know
+    checkpoint = open_native(folder)
+    return check_packed(checkpoint, read_manifest(folder), served_bits)
+
+
+def check_packed(
+    checkpoint: Checkpoint, manifest: Manifest | None, served_bits: Collection[int] | None = None
+) -> PackedCheckpoint:
+    """Check the headers of a packed (or plain) checkpoint, wherever its files are.
+
+    Args:
+        checkpoint: in the terms of SPEC.md.
+        manifest: its lowbit.json, None where there is none.
+        served_bits: refuse what a runtime with kernels for these bits cannot serve.
+
+    Raises:
+        LowbitError: as `open_packed`.
+    """
     specs = tensor_table(checkpoint.config, checkpoint.tensors)
     if is_tied(checkpoint.config):
         specs = [spec for spec in specs if spec.role != "head"]
@@ -163,7 +179,9 @@ def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
     unknown = [
         name
         for name in checkpoint.tensors
-        if name not in known and not is_carried(checkpoint.config, name)
+        if name not in known
+        and not is_carried(checkpoint.config, name)
+        and not _is_filler(checkpoint, name)
     ]
     for name in unknown:
         if name.endswith(f".{GROUP_INDEX}"):
@@ -171,6 +189,13 @@ def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
         if name.endswith(f".{ZERO_POINT}"):
             raise FormatError(f"`{name}`: config.json says symmetric, the file has zero points")
     return unknown
+
+
+def _is_filler(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is the bias of zeros that GPTQ writers give packed linears without a bias."""
+    module, _, suffix = name.rpartition(".")
+    foreign = f"{module}.{PACKED}" in checkpoint.derived
+    return suffix == "bias" and foreign and not bool(checkpoint.read(name).any())
 
 
 def _missing(name: str, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> str:

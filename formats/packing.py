@@ -19,6 +19,7 @@ ZERO_POINT = "weight_zero_point"
 GROUP_INDEX = "weight_g_idx"
 
 WORD_BITS = 32
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # of scales, and of what is not packed
 
 
 def packed_words(K: int, bits: int) -> int:

@@ -1,7 +1,7 @@
 """`quantization_config` of config.json as compressed-tensors writes it: reader and writer."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,14 @@ def _rank(target: str, module: str) -> int | None:
     return 2 if target == "Linear" else None
 
 
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """What a config.json says the checkpoint is quantized by; None where it is not quantized."""
+    section = config.get(KEY) or config.get("compression_config")
+    if not section:
+        return None
+    return str(section.get("quant_method") if isinstance(section, dict) else section)
+
+
 def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
     """Parse the `quantization_config` of a config.json, from any tool.
 
@@ -71,8 +79,9 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
     method = section.get("quant_method")
     if method != METHOD:
         raise FormatError(
-            f"config.json: quantization method `{method}`, expected `{METHOD}`",
-            hint="convert from the BF16 checkpoint with lowbit-convert",
+            f"config.json: quantization method `{method}` is not supported",
+            hint=f"read: {METHOD} ({FORMAT}), gptq, awq (gemm); for others convert from the BF16 "
+            "checkpoint with lowbit-convert",
         )
     if section.get("sparsity_config"):
         raise FormatError("config.json: sparse checkpoints (`sparsity_config`) are not supported")
@@ -148,11 +157,28 @@ def write_quantization_config(
     Raises:
         FormatError: modules of different schemes that suffix patterns cannot tell apart.
     """
-    groups: dict[str, Any] = {}
     used = sorted({s for s in schemes.values() if s is not None}, key=str)
-    for scheme in used:
-        groups[f"group_{len(groups)}"] = {
-            "targets": _patterns(schemes, scheme),
+    targets = {scheme: _patterns(schemes, scheme) for scheme in used}
+    ignore = [*never, *_patterns(schemes, None)]
+    written = QuantizationConfig(
+        groups=tuple((tuple(patterns), scheme) for scheme, patterns in targets.items()),
+        ignore=tuple(ignore),
+    )
+    for module, wanted in schemes.items():
+        if written.scheme_for(module) != wanted:
+            raise FormatError(
+                f"`{module}`: no suffix pattern tells it from a module of another scheme"
+            )
+    return section_of(targets, ignore)
+
+
+def section_of(
+    targets: Mapping[Scheme, Sequence[str]], ignore: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config` that gives each scheme to its targets, in this order."""
+    groups = {
+        f"group_{number}": {
+            "targets": list(names),
             "format": FORMAT,
             "input_activations": None,
             "output_activations": None,
@@ -166,25 +192,14 @@ def write_quantization_config(
                 "actorder": None,
             },
         }
-    ignore = [*never, *_patterns(schemes, None)]
-    written = QuantizationConfig(
-        groups=tuple(
-            (tuple(group["targets"]), scheme)
-            for group, scheme in zip(groups.values(), used, strict=True)
-        ),
-        ignore=tuple(ignore),
-    )
-    for module, wanted in schemes.items():
-        if written.scheme_for(module) != wanted:
-            raise FormatError(
-                f"`{module}`: no suffix pattern tells it from a module of another scheme"
-            )
+        for number, (scheme, names) in enumerate(targets.items())
+    }
     return {
         "quant_method": METHOD,
         "format": FORMAT,
         "quantization_status": "compressed",
         "version": VERSION,
-        "ignore": ignore,
+        "ignore": list(ignore),
         "config_groups": groups,
     }
 
@@ -229,8 +244,10 @@ def _quote(name: str) -> str:
     return name.replace(".", "[.]")
 
 
-def unserved(scheme: Scheme, served_bits: Iterable[int]) -> str | None:
+def unserved(scheme: Scheme, served_bits: Collection[int]) -> str | None:
     """Why the runtime cannot serve a scheme, or None."""
     if scheme.bits not in served_bits:
         return f"{scheme.bits}-bit weights (served: {', '.join(map(str, served_bits))})"
-    return None if scheme.symmetric else "asymmetric weights (zero points)"
+    if not scheme.symmetric and scheme.bits >= max(served_bits):  # q - z takes one bit more
+        return f"asymmetric {scheme.bits}-bit weights (zero points)"
+    return None

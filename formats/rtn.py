@@ -10,6 +10,7 @@ Scale rules, relative L2 error on Gaussian weights at INT4 g128:
     signed     same search, signed so that the largest weight lies on the code -8 side   .0968
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -51,18 +52,47 @@ def quantize(w: Tensor, scheme: Scheme, rule: ScaleRule = "signed") -> tuple[Ten
     G = scheme.group_size or K
     codes = torch.empty((N * K // G, G), dtype=torch.int8, device=w.device)
     scale = torch.empty((N * K // G, 1), dtype=SCALE_DTYPE, device=w.device)
-    groups = w.reshape(-1, G)
-    step = max(1, CACHE_ELEMENTS // G) if w.device.type == "cpu" else max(1, len(groups))
-    for start in range(0, len(groups), step):
-        block = groups[start : start + step].to(torch.float32)
-        s = _scales(block, scheme, rule)
-        scale[start : start + step] = s
+    for part, block in _blocks(w, G):
+        scale[part] = s = _scales(block, scheme, rule)
         q = block.div(s.to(torch.float32)).round_()
-        codes[start : start + step] = q.clamp_(scheme.code_min, scheme.code_max)
+        codes[part] = q.clamp_(scheme.code_min, scheme.code_max)
     return codes.view(N, K), scale.view(N, K // G)
 
 
-def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
+def weighted_scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor) -> Tensor:
+    """Scales by the same search, each squared error times the importance of its column.
+
+    Args:
+        w: [N, K] of a float dtype, finite; the group size divides K.
+        scheme: symmetric.
+        rule: how a group's scale is chosen.
+        importance: [K] float32, not negative; second moments of the input, for instance.
+
+    Returns:
+        [N, K/G] bfloat16, on w's device.
+    """
+    N, K = w.shape
+    G = scheme.group_size or K
+    scale = torch.empty((N * K // G, 1), dtype=SCALE_DTYPE, device=w.device)
+    columns = importance.view(K // G, G)
+    groups = torch.arange(K // G, device=w.device).repeat(N)
+    for part, block in _blocks(w, G):
+        scale[part] = _scales(block, scheme, rule, columns[groups[part]])
+    return scale.view(N, K // G)
+
+
+def _blocks(w: Tensor, G: int) -> Iterator[tuple[slice, Tensor]]:
+    """Groups of [N, K] weights in FP32, [groups, G], as many at a time as stay in cache."""
+    groups = w.reshape(-1, G)
+    step = max(1, CACHE_ELEMENTS // G) if w.device.type == "cpu" else max(1, len(groups))
+    for start in range(0, len(groups), step):
+        part = slice(start, start + step)
+        yield part, groups[part].to(torch.float32)
+
+
+def _scales(
+    w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor | None = None
+) -> Tensor:
     """Scale of each group: [groups, 1] bfloat16, never zero."""
     high, low = w.amax(1, keepdim=True), w.amin(1, keepdim=True)
     extreme = torch.where(-low >= high, low, high)  # of largest magnitude, sign kept
@@ -76,10 +106,10 @@ def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Tensor:
         # A positive scale that puts the extreme on the code range's larger side would clip it.
         reach = half if rule == "signed" else half - 0.5
         return (extreme * _fp32(1 / reach)).to(SCALE_DTYPE)
-    return _search(w, extreme, half)
+    return _search(w, extreme, half, importance)
 
 
-def _search(w: Tensor, extreme: Tensor, half: int) -> Tensor:
+def _search(w: Tensor, extreme: Tensor, half: int, importance: Tensor | None) -> Tensor:
     """The scale among RATIOS with the smallest squared error, per group.
 
     Where the errors leave the range of FP32 (weights beyond 2^60 or below 2^-70) it is the one of
@@ -93,7 +123,10 @@ def _search(w: Tensor, extreme: Tensor, half: int) -> Tensor:
         wide = s.to(torch.float32)
         torch.mul(w, torch.ones_like(wide) / wide, out=scratch)
         scratch.round_().clamp_(-half, half - 1).mul_(wide).sub_(w)
-        error = pairwise_sum(scratch.mul_(scratch))
+        scratch.mul_(scratch)
+        if importance is not None:
+            scratch.mul_(importance)
+        error = pairwise_sum(scratch)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best = torch.where(better, s, best)

@@ -6,7 +6,7 @@ first and rows go straight to their place: nothing is ever held whole in memory.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,13 @@ class Shard:
 
 
 def lay_out(
-    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], max_shard_bytes: int
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str] = METADATA,
 ) -> list[Shard]:
     """Split tensors over shards, in order, each at most `max_shard_bytes` long.
 
-    A single tensor above the limit gets a shard of its own.
+    A single tensor above the limit gets a shard of its own. Every header holds the metadata.
     """
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     used = 0
@@ -55,13 +57,17 @@ def lay_out(
         if count == 1
         else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     )
-    return [_shard(name, group) for name, group in zip(names, groups, strict=True)]
+    return [_shard(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
-def _shard(file: str, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> Shard:
+def _shard(
+    file: str,
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+) -> Shard:
     # Wider dtypes first keeps every tensor aligned to its own size, as the format asks.
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-    header: dict[str, Any] = {"__metadata__": METADATA}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset, spans = 0, []
     for tensor in ordered:
         name, dtype, shape = tensor

@@ -13,6 +13,7 @@ Part = Literal["decoder", "mtp", "vision"]
 
 Config = DenseConfig | Qwen35Config
 
+TIED = "tie_word_embeddings"
 SUPPORTED = (*dense.MODEL_TYPES, *qwen3_5.MODEL_TYPES)
 
 
@@ -77,5 +78,14 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether the head shares the embedding's weight; the outer config wins over the nested one."""
     nested = config.get("text_config")
-    inner = nested.get("tie_word_embeddings", False) if isinstance(nested, dict) else False
-    return bool(config.get("tie_word_embeddings", inner))
+    inner = nested.get(TIED, False) if isinstance(nested, dict) else False
+    return bool(config.get(TIED, inner))
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, saying everywhere an engine may look that the head has weights of its own."""
+    changed = {**config, TIED: False}
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and TIED in nested:
+        changed["text_config"] = {**nested, TIED: False}
+    return changed

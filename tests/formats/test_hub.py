@@ -77,6 +77,7 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     [
         *("./missing", "../a/b", "a/b/c", "/abs/path", "missing", "org/", "/name", "", "~/m"),
         *("org/na--me", "org/name.git", "org/a..b", "org/name-", "org/é", "org/name\n", "a\0b"),
+        *("org/name@", "@v1", "name@v1", "org@v1/name"),
     ],
 )
 def test_neither_a_folder_nor_a_hub_id(hub: HubServer, source: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
+    Calibration,
     Manifest,
     OutputFile,
     OutputTensor,
@@ -78,7 +80,9 @@ def test_content() -> None:
         "source_tensors",
         "tensors",
         "files",
+        "calibration",
     ]
+    assert written["calibration"] is None
     assert written["source_tensors"][0] == {
         "name": "lm_head.weight",
         "dtype": "BF16",
@@ -127,6 +131,20 @@ def test_version_comes_before_everything_else(tmp_path: Path) -> None:
     refused(tmp_path, {"lowbit_version": "0.1.0"}, "format version None")
 
 
+def test_calibration(tmp_path: Path) -> None:
+    made = Calibration("stories.txt", HASH, 256, 512, False, "cpu", 2, "2.13.0", "5.23.0")
+    calibrated = replace(manifest(), calibration=made)
+    (tmp_path / MANIFEST_FILE).write_bytes(calibrated.to_bytes())
+    assert read_manifest(tmp_path) == calibrated
+    changed = json.loads(calibrated.to_bytes())
+    del changed["calibration"]["threads"]
+    refused(tmp_path, changed, "calibration", "threads")
+    without = content()
+    del without["calibration"]  # as the first files were written
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(without))
+    assert read_manifest(tmp_path) == manifest()
+
+
 PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
     lambda whole: whole,
     lambda whole: whole["source"],
@@ -140,7 +158,7 @@ PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
 def test_every_key_is_required_and_no_other_is_known(
     tmp_path: Path, part: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    for key in part(content()).keys() - {"format_version"}:
+    for key in part(content()).keys() - {"format_version", "calibration"}:
         changed = content()
         del part(changed)[key]
         refused(tmp_path, changed, key)

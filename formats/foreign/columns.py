@@ -1,0 +1,38 @@
+"""Columns of a stored matrix, for layouts that lie across ours."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.checkpoint import Checkpoint
+from lowbit.formats.errors import CheckpointError
+
+
+def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    """Columns [start, stop) of a matrix on the CPU: [rows, stop - start].
+
+    All columns are one read; fewer are one read a row, so that memory is that of the result.
+
+    Raises:
+        CheckpointError: the file ends first.
+    """
+    info = checkpoint.tensors[name]
+    rows, width = info.shape
+    if (start, stop) == (0, width):
+        return checkpoint.read(name)
+    out = torch.empty(rows, stop - start, dtype=info.dtype)
+    if not out.numel():
+        return out
+    view = out.view(-1).view(torch.uint8).numpy().data
+    length = len(view) // rows
+    first = info.offset + start * info.dtype.itemsize
+    with (checkpoint.folder / info.file).open("rb", buffering=0) as file:
+        for row in range(rows):
+            part = view[row * length : (row + 1) * length]
+            if os.preadv(file.fileno(), [part], first + row * info.row_bytes) != length:
+                raise CheckpointError(
+                    f"`{info.file}` ends inside `{name}`",
+                    hint="the file is cut short; download or copy it again",
+                )
+    return out

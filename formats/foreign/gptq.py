@@ -1,0 +1,106 @@
+"""GPTQ files, as AutoGPTQ, GPTQModel, transformers and AutoRound write them.
+
+`qweight` [K * bits / 32, N] is our `weight_packed` transposed, word for word, and `qzeros`
+[K/G, N * bits / 32] our `weight_zero_point`; version 1 (`"gptq"`) stores zero points minus one,
+version 2 (`"gptq_v2"`) as they are. `dynamic` overrides modules by pattern: the first that matches
+(`+:` or bare) wins, and `-:` leaves a module as it was.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.checkpoint import Checkpoint
+from lowbit.formats.errors import FormatError
+from lowbit.formats.foreign.columns import read_columns
+from lowbit.formats.foreign.native import (
+    CODES,
+    ZEROS,
+    ForeignLinear,
+    as_native,
+    matrix,
+    packed_modules,
+    read_scheme,
+)
+from lowbit.formats.packing import WORD_BITS, unpack
+from lowbit.formats.scheme import Scheme
+
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by version: what the stored zero points lack
+
+
+def read_gptq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
+    """A GPTQ checkpoint in native terms.
+
+    Args:
+        checkpoint: as the files are.
+        section: its `quantization_config`.
+
+    Raises:
+        FormatError: another packing, bits other than 4 and 8, activation-ordered groups, or
+            tensors that do not fit.
+        QuantizationError: the group size does not divide K.
+    """
+    version = section.get("checkpoint_format", section.get("format", "gptq"))
+    if section.get("is_marlin_format"):
+        version = "marlin"
+    if not isinstance(version, str) or version not in ZERO_OFFSETS:
+        raise FormatError(
+            f"config.json: GPTQ checkpoint format `{version}` is not supported",
+            hint="read: gptq (version 1) and gptq_v2, in 32-bit words",
+        )
+    if section.get("pack_dtype", "int32") != "int32":
+        raise FormatError(f"config.json: pack_dtype `{section['pack_dtype']}`, expected `int32`")
+    offset = ZERO_OFFSETS[version]
+    return as_native(
+        checkpoint,
+        [
+            _linear(checkpoint, module, _scheme(section, module), offset)
+            for module in packed_modules(checkpoint)
+        ],
+    )
+
+
+def _scheme(section: Mapping[str, Any], module: str) -> Scheme:
+    """The scheme of a module, from the first override that matches it or the section."""
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(isinstance(x, dict) for x in dynamic.values()):
+        raise FormatError("config.json: `dynamic` is not an object of objects")
+    for pattern, override in dynamic.items():
+        if _matches(pattern, module):
+            if pattern.startswith("-:"):
+                raise FormatError(
+                    f"`{module}` is packed, but `dynamic` in config.json excludes it: `{pattern}`"
+                )
+            return read_scheme({**section, **override}, f"config.json: `{pattern}`")
+    return read_scheme(section, "config.json: GPTQ")
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(re.sub("^[+-]:", "", pattern), module) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise FormatError(f"config.json: bad pattern `{pattern}`: {error}") from None
+
+
+def _linear(checkpoint: Checkpoint, module: str, scheme: Scheme, offset: int) -> ForeignLinear:
+    name = f"{module}.{CODES}"
+    words, N = matrix(checkpoint, name, (torch.int32,)).shape
+
+    def codes(start: int, stop: int, device: torch.device) -> Tensor:
+        return read_columns(checkpoint, name, start, stop).to(device).T.contiguous()
+
+    def zero_points() -> Tensor:
+        stored = unpack(checkpoint.read(f"{module}.{ZEROS}"), scheme.bits, N)
+        if offset and bool((stored == scheme.code_max).any()):
+            raise FormatError(
+                f"`{module}.{ZEROS}`: a zero point of {1 << scheme.bits} has no {scheme.bits}-bit "
+                "code",
+                hint="the file may be of version 2 (`gptq_v2`), which config.json should say",
+            )
+        return stored + offset
+
+    K = words * WORD_BITS // scheme.bits
+    return ForeignLinear(module, N, K, scheme, codes, zero_points)

@@ -1,0 +1,38 @@
+"""Opening a checkpoint folder of any tool whose packing is known."""
+
+from pathlib import Path
+
+from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats.foreign.auto_round import plain_section
+from lowbit.formats.foreign.awq import read_awq
+from lowbit.formats.foreign.gptq import read_gptq
+from lowbit.formats.quantization_config import KEY
+
+TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native names and layout
+
+
+def open_native(folder: Path) -> Checkpoint:
+    """The headers of a folder in the terms of SPEC.md, whichever tool packed it.
+
+    GPTQ and AWQ files appear under native names, in the native layout and with a native
+    `quantization_config`; their tensors are translated, exactly, as they are read. Every other
+    checkpoint is as `open_checkpoint` gives it.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        FormatError: a GPTQ or AWQ file of a kind that is not supported.
+        QuantizationError: its group size does not divide a row.
+    """
+    checkpoint = open_checkpoint(folder)
+    section = checkpoint.config.get(KEY)
+    if not isinstance(section, dict):
+        return checkpoint
+    if section.get("quant_method") == "auto-round":
+        section = plain_section(section)
+    match section.get("quant_method"):
+        case "gptq":
+            return read_gptq(checkpoint, section)
+        case "awq":
+            return read_awq(checkpoint, section)
+        case _:
+            return checkpoint

@@ -1,0 +1,40 @@
+"""How much memory can still be allocated, as the system tells it."""
+
+from pathlib import Path
+
+import torch
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: str) -> int | None:
+    """Bytes that can still be allocated on `cpu` or `cuda`; None where the system does not say."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info()[0]
+    system = _meminfo_available(MEMINFO)
+    container = _cgroup_left(CGROUP)
+    known = [size for size in (system, container) if size is not None]
+    return min(known) if known else None
+
+
+def _meminfo_available(path: Path) -> int | None:
+    """`MemAvailable` of Linux."""
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """What a container's limit leaves (cgroup v2); reclaimable file pages count as free."""
+    limit, used, stat = (root / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not (limit.exists() and used.exists() and stat.exists()):
+        return None
+    if limit.read_text().strip() == "max":
+        return None
+    counters = dict(line.split() for line in stat.read_text().splitlines())
+    reclaimable = int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
+    return int(limit.read_text()) - int(used.read_text()) + reclaimable

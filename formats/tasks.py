@@ -1,0 +1,130 @@
+"""`tasks.json`: what the model scored on tasks, its writer and its reader.
+
+It belongs to one packed checkpoint: it holds the hash of lowbit.json, so that results of another
+conversion in the same folder are told apart. A figure that is not a finite number is null.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.hashing import hash_file
+from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.records import load_object, record, records
+
+TASKS_FILE = "tasks.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One metric of one task, or of a group of tasks.
+
+    Attributes:
+        metric: its name; with the filter in parentheses where the harness applied one.
+        value: None where the harness gave no finite number.
+        stderr: standard error; None where the harness has none.
+        samples: that were scored.
+        higher_is_better: None where it is not known.
+        few_shot: examples before each question; None in a group of different ones.
+        limit: of samples a task; None for all of them.
+        chat: whether the chat template was applied.
+        context: tokens of prompt and output that the model was given.
+        device: `cpu` or `cuda`.
+        version: of the task's definition.
+    """
+
+    task: str
+    metric: str
+    value: float | None
+    stderr: float | None
+    samples: int
+    higher_is_better: bool | None
+    few_shot: int | None
+    limit: int | None
+    chat: bool
+    context: int
+    device: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """The whole of tasks.json.
+
+    Attributes:
+        lowbit_version: that ran the model.
+        harness: that asked and scored, `lm-eval 0.4.13`.
+        manifest_sha256: of lowbit.json's bytes; None in a folder without one.
+        tasks: in the order they were asked for.
+    """
+
+    lowbit_version: str
+    harness: str
+    manifest_sha256: str | None
+    tasks: tuple[TaskResult, ...]
+
+    def is_current(self, folder: Path) -> bool:
+        """Whether these are results of the checkpoint that the folder holds now."""
+        return self.manifest_sha256 == manifest_sha256(folder)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that tasks.json holds."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n").encode()
+
+
+def manifest_sha256(folder: Path) -> str | None:
+    """Hash of a folder's lowbit.json; None where it has none."""
+    path = folder / MANIFEST_FILE
+    return hash_file(path) if path.exists() else None
+
+
+def read_tasks(folder: Path) -> TaskReport | None:
+    """The task results of a packed folder, stale ones too; None where there are none.
+
+    Raises:
+        FormatError: malformed, or of a schema this release does not know.
+    """
+    path = folder / TASKS_FILE
+    if not path.exists():
+        return None
+    hint = "run `lowbit-run evaluate` again"
+    content = load_object(path, "schema", SCHEMA, hint)
+    content["tasks"] = records(TaskResult, content.get("tasks"), f"{path}: tasks")
+    return record(TaskReport, content, str(path))
+
+
+def merged(old: TaskReport | None, new: TaskReport) -> TaskReport:
+    """New results, after those of other tasks that the same versions got on the same file."""
+    if old is None or replace(old, tasks=new.tasks) != new:
+        return new
+    again = {row.task for row in new.tasks}
+    kept = tuple(row for row in old.tasks if row.task not in again)
+    return replace(new, tasks=kept + new.tasks)
+
+
+def write_tasks(folder: Path, report: TaskReport) -> Path:
+    """Give tasks.json its new content at once; a reader sees the old one or all of the new.
+
+    Raises:
+        ResourceError: the folder cannot be written to.
+    """
+    path = folder / TASKS_FILE
+    partial = folder / f".{TASKS_FILE}.partial"
+    try:
+        with partial.open("wb") as file:
+            file.write(report.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ResourceError(f"`{path}` cannot be written: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,63 @@
+"""`org/name@revision`, and the hashes of what arrives."""
+
+from pathlib import Path
+
+import pytest
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.hub import hub_id, locate
+from tests.hub_server import HubServer
+
+REPO = "org/tiny"
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+TINY, HYBRID = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3.5"
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "expected"),
+    [
+        ("org/name", None, ("org/name", None)),
+        ("org/name", "v1", ("org/name", "v1")),
+        ("org/name@v1", None, ("org/name", "v1")),
+        ("org/name@refs/pr/1", "refs/pr/1", ("org/name", "refs/pr/1")),
+        ("org/name@", None, None),
+        ("@v1", None, None),
+        ("name@v1", None, None),
+        ("org@v1/name", None, None),
+        ("./org/name@v1", None, None),
+    ],
+)
+def test_ids(source: str, revision: str | None, expected: tuple[str, str | None] | None) -> None:
+    assert hub_id(source, revision) == expected
+
+
+@pytest.mark.parametrize("revision", ["refs/pr/1", "v1.0"])
+def test_a_revision_in_the_id(hub: HubServer, revision: str) -> None:
+    hub.add(REPO, TINY)
+    commit = hub.add(REPO, HYBRID, revision)
+    for source in (f"{REPO}@{revision}", f"{REPO}@{commit}"):
+        assert locate(source) == locate(REPO, revision)
+    assert locate(f"{REPO}@{revision}").repo == REPO
+    assert locate(f"{REPO}@{revision}").commit == commit
+    with pytest.raises(CheckpointError, match="names a revision, and `main` is another"):
+        locate(f"{REPO}@{revision}", "main")
+    with pytest.raises(CheckpointError, match="has no revision `v2`"):
+        locate(f"{REPO}@v2")
+
+
+def test_a_folder_with_an_at_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name@v1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate("org/name@v1").repo is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_other_bytes_than_the_hub_holds(hub: HubServer, name: str) -> None:
+    hub.add(REPO, TINY)
+    hub.garbled.add(name)
+    with pytest.raises(CheckpointError, match=f"`{name}` of `{REPO}` has arrived with other"):
+        locate(REPO)
+    hub.garbled.clear()
+    hub.forget()
+    assert (locate(REPO).folder / name).read_bytes() == (TINY / name).read_bytes()
+    assert hub.files() == [name]  # nothing else travels again

@@ -1,0 +1,141 @@
+"""tasks.json: the round trip, staleness, merging, and every malformed field refused by name."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.formats.errors import FormatError, ResourceError
+from lowbit.formats.tasks import (
+    TASKS_FILE,
+    TaskReport,
+    TaskResult,
+    manifest_sha256,
+    merged,
+    read_tasks,
+    write_tasks,
+)
+
+HASH = "ab" * 32
+ROW = TaskResult(
+    task="hellaswag",
+    metric="acc_norm",
+    value=0.625,
+    stderr=0.5,
+    samples=40,
+    higher_is_better=True,
+    few_shot=0,
+    limit=40,
+    chat=False,
+    context=8192,
+    device="cpu",
+    version="1.0",
+)
+UNKNOWN = dataclasses.replace(
+    ROW,
+    task="mmlu",
+    metric="exact_match (strict-match)",
+    value=None,
+    stderr=None,
+    higher_is_better=None,
+    few_shot=None,
+    limit=None,
+)
+
+
+def report(*rows: TaskResult, **changes: Any) -> TaskReport:
+    made = TaskReport("0.1.0", "lm-eval 0.4.13", HASH, rows or (ROW, UNKNOWN))
+    return dataclasses.replace(made, **changes)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_tasks(tmp_path) is None
+    for written in (report(), report(manifest_sha256=None), report(tasks=())):
+        assert write_tasks(tmp_path, written) == tmp_path / TASKS_FILE
+        assert read_tasks(tmp_path) == written
+    assert [path.name for path in tmp_path.iterdir()] == [TASKS_FILE]
+
+
+def test_the_file_is_plain_json() -> None:
+    content = json.loads(report(ROW).to_bytes())
+    assert content == {
+        "schema": 1,
+        "lowbit_version": "0.1.0",
+        "harness": "lm-eval 0.4.13",
+        "manifest_sha256": HASH,
+        "tasks": [dataclasses.asdict(ROW)],
+    }
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        report(dataclasses.replace(ROW, value=float("nan"))).to_bytes()
+
+
+def test_results_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
+    manifest = tmp_path / "lowbit.json"
+    assert report(manifest_sha256=None).is_current(tmp_path)
+    manifest.write_bytes(b"one")
+    one = report(manifest_sha256=hashlib.sha256(b"one").hexdigest())
+    assert manifest_sha256(tmp_path) == one.manifest_sha256
+    assert one.is_current(tmp_path)
+    assert not report(manifest_sha256=None).is_current(tmp_path)
+    manifest.write_bytes(b"two")
+    assert not one.is_current(tmp_path)
+
+
+def test_other_tasks_of_the_same_file_stay() -> None:
+    old, new = report(ROW, UNKNOWN), report(dataclasses.replace(ROW, value=0.5))
+    assert merged(None, new) == new
+    assert merged(old, new).tasks == (UNKNOWN, *new.tasks)
+    for change in (
+        {"manifest_sha256": "cd" * 32},
+        {"harness": "lm-eval 9"},
+        {"lowbit_version": "9"},
+    ):
+        assert merged(report(**change), new) == new
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2, this release reads 1"),
+        ({"schema": True}, "schema True, this release reads 1"),
+        ({"tasks": None}, "tasks` is not a list"),
+        ({"tasks": [7]}, "tasks` is not an object"),
+        ({"tasks": [{"task": "x"}]}, "missing keys"),
+        ({"harness": None}, "`harness` cannot be null"),
+        ({"more": 1}, r"unknown keys \['more'\]"),
+        ({"tasks": [dataclasses.asdict(ROW) | {"value": "0.5"}]}, '`value` cannot be "0.5"'),
+        ({"tasks": [dataclasses.asdict(ROW) | {"samples": 1.5}]}, "`samples` cannot be 1.5"),
+        ({"tasks": [dataclasses.asdict(ROW) | {"chat": 0}]}, "`chat` cannot be 0"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    content = report().to_json() | change
+    (tmp_path / TASKS_FILE).write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=message) as error:
+        read_tasks(tmp_path)
+    assert TASKS_FILE in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / TASKS_FILE).write_bytes(content)
+    with pytest.raises(FormatError, match=TASKS_FILE):
+        read_tasks(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tasks(tmp_path, report(ROW))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ResourceError, match=r"tasks\.json` cannot be written: No space left"):
+        write_tasks(tmp_path, report(UNKNOWN))
+    assert read_tasks(tmp_path) == report(ROW)
+    assert [path.name for path in tmp_path.iterdir()] == [TASKS_FILE]
