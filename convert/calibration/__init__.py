@@ -1,0 +1,1 @@
+"""Quantization that looks at what flows through the model: texts, statistics, methods."""

@@ -1,0 +1,59 @@
+"""What `--method` names: how codes are chosen, and what is trained afterwards."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lowbit.formats.errors import QuantizationError
+
+Codes = Literal["rtn", "weighted", "gptq"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Steps in the order in which they are taken.
+
+    Attributes:
+        codes: round-to-nearest, the same with scales weighted by the inputs' power, or codes that
+            make up for one another's errors.
+        autoround: whether rounding and scales are then learned, layer by layer.
+        distill: whether all scales are at last trained against the original's logits.
+    """
+
+    codes: Codes = "rtn"
+    autoround: bool = False
+    distill: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Method":
+        """Read `gptq`, `gptq+distill`, `weighted+autoround+distill`, ...
+
+        Raises:
+            QuantizationError: an unknown step, or steps that do not follow one another.
+        """
+        steps = text.split("+")
+        codes: Codes = "rtn"
+        for name in get_args(Codes):
+            if steps[0] == name:
+                codes = name
+                steps = steps[1:]
+                break
+        if steps not in ([], ["autoround"], ["distill"], ["autoround", "distill"]):
+            raise QuantizationError(
+                f"method `{text}` is not known",
+                hint="rtn, weighted or gptq, then +autoround, then +distill, as in gptq+distill",
+            )
+        return cls(codes, "autoround" in steps, "distill" in steps)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs a text."""
+        return self != RTN
+
+    def __str__(self) -> str:
+        """As it is parsed; `rtn` is left out before other steps."""
+        learned = [name for name in ("autoround", "distill") if getattr(self, name)]
+        first = [] if self.codes == "rtn" and learned else [self.codes]
+        return "+".join([*first, *learned])
+
+
+RTN = Method()
