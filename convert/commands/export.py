@@ -1,0 +1,71 @@
+"""`lowbit-convert export`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.convert.options import folder_argument, parse_size, print_json, reported
+
+if TYPE_CHECKING:
+    from lowbit.convert.export.export import Export, Target
+
+
+@click.command()
+@folder_argument
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["gptq", "awq", "mlx", "gguf"]),
+    required=True,
+    help="The container: for gptqmodel and vLLM, AWQ engines, mlx-lm, or llama.cpp.",
+)
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Limit of a weight file; a GGUF file is always one.",
+)
+@reported
+def export(folder: Path, out: Path, target: "Target", max_shard_size: int, as_json: bool) -> None:
+    """Repack the packed checkpoint DIR for another engine into the folder OUT.
+
+    Codes and scales stay the same; the result is read back and compared with DIR before it takes
+    its place, and what a container cannot express exactly is refused.
+    """
+    from lowbit.convert.export.export import export
+    from lowbit.convert.terminal import progress_bars
+
+    with progress_bars(quiet=as_json) as progress:
+        done = export(folder, out, target, max_shard_bytes=max_shard_size, progress=progress)
+    if as_json:
+        print_json({**asdict(done), "folder": str(done.folder)})
+    else:
+        _show(done)
+
+
+def _show(done: "Export") -> None:
+    """Say what was made and what was proven."""
+    from rich.markup import escape
+
+    from lowbit.convert.report.words import size
+    from lowbit.convert.terminal import stderr
+
+    console = stderr()
+    proof = done.proof
+    console.print(
+        f"[bold green]✓[/] {escape(str(done.folder))}: {size(done.weight_bytes)} of weights"
+    )
+    console.print(
+        f"[bold green]✓[/] read back: {proof.linears} linears, {proof.codes:,} codes and "
+        f"{proof.scales:,} scales equal, largest difference of a weight "
+        f"{proof.largest_difference}; {proof.copied} other tensors with the same bytes"
+    )
+    for reason in done.dropped:
+        console.print(f"[dim]left out: {escape(reason)}[/]")
+    for note in done.notes:
+        console.print(f"[yellow]![/] {escape(note)}")

@@ -1,0 +1,1 @@
+"""A packed folder in another engine's container: the same codes and scales, proven."""

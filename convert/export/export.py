@@ -1,0 +1,195 @@
+"""The export from start to finish: check, write beside the place, prove, rename into place."""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from lowbit.convert.disk import disk_errors
+from lowbit.convert.export import awq, gguf, gptq, mlx
+from lowbit.convert.export.gguf_file import Value, read_places, write_gguf
+from lowbit.convert.export.gguf_metadata import metadata
+from lowbit.convert.export.layout import Layout
+from lowbit.convert.export.outputs import Progress, row_parts, write_shards
+from lowbit.convert.export.proof import Proof, prove
+from lowbit.convert.export.source import Linear, Source, open_source
+from lowbit.convert.folder import (
+    check_apart,
+    check_output,
+    partial_of,
+    passed_through,
+    put_in_place,
+)
+from lowbit.convert.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.plan import DEFAULT_SHARD_BYTES
+from lowbit.formats.checkpoint import CONFIG_FILE, open_checkpoint
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.manifest import json_bytes
+
+Target = Literal["gptq", "awq", "mlx", "gguf"]
+Report = Callable[[str, int, int], None]  # phase, done, in all
+
+LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx": mlx.LAYOUT}
+# The card speaks of the packed folder; a GGUF file has its tokenizer inside.
+NOT_EXPORTED = ("README.md",)
+LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was made.
+
+    Attributes:
+        folder: the export.
+        target: its container.
+        weight_bytes: of the weight files.
+        files: that were written or passed through.
+        dropped: what was left out, and why.
+        notes: what to know about readers.
+        proof: what was read back and found equal.
+    """
+
+    folder: Path
+    target: Target
+    weight_bytes: int
+    files: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+    proof: Proof
+
+
+@disk_errors()
+def export(
+    folder: str | Path,
+    out: str | Path,
+    target: Target,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Report | None = None,
+) -> Export:
+    """Repack a packed folder into another engine's container, and prove that nothing changed.
+
+    Memory holds the packed words of one linear at a time.
+
+    Args:
+        folder: packed checkpoint.
+        out: folder to create.
+        target: container.
+        max_shard_bytes: limit of a weight file; a GGUF file is always one.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        LowbitError: something that the container cannot express exactly, found before anything is
+            written; or an `out` that is not free.
+    """
+    out = Path(out)
+    place = out.resolve()  # a link, or `..`, cannot be renamed to
+    report = progress or (lambda phase, done, total: None)
+    if place.is_dir() and any(place.iterdir()):
+        raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
+    check_output(place, overwrite=False)
+    check_apart(Path(folder), place)
+    source = open_source(Path(folder))
+    layout = LAYOUTS.get(target)
+    keys: dict[str, Value] = {}
+    if layout is not None:
+        layout.check(source)
+    else:
+        gguf.check(source)
+        keys = metadata(source, place.name)
+    partial = partial_of(place)
+    partial.mkdir(parents=True, exist_ok=True)
+    with open_journal(partial, f"export {target}", overwrite=False):
+        for stale in partial.iterdir():
+            if stale.name != JOURNAL_FILE:
+                stale.unlink()
+        if layout is not None:
+            size, proof = _safetensors(source, partial, layout, max_shard_bytes, report)
+        else:
+            size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
+        _pass_through(source, partial, target)
+        files = sorted(path.name for path in partial.iterdir() if path.name != JOURNAL_FILE)
+        put_in_place(place, overwrite=False)
+    return Export(
+        folder=out,
+        target=target,
+        weight_bytes=size,
+        files=tuple(files),
+        dropped=tuple(layout.dropped(source) if layout else gguf.dropped(source)),
+        notes=tuple(layout.notes(source) if layout else ()),
+        proof=proof,
+    )
+
+
+def _counter(report: Report, phase: str, total: int) -> Progress:
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report(phase, done, total)
+
+    return advance
+
+
+def _weights(linears: Iterable[Linear]) -> int:
+    return sum(linear.N * linear.K for linear in linears)
+
+
+def _safetensors(
+    source: Source, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
+) -> tuple[int, Proof]:
+    """Write a folder of safetensors and prove it: bytes of the weights, proof."""
+    linears = layout.linears(source)
+    total = sum(info.nbytes for info in source.checkpoint.tensors.values())
+    writing = _counter(report, "export", total)
+    size = write_shards(layout.outputs(source), folder, max_shard_bytes, layout.header, writing)
+    (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
+    made = open_checkpoint(folder)
+
+    def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
+        for info, name in layout.copies(source):
+            ours = row_parts(source.checkpoint, info)
+            yield info.name, ours, row_parts(made, made.tensors[name])
+
+    proof = prove(
+        source,
+        linears,
+        lambda linear: layout.decode(source, made, linear),
+        copies(),
+        _counter(report, "prove", _weights(linears)),
+    )
+    return size, proof
+
+
+def _gguf(
+    source: Source, path: Path, keys: Mapping[str, Value], report: Report
+) -> tuple[int, Proof]:
+    """Write a GGUF file and prove it: its bytes, proof."""
+    tensors = gguf.tensors(source)
+    total = sum(tensor.nbytes for tensor in tensors)
+    size = write_gguf(path, keys, tensors, _counter(report, "export", total))
+    places = read_places(path)
+    proof = prove(
+        source,
+        source.linears,
+        lambda linear: gguf.decode(
+            source, path, places[gguf.target_name(source, linear.name)], linear
+        ),
+        gguf.copies(source, path, places),
+        _counter(report, "prove", _weights(source.linears)),
+    )
+    return size, proof
+
+
+def _pass_through(source: Source, folder: Path, target: Target) -> None:
+    """Copy tokenizer, templates and licenses; beside a GGUF file the licenses alone."""
+    origin = source.checkpoint.folder
+    for name in passed_through(path.name for path in origin.iterdir() if path.is_file()):
+        legal = any(fnmatchcase(name, pattern) for pattern in LEGAL)
+        if legal or (target != "gguf" and name not in NOT_EXPORTED):
+            shutil.copyfile(origin / name, folder / name)

@@ -1,0 +1,230 @@
+"""The GGUF container, version 3: typed metadata, tensor infos, then data at multiples of 32 bytes.
+
+Source: the specification in ggml's docs/gguf.md. Everything is little-endian; dimensions are
+written innermost first.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.outputs import Blocks, Progress, raw_bytes
+from lowbit.formats.checkpoint import read_at
+from lowbit.formats.errors import FormatError
+
+MAGIC, VERSION = b"GGUF", 3
+ALIGNMENT = 32
+
+Kind = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
+# Number in the file, weights of a block, bytes of a block.
+KINDS: Mapping[Kind, tuple[int, int, int]] = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q8_0": (8, 32, 34),
+    "BF16": (30, 1, 2),
+}
+DENSE: Mapping[torch.dtype, Kind] = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+DTYPES: Mapping[Kind, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class U32:
+    """An unsigned integer; a plain `int` is refused, since GGUF has eight kinds of them."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class I32s:
+    """A list of signed integers."""
+
+    values: Sequence[int]
+
+
+Value = U32 | I32s | float | bool | str | Sequence[str] | Sequence[bool]
+
+# Numbers of the value types.
+_U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor to be written; `shape` is in torch's order, the innermost dimension last."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    blocks: Blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the data."""
+        return _nbytes(self.kind, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in a file."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def _nbytes(kind: Kind, shape: Sequence[int]) -> int:
+    _, weights, nbytes = KINDS[kind]
+    return math.prod(shape) // weights * nbytes
+
+
+def write_gguf(
+    path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], progress: Progress
+) -> int:
+    """Write a file, tensor after tensor; its bytes.
+
+    Raises:
+        FormatError: blocks that do not add up to their tensor.
+    """
+    with path.open("wb") as file:
+        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
+        for key, value in metadata.items():
+            file.write(_string(key) + _value(value))
+        offset = 0
+        for tensor in tensors:
+            dims = tensor.shape[::-1]
+            file.write(_string(tensor.name))
+            file.write(struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
+            file.write(struct.pack("<IQ", KINDS[tensor.kind][0], offset))
+            offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+        _pad(file)
+        for tensor in tensors:
+            written = 0
+            for block in tensor.blocks():
+                data = raw_bytes(block)
+                file.write(data)
+                written += len(data)
+                progress(len(data))
+            if written != tensor.nbytes:
+                raise FormatError(
+                    f"`{tensor.name}`: {written} bytes were made, expected {tensor.nbytes}"
+                )
+            _pad(file)
+        return file.tell()
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Value) -> bytes:
+    """Type and content."""
+    if isinstance(value, U32):
+        return struct.pack("<II", _U32, value.value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, float):
+        return struct.pack("<If", _F32, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, I32s):
+        head = struct.pack("<IIQ", _ARRAY, _I32, len(value.values))
+        return head + struct.pack(f"<{len(value.values)}i", *value.values)
+    flags = [item for item in value if isinstance(item, bool)]
+    if flags:
+        head = struct.pack("<IIQ", _ARRAY, _BOOL, len(flags))
+        return head + struct.pack(f"<{len(flags)}?", *flags)
+    texts = [item for item in value if isinstance(item, str)]
+    head = struct.pack("<IIQ", _ARRAY, _STRING, len(texts))
+    return head + b"".join(_string(text) for text in texts)
+
+
+def read_places(path: Path) -> dict[str, Place]:
+    """Where every tensor of a file lies.
+
+    Raises:
+        FormatError: not such a file, or one with types that `write_gguf` does not write.
+    """
+    numbers = {number: kind for kind, (number, _, _) in KINDS.items()}
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise FormatError(f"`{path.name}` is not a GGUF file")
+        version, tensors, pairs = _unpack(file, "<IQQ")
+        if version != VERSION:
+            raise FormatError(f"`{path.name}`: GGUF version {version}, expected {VERSION}")
+        for _ in range(pairs):
+            _skip(file, _read_string(file))
+        found = []
+        for _ in range(tensors):
+            name = _read_string(file)
+            (count,) = _unpack(file, "<I")
+            dims = _unpack(file, f"<{count}Q")
+            number, offset = _unpack(file, "<IQ")
+            if number not in numbers:
+                raise FormatError(f"`{path.name}`: `{name}` has unknown type {number}")
+            found.append((name, numbers[number], dims[::-1], offset))
+        start = file.tell() + -file.tell() % ALIGNMENT
+    return {
+        name: Place(kind, shape, start + offset, _nbytes(kind, shape))
+        for name, kind, shape, offset in found
+    }
+
+
+def _unpack(file: BinaryIO, layout: str) -> tuple[int, ...]:
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))
+
+
+def _read_string(file: BinaryIO) -> str:
+    (length,) = _unpack(file, "<Q")
+    return file.read(length).decode()
+
+
+def _skip(file: BinaryIO, key: str) -> None:
+    """Pass over a value."""
+    (kind,) = _unpack(file, "<I")
+    count = 1
+    if kind == _ARRAY:
+        kind, count = _unpack(file, "<IQ")
+    sizes = {_U32: 4, _I32: 4, _F32: 4, _BOOL: 1}
+    if kind == _STRING:
+        for _ in range(count):
+            _read_string(file)
+    elif kind in sizes:
+        file.seek(sizes[kind] * count, 1)
+    else:
+        raise FormatError(f"`{key}` has a value of unknown type {kind}")
+
+
+def read_rows(path: Path, place: Place, start: int, stop: int) -> Tensor:
+    """Rows of a matrix: dense, or the bytes [rows, blocks, bytes of a block] of a quantized one."""
+    K = place.shape[-1]
+    _, weights, nbytes = KINDS[place.kind]
+    row = K // weights * nbytes
+    dtype = DTYPES.get(place.kind)
+    if dtype is None:
+        out = torch.empty(stop - start, K // weights, nbytes, dtype=torch.uint8)
+    else:
+        out = torch.empty(stop - start, K, dtype=dtype)
+    read_at(path, place.offset + start * row, out)
+    return out
+
+
+def read_blocks(path: Path, place: Place, rows: int) -> Iterator[Tensor]:
+    """A matrix in blocks of rows."""
+    for start in range(0, place.shape[0], rows):
+        yield read_rows(path, place, start, min(start + rows, place.shape[0]))

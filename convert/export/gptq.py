@@ -1,0 +1,123 @@
+"""GPTQ's container: words transposed, FP16 scales, a constant zero point, groups in order.
+
+`qweight` [K * bits / 32, N] int32 are the packed words themselves, transposed; `scales` [K / g, N];
+`qzeros` [K / g, N * bits / 32] int32 hold the zero point minus one, packed along N (checkpoint
+format v1, the one every reader takes); `g_idx` [K] int32 the group of each input.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.layout import Layout
+from lowbit.convert.export.left import left_patterns, quantized_kinds
+from lowbit.convert.export.outputs import Output, constant, copied, transposed_scales
+from lowbit.convert.export.proof import Decoded
+from lowbit.convert.export.source import (
+    BLOCK_WEIGHTS,
+    Linear,
+    Source,
+    check_scales,
+    one_scheme,
+    row_blocks,
+)
+from lowbit.formats.checkpoint import Checkpoint
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import WORD_BITS
+from lowbit.formats.quantization_config import KEY
+
+FP16_MAX = torch.finfo(torch.float16).max
+
+
+def check(source: Source) -> None:
+    """Make sure that GPTQ can state all of it.
+
+    Raises:
+        FormatError: two schemes, a width that fills no words of zero points, or a scale that FP16
+            cannot hold.
+    """
+    one_scheme(source, "GPTQ", source.linears)
+    for linear in source.linears:
+        if linear.N * linear.bits % WORD_BITS:
+            raise FormatError(
+                f"`{linear.module}`: the zero points of {linear.N} rows do not fill whole words"
+            )
+    check_scales(source, torch.float16, FP16_MAX)
+
+
+def outputs(source: Source) -> list[Output]:
+    """Every tensor of the export."""
+    made = [copied(source, info) for info in source.dense]
+    for linear in source.linears:
+        made += _linear(source, linear)
+    return made
+
+
+def _linear(source: Source, linear: Linear) -> Iterator[Output]:
+    N, K, bits = linear.N, linear.K, linear.bits
+
+    def qweight() -> Iterator[Tensor]:
+        words = source.words(linear)
+        step = max(1, BLOCK_WEIGHTS // N)
+        for start in range(0, words.shape[1], step):
+            yield words[:, start : start + step].T
+
+    yield Output(f"{linear.module}.qweight", torch.int32, (K * bits // WORD_BITS, N), qweight)
+    yield transposed_scales(source, linear, f"{linear.module}.scales", torch.float16)
+    zero = (1 << (bits - 1)) - 1  # v1 stores one less
+    word = sum(zero << shift for shift in range(0, WORD_BITS, bits))
+    shape = (linear.groups, N * bits // WORD_BITS)
+    yield constant(f"{linear.module}.qzeros", torch.full(shape, word, dtype=torch.int32))
+    groups = torch.arange(K, dtype=torch.int32) // linear.group
+    yield constant(f"{linear.module}.g_idx", groups)
+
+
+def config(source: Source) -> dict[str, Any]:
+    """config.json of the export."""
+    scheme = source.linears[0].scheme
+    section: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group_size is None else scheme.group_size,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "lm_head": any(linear.module == "lm_head" for linear in source.linears),
+    }
+    if left := left_patterns(source):
+        # Engines differ in where they look for linears that are not quantized.
+        section["dynamic"] = {f"-:{pattern}": {} for pattern in left}
+        section["modules_in_block_to_quantize"] = [quantized_kinds(source)]
+    return {**source.plain_config, KEY: section}
+
+
+def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
+    """A linear as GPTQ's arithmetic reads it: `(u - (z + 1)) * s`, group by `g_idx`."""
+    shifts = torch.arange(0, WORD_BITS, linear.bits, dtype=torch.int32)
+    mask = (1 << linear.bits) - 1
+    qweight = made.read(f"{linear.module}.qweight")
+    scales = made.read(f"{linear.module}.scales").to(torch.float32)
+    packed_zeros = made.read(f"{linear.module}.qzeros")
+    zeros = ((packed_zeros[:, :, None] >> shifts) & mask).flatten(1) + 1  # [K / g, N]
+    g_idx = made.read(f"{linear.module}.g_idx").to(torch.int64)
+    for start, stop in row_blocks(linear):
+        words = qweight[:, start:stop]
+        u = ((words[:, None, :] >> shifts[None, :, None]) & mask).flatten(0, 1)  # [K, rows]
+        codes = u - zeros[:, start:stop][g_idx]
+        s = scales[:, start:stop]
+        values = codes.to(torch.float32) * s[g_idx]
+        yield Decoded(start, codes.T.to(torch.int8), s.T, values.T)
+
+
+def notes(source: Source) -> Iterable[str]:
+    """What a user has to know about readers."""
+    if any(linear.module == "lm_head" for linear in source.linears):
+        yield "the head is quantized: gptqmodel and vLLM read it, transformers does not"
+    if any(linear.module.startswith("mtp.") for linear in source.linears):
+        yield "multi-token prediction is quantized too, which few readers of GPTQ expect"
+
+
+LAYOUT = Layout(check, outputs, config, decode, notes=notes)

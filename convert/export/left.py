@@ -1,0 +1,68 @@
+"""How GPTQ and AWQ configurations name the linears that are, and are not, quantized."""
+
+import re
+
+from lowbit.convert.export.source import Source
+from lowbit.formats.architectures import part_of
+
+_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+
+
+def kinds(source: Source) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Layers by kind of decoder linear (`mlp.up_proj`): where packed, and where left."""
+    packed: dict[str, list[int]] = {}
+    left: dict[str, list[int]] = {}
+    linears = {linear.module for linear in source.linears}
+    for spec in source.packed.specs:
+        match = _LAYER.match(spec.module)
+        if match and len(spec.shape) == 2 and not spec.module.startswith("mtp."):
+            where = packed if spec.module in linears else left
+            where.setdefault(match[2], []).append(int(match[1]))
+    return packed, left
+
+
+def _names(these: dict[str, list[int]], others: dict[str, list[int]]) -> list[str]:
+    """Suffixes that tell modules apart: the kind, with its layers where it is on both sides."""
+    names = []
+    for kind, layers in these.items():
+        if kind in others:
+            names += [f"layers.{number}.{kind}" for number in layers]
+        else:
+            names.append(kind)
+    return names
+
+
+def quantized_kinds(source: Source) -> list[str]:
+    """Name endings of the quantized linears inside the decoder's layers."""
+    packed, left = kinds(source)
+    return _names(packed, left)
+
+
+def left_kinds(source: Source) -> list[str]:
+    """Name parts of the linears that are not quantized: of layers, and whole parts of the model."""
+    packed, left = kinds(source)
+    names = _names(left, packed)
+    linears = {linear.module for linear in source.linears}
+    if "lm_head" not in linears:
+        names.append("lm_head")
+    for part, prefix in (("vision", "visual"), ("mtp", "mtp")):
+        inside = [i for i in source.dense if part_of(source.plain_config, i.name) == part]
+        quantized = any(part_of(source.plain_config, name) == part for name in linears)
+        if inside and not quantized:
+            names.append(prefix)
+    return names
+
+
+def left_patterns(source: Source) -> list[str]:
+    """Regular expressions, for `re.match` on module names, of linears that are not quantized.
+
+    The head is left out: where it is not quantized, configurations say so by another key.
+    """
+    patterns = []
+    for name in left_kinds(source):
+        quoted = name.replace(".", "[.]")
+        if name in ("visual", "mtp"):
+            patterns.append(rf".*\b{quoted}[.].*")
+        elif name != "lm_head":
+            patterns.append(rf".*[.]{quoted}$")
+    return patterns

@@ -1,0 +1,236 @@
+"""MLX's container: the same words as uint32, `W = u * scale + bias` with `bias = -2^(bits-1) * s`.
+
+The files are such as mlx-lm itself writes (header metadata `{"format": "mlx"}`), so its loader
+changes nothing any more: in a Qwen3.5 the convolution has its channels last and norm gains are
+w + 1. mlx-lm has no multi-token prediction and no vision tower; they are left out.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.layout import Layout
+from lowbit.convert.export.outputs import Output, copied, row_parts
+from lowbit.convert.export.proof import Decoded
+from lowbit.convert.export.source import Linear, Source, check_scales, row_blocks
+from lowbit.formats.architectures import is_tied, part_of
+from lowbit.formats.architectures.qwen3_5 import FULL, LINEAR, NESTED_PREFIX, Qwen35Config
+from lowbit.formats.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import PACKED, SCALE
+from lowbit.formats.quantization_config import KEY
+
+GROUPS = (128, 64, 32)
+HYBRID = "language_model."  # what mlx-lm puts before the modules of a Qwen3.5
+CONV, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
+
+
+def check(source: Source) -> None:
+    """Make sure that mlx-lm can state all of it.
+
+    Raises:
+        FormatError: a group size that no group of MLX divides, a scale that its dtype or its bias
+            cannot hold, or layers in an order mlx-lm does not know.
+    """
+    for linear in source.linears:
+        _group(linear)
+    dtype = _dtype(source)
+    check_scales(source, dtype, torch.finfo(dtype).max / 128)
+    config = source.config
+    if isinstance(config, Qwen35Config) and config.layer_types != _periodic(config):
+        raise FormatError(
+            "config.json: full-attention layers are not at regular distances, as mlx-lm expects"
+        )
+
+
+def _periodic(config: Qwen35Config) -> tuple[str, ...]:
+    interval = _interval(config)
+    layers = range(1, config.num_hidden_layers + 1)
+    return tuple(LINEAR if i % interval else FULL for i in layers)
+
+
+def _interval(config: Qwen35Config) -> int:
+    """Distance of full-attention layers; one more than there are layers where there is none."""
+    kinds = config.layer_types
+    return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+
+
+def _group(linear: Linear) -> int:
+    """MLX's group size: ours, or a part of it that repeats the scale."""
+    for size in GROUPS:
+        if linear.group % size == 0:
+            return size
+    raise FormatError(
+        f"`{linear.module}` is {linear.scheme}: MLX has groups of 32, 64 and 128",
+        hint="convert with --group-size 128",
+    )
+
+
+def _dtype(source: Source) -> torch.dtype:
+    """Of scales: FP16 where they are, else BF16."""
+    first = source.linears[0]
+    stored = source.checkpoint.tensors[f"{first.module}.{SCALE}"].dtype
+    return torch.float16 if stored == torch.float16 else torch.bfloat16
+
+
+def _named(source: Source, name: str) -> str:
+    """A tensor or module as mlx-lm names it."""
+    if not isinstance(source.config, Qwen35Config):
+        return name
+    if name.startswith(NESTED_PREFIX):
+        return f"{HYBRID}model.{name.removeprefix(NESTED_PREFIX)}"
+    return HYBRID + name
+
+
+def _kept(source: Source, name: str) -> bool:
+    return part_of(source.checkpoint.config, name) == "decoder"
+
+
+def linears(source: Source) -> list[Linear]:
+    """Those that are exported."""
+    return [linear for linear in source.linears if _kept(source, linear.name)]
+
+
+def outputs(source: Source) -> list[Output]:
+    """Every tensor of the export."""
+    made = [_dense(source, info) for info in source.dense if _kept(source, info.name)]
+    for linear in linears(source):
+        made += _linear(source, linear)
+    return made
+
+
+def copies(source: Source) -> list[tuple[TensorInfo, str]]:
+    """Tensors that are exported byte for byte, with their new names."""
+    return [
+        (info, _named(source, info.name))
+        for info in source.dense
+        if _kept(source, info.name) and _change(source, info) is None
+    ]
+
+
+def _change(source: Source, info: TensorInfo) -> str | None:
+    """What becomes of a dense tensor: `conv`, `gain`, or nothing."""
+    if not isinstance(source.config, Qwen35Config):
+        return None
+    if info.name.endswith(CONV):
+        return "conv"
+    if info.name.endswith("norm.weight") and not info.name.endswith(GATED_NORM):
+        return "gain"
+    return None
+
+
+def _dense(source: Source, info: TensorInfo) -> Output:
+    change = _change(source, info)
+    name = _named(source, info.name)
+    if change is None:
+        return copied(source, info, name)
+    if change == "gain":  # rounded as mlx-lm rounds it
+        return Output(
+            name,
+            info.dtype,
+            info.shape,
+            lambda: (part + 1 for part in row_parts(source.checkpoint, info)),
+        )
+    C, one, taps = info.shape
+    return Output(
+        name,
+        info.dtype,
+        (C, taps, one),
+        lambda: (part.movedim(2, 1) for part in row_parts(source.checkpoint, info)),
+    )
+
+
+def _linear(source: Source, linear: Linear) -> Iterator[Output]:
+    module, dtype = _named(source, linear.module), _dtype(source)
+    repeat = linear.group // _group(linear)
+    shape = (linear.N, linear.groups * repeat)
+
+    def words() -> Iterator[Tensor]:
+        for start, stop in row_blocks(linear):
+            yield source.checkpoint.read_rows(f"{linear.module}.{PACKED}", start, stop)
+
+    def scales(factor: int) -> Iterator[Tensor]:
+        for start, stop in row_blocks(linear):
+            s = source.scales(linear, start, stop).to(dtype)
+            yield s.repeat_interleave(repeat, dim=1) * factor
+
+    packed = source.checkpoint.tensors[f"{linear.module}.{PACKED}"].shape
+    zero = 1 << (linear.bits - 1)
+    yield Output(f"{module}.weight", torch.uint32, packed, words)
+    yield Output(f"{module}.scales", dtype, shape, lambda: scales(1))
+    yield Output(f"{module}.biases", dtype, shape, lambda: scales(-zero))
+
+
+def config(source: Source) -> dict[str, Any]:
+    """config.json of the export."""
+    made = linears(source)
+    schemes = {
+        _named(source, linear.module): {
+            "group_size": _group(linear),
+            "bits": linear.bits,
+            "mode": "affine",
+        }
+        for linear in made
+    }
+    # What most weights have is the default; the others are named.
+    weights: dict[tuple[int, int], int] = {}
+    for linear in made:
+        key = (_group(linear), linear.bits)
+        weights[key] = weights.get(key, 0) + linear.N * linear.K
+    group, bits = max(weights, key=lambda key: weights[key])
+    section: dict[str, Any] = {"group_size": group, "bits": bits, "mode": "affine"}
+    section |= {name: scheme for name, scheme in schemes.items() if scheme != section}
+    content = {**source.plain_config, "quantization": section, KEY: section}
+    if isinstance(source.config, Qwen35Config):
+        _state_defaults(source, content, source.config)
+    return content
+
+
+def _state_defaults(source: Source, content: dict[str, Any], config: Qwen35Config) -> None:
+    """Write out what mlx-lm would guess otherwise than we do."""
+    content["model_type"] = "qwen3_5"  # its text-only name is not known there
+    text = {**content.get("text_config", content)}
+    rope = {**(text.get("rope_parameters") or {})}
+    rope |= {
+        "rope_theta": config.rope_theta,
+        "partial_rotary_factor": config.rotary_dim / config.head_dim,
+    }
+    text |= {
+        "rope_parameters": {"rope_type": "default", **rope},
+        "full_attention_interval": _interval(config),
+        "tie_word_embeddings": is_tied(source.checkpoint.config),
+    }
+    if "text_config" in content:
+        content["text_config"] = text
+    else:
+        content |= text
+
+
+def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
+    """A linear as MLX's arithmetic reads it: `u * scale + bias` in FP32."""
+    module = _named(source, linear.module)
+    shifts = torch.arange(0, 32, linear.bits, dtype=torch.int32)
+    mask, zero = (1 << linear.bits) - 1, 1 << (linear.bits - 1)
+    for start, stop in row_blocks(linear):
+        words = made.read_rows(f"{module}.weight", start, stop).view(torch.int32)
+        u = ((words[:, :, None] >> shifts) & mask).flatten(1)
+        s = made.read_rows(f"{module}.scales", start, stop).to(torch.float32)
+        bias = made.read_rows(f"{module}.biases", start, stop).to(torch.float32)
+        size = linear.K // s.shape[1]
+        values = u.to(torch.float32) * s.repeat_interleave(size, dim=1)
+        values += bias.repeat_interleave(size, dim=1)
+        yield Decoded(start, (u - zero).to(torch.int8), s, values)
+
+
+def dropped(source: Source) -> Iterable[str]:
+    """What is left out, and why."""
+    parts = {part_of(source.checkpoint.config, name) for name in source.checkpoint.tensors}
+    if "vision" in parts:
+        yield "the vision tower: mlx-lm serves text"
+    if "mtp" in parts:
+        yield "multi-token prediction: mlx-lm has none"
+
+
+LAYOUT = Layout(check, outputs, config, decode, linears, copies, {"format": "mlx"}, dropped=dropped)

@@ -1,0 +1,111 @@
+"""Tensors to be written and the writing of them: one after the other, in blocks, never whole."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, Source
+from lowbit.formats.checkpoint import INDEX_FILE, Checkpoint, TensorInfo
+from lowbit.formats.errors import FormatError
+from lowbit.formats.manifest import json_bytes
+from lowbit.formats.packing import SCALE
+from lowbit.formats.shards import index_json, lay_out
+
+Blocks = Callable[[], Iterable[Tensor]]
+Progress = Callable[[int], None]  # bytes done since the last call
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of the export.
+
+    Attributes:
+        blocks: makes its content, in order; called once.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Blocks
+
+
+def copied(source: Source, info: TensorInfo, name: str | None = None) -> Output:
+    """A tensor of the source as it is, under another name where one is given."""
+    checkpoint = source.checkpoint
+    return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(checkpoint, info))
+
+
+def row_parts(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
+    """A dense tensor in blocks of rows."""
+    if not info.shape:
+        yield checkpoint.read(info.name)
+        return
+    rows = max(1, BLOCK_WEIGHTS * info.dtype.itemsize // max(1, info.row_bytes))
+    for _, block in checkpoint.rows(info.name, rows):
+        yield block
+
+
+def constant(name: str, value: Tensor) -> Output:
+    """A small tensor that is known beforehand."""
+    return Output(name, value.dtype, tuple(value.shape), lambda: [value])
+
+
+def transposed_scales(source: Source, linear: Linear, name: str, dtype: torch.dtype) -> Output:
+    """The scales as [groups, N]."""
+
+    def blocks() -> Iterator[Tensor]:
+        yield source.checkpoint.read(f"{linear.module}.{SCALE}").T.to(dtype)
+
+    return Output(name, dtype, (linear.groups, linear.N), blocks)
+
+
+def write_shards(
+    outputs: Sequence[Output],
+    folder: Path,
+    max_shard_bytes: int,
+    metadata: Mapping[str, str],
+    progress: Progress,
+) -> int:
+    """Write safetensors files and, for several, their index; the bytes of the files.
+
+    Args:
+        outputs: in any order; a shard holds wider dtypes first.
+        folder: that exists.
+        max_shard_bytes: limit of a file.
+        metadata: of every file's header.
+        progress: called with the bytes written.
+
+    Raises:
+        FormatError: two outputs of one name, or blocks that do not add up to their tensor.
+    """
+    by_name = {output.name: output for output in outputs}
+    if len(by_name) != len(outputs):
+        raise FormatError("two tensors of the export have the same name")
+    shards = lay_out(
+        [(output.name, output.dtype, output.shape) for output in outputs], max_shard_bytes, metadata
+    )
+    for shard in shards:
+        with (folder / shard.file).open("wb") as file:
+            file.write(shard.header)
+            for info in shard.tensors:
+                written = 0
+                for block in by_name[info.name].blocks():
+                    data = raw_bytes(block)
+                    file.write(data)
+                    written += len(data)
+                    progress(len(data))
+                if written != info.nbytes:
+                    raise FormatError(
+                        f"`{info.name}`: {written} bytes were made, its header says {info.nbytes}"
+                    )
+    if len(shards) > 1:
+        (folder / INDEX_FILE).write_bytes(json_bytes(index_json(shards)))
+    return sum(shard.size for shard in shards)
+
+
+def raw_bytes(block: Tensor) -> memoryview:
+    """The bytes of a tensor as they lie in a file."""
+    return block.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,120 @@
+"""The proof of an export: what the written file decodes to, beside the packed folder."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.source import Linear, Source
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import dequantize
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Rows of a linear as the exported file gives them back, in the source's order.
+
+    Attributes:
+        start: number of the first row.
+        codes: [rows, K] int8, signed.
+        scales: [rows, K / g] float32; g is the container's own group size.
+        values: [rows, K] float32, by the container's own arithmetic.
+    """
+
+    start: int
+    codes: Tensor
+    scales: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was read back and found equal.
+
+    Attributes:
+        linears: compared.
+        codes: compared and equal.
+        scales: of the packed folder, compared and equal.
+        largest_difference: between the two values of any weight, in FP32.
+        copied: other tensors whose bytes were compared and are equal.
+    """
+
+    linears: int
+    codes: int
+    scales: int
+    largest_difference: float
+    copied: int
+
+
+Decode = Callable[[Linear], Iterable[Decoded]]
+
+
+def prove(
+    source: Source,
+    linears: Iterable[Linear],
+    decode: Decode,
+    copies: Iterable[tuple[str, Iterable[Tensor], Iterable[Tensor]]],
+    progress: Callable[[int], None],
+) -> Proof:
+    """Compare every code, scale and value of an export with the packed folder.
+
+    Args:
+        source: packed folder.
+        linears: those that were exported.
+        decode: reads a linear from the written file.
+        copies: (name, blocks of the source, blocks of the export) of what is copied.
+        progress: called with the weights compared since the last call.
+
+    Raises:
+        FormatError: naming the first linear or tensor that differs.
+    """
+    compared = codes = scales = same = 0
+    largest = 0.0
+    for linear in linears:
+        rows = 0
+        for part in decode(linear):
+            stop = part.start + len(part.codes)
+            largest = max(largest, _compare(source, linear, part, stop))
+            rows += len(part.codes)
+            progress(part.codes.numel())
+        if rows != linear.N:
+            raise FormatError(f"`{linear.module}`: {rows} of {linear.N} rows were read back")
+        compared += 1
+        codes += linear.N * linear.K
+        scales += linear.N * linear.groups
+    for name, ours, theirs in copies:
+        if not _same(ours, theirs):
+            raise FormatError(f"`{name}` reads back with other bytes than it had")
+        same += 1
+    return Proof(compared, codes, scales, largest, same)
+
+
+def _compare(source: Source, linear: Linear, part: Decoded, stop: int) -> float:
+    """The largest difference of values; codes and scales must be equal."""
+    codes = source.codes(linear, part.start, stop)
+    scales = source.scales(linear, part.start, stop)
+    wide = scales.to(torch.float32)
+    repeat = part.scales.shape[1] // linear.groups
+    if not torch.equal(part.codes, codes):
+        raise FormatError(f"`{linear.module}` reads back with other codes")
+    if not torch.equal(part.scales, wide.repeat_interleave(repeat, dim=1)):
+        raise FormatError(f"`{linear.module}` reads back with other scales")
+    difference = (part.values - dequantize(codes, scales)).abs_().max().item()
+    if difference != 0.0:
+        raise FormatError(
+            f"`{linear.module}` reads back with other values, {difference:.3g} away at most"
+        )
+    return difference
+
+
+def _same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """Whether two streams of blocks hold the same bytes, block by block."""
+    return all(
+        a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _bytes(block: Tensor) -> Tensor:
+    return block.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,198 @@
+"""The packed folder to be exported: its linears, everything else, and what a container demands."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures import Config, read_config
+from lowbit.formats.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.packing import PACKED, SCALE, WORD_BITS, unpack
+from lowbit.formats.quantization_config import KEY
+from lowbit.formats.scheme import SERVED_BITS, Scheme
+
+BLOCK_WEIGHTS = 1 << 22  # that are unpacked at once
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A packed linear: W [N, K] with a scale for every `group` weights of a row.
+
+    Attributes:
+        name: of the weight before it was packed, `.weight` included.
+        module: of the linear.
+        group: weights that share a scale; K where a row has one.
+    """
+
+    name: str
+    module: str
+    N: int
+    K: int
+    scheme: Scheme
+
+    @property
+    def bits(self) -> int:
+        """Of a code: 4 or 8."""
+        return self.scheme.bits
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale."""
+        return self.scheme.group_size or self.K
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return self.K // self.group
+
+    @property
+    def block_rows(self) -> int:
+        """Rows to work on at once."""
+        return max(1, BLOCK_WEIGHTS // self.K)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A packed folder that containers for symmetric 4- and 8-bit codes may take.
+
+    Attributes:
+        packed: its checked headers.
+        config: the architecture's sizes.
+        linears: in the order of the forward pass.
+        dense: every other tensor that is part of the model.
+    """
+
+    packed: PackedCheckpoint
+    config: Config
+    linears: tuple[Linear, ...]
+    dense: tuple[TensorInfo, ...]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The tensors as stored."""
+        return self.packed.checkpoint
+
+    @property
+    def plain_config(self) -> dict[str, Any]:
+        """config.json without its quantization."""
+        config = self.checkpoint.config
+        return {key: config[key] for key in config if key not in (KEY, "compression_config")}
+
+    def words(self, linear: Linear) -> Tensor:
+        """All packed words of a linear: [N, K * bits / 32] int32."""
+        return self.checkpoint.read(f"{linear.module}.{PACKED}")
+
+    def codes(self, linear: Linear, start: int, stop: int) -> Tensor:
+        """Signed codes of some rows: [rows, K] int8."""
+        words = self.checkpoint.read_rows(f"{linear.module}.{PACKED}", start, stop)
+        return unpack(words, linear.bits, linear.K)
+
+    def scales(self, linear: Linear, start: int, stop: int) -> Tensor:
+        """Scales of some rows as stored: [rows, groups]."""
+        return self.checkpoint.read_rows(f"{linear.module}.{SCALE}", start, stop)
+
+
+def open_source(folder: Path) -> Source:
+    """Open a packed folder for export.
+
+    Raises:
+        FormatError: nothing in it is packed, or by a scheme that no other container here has.
+        CheckpointError, UnsupportedModelError: see `open_packed`.
+    """
+    packed = open_packed(folder)
+    linears = []
+    dense = list(packed.carried)
+    for spec in packed.specs:
+        scheme = packed.schemes.get(spec.module)
+        if scheme is None:
+            dense.append(packed.checkpoint.tensors[spec.name])
+            continue
+        N, K = spec.shape
+        linear = Linear(spec.name, spec.module, N, K, scheme)
+        _check_scheme(linear)
+        linears.append(linear)
+    if not linears:
+        raise FormatError(
+            f"`{folder}` holds no packed weight", hint="quantize it first: lowbit-convert SRC DIR"
+        )
+    config = read_config(packed.checkpoint.config)
+    return Source(packed, config, tuple(linears), tuple(dense))
+
+
+def _check_scheme(linear: Linear) -> None:
+    """Refuse what is not a symmetric 4- or 8-bit code in whole words."""
+    if not linear.scheme.symmetric:
+        reason = "zero points are not exported"
+    elif linear.bits not in SERVED_BITS:
+        reason = f"{linear.bits}-bit codes have no place there"
+    elif linear.K * linear.bits % WORD_BITS:
+        reason = f"rows of {linear.K} codes do not fill whole 32-bit words"
+    else:
+        return
+    raise FormatError(
+        f"`{linear.module}` is {linear.scheme}: {reason}",
+        hint="export takes symmetric INT4 and INT8",
+    )
+
+
+def check_scales(source: Source, dtype: torch.dtype, most: float) -> None:
+    """Make sure that no scale changes on its way through another dtype.
+
+    Args:
+        source: whose scales are all read.
+        dtype: of the container.
+        most: largest magnitude that a scale may have there.
+
+    Raises:
+        FormatError: naming the first linear and scale that would be rounded, or overflow.
+    """
+    for linear in source.linears:
+        for start in range(0, linear.N, linear.block_rows):
+            s = source.scales(linear, start, min(start + linear.block_rows, linear.N))
+            back = s.to(dtype).to(s.dtype)
+            # NaN is unequal to itself; an infinite scale would survive the round trip.
+            bad = (back != s) | ~(s.abs() <= most)
+            if bad.any():
+                row, group = bad.nonzero()[0].tolist()
+                name = str(dtype).removeprefix("torch.")
+                raise FormatError(
+                    f"`{linear.module}`: the scale {s[row, group].item():.9g} of row "
+                    f"{start + row}, group {group} cannot be kept in {name} exactly",
+                    hint="--to mlx keeps scales in BF16" if dtype == torch.float16 else None,
+                )
+
+
+def one_scheme(source: Source, container: str, linears: Iterable[Linear]) -> Scheme:
+    """The scheme of all linears, where a container's configuration can state one only.
+
+    Raises:
+        FormatError: naming two linears of different schemes.
+    """
+    ordered = list(linears)
+    first = ordered[0]
+    for linear in ordered[1:]:
+        if linear.scheme != first.scheme:
+            raise FormatError(
+                f"{container} states one scheme for all linears, but `{first.module}` is "
+                f"{first.scheme} and `{linear.module}` {linear.scheme}",
+                hint=f"{as_one(linear.module, first.bits)}, or export to mlx or gguf",
+            )
+    return first.scheme
+
+
+def as_one(module: str, bits: int) -> str:
+    """How to convert so that a module does not stand out."""
+    if module == "lm_head":
+        return "convert with --lm-head bf16"
+    return f"convert with --bits '*.{module.rpartition('.')[2]}={bits}'"
+
+
+def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:
+    """First row and last row + 1 of every block of a linear."""
+    for start in range(0, linear.N, linear.block_rows):
+        yield start, min(start + linear.block_rows, linear.N)

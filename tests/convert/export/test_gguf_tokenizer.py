@@ -1,0 +1,116 @@
+"""Names of pre-tokenizers, types of tokens, special ids."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.convert.export.gguf_file import U32, I32s
+from lowbit.convert.export.gguf_tokenizer import (
+    CONTROL,
+    USER_DEFINED,
+    chat_template,
+    pre_tokenizer,
+    tokenizer_metadata,
+)
+from lowbit.formats.errors import FormatError
+
+MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    return {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior},
+            {"type": "ByteLevel", "use_regex": False},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ({"type": "ByteLevel", "use_regex": True}, "gpt-2"),
+        (split(MARKS), "qwen35"),
+        (split(LLAMA), "llama-bpe"),
+    ],
+)
+def test_known_pre_tokenizers(section: dict[str, Any], name: str) -> None:
+    assert pre_tokenizer(section, Path("tokenizer.json")) == name
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        None,
+        {"type": "Whitespace"},
+        {"type": "ByteLevel", "use_regex": False},
+        split(MARKS, "Removed"),
+        split(MARKS.replace("'s", "'S")),
+    ],
+)
+def test_others_are_refused(section: Any) -> None:
+    with pytest.raises(FormatError, match=r"llama\.cpp has no name for the pre-tokenizer"):
+        pre_tokenizer(section, Path("tokenizer.json"))
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    content = {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel"},
+        "added_tokens": [{"id": 2, "content": "<|fim|>", "special": False}],
+        **changes,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_token_that_looks_special_is_control(tmp_path: Path) -> None:
+    settings = {"added_tokens_decoder": {"3": {"content": "<tool>", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    keys = tokenizer_metadata(write(tmp_path), 4, {"eos_token_id": [3, 2]})
+    assert keys["tokenizer.ggml.tokens"] == ["a", "b", "<|fim|>", "<tool>"]
+    types = keys["tokenizer.ggml.token_type"]
+    assert isinstance(types, I32s)
+    assert list(types.values)[2:] == [CONTROL, USER_DEFINED]
+    assert keys["tokenizer.ggml.eos_token_id"] == U32(3)
+    assert "tokenizer.ggml.bos_token_id" not in keys
+
+
+def test_a_template_that_begins_with_a_token_adds_it(tmp_path: Path) -> None:
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|fim|>"}}, {"Sequence": {"id": "A"}}],
+    }
+    keys = tokenizer_metadata(write(tmp_path, post_processor=template), 3, {})
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="has id 2, the embedding 2 rows"):
+        tokenizer_metadata(write(tmp_path), 2, {})
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, model={"type": "Unigram", "vocab": []})
+    with pytest.raises(FormatError, match="only byte-level BPE is exported"):
+        tokenizer_metadata(folder, 3, {})
+
+
+def test_the_chat_template_has_a_file_of_its_own(tmp_path: Path) -> None:
+    named = {
+        "chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    }
+    assert chat_template(tmp_path, named) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert chat_template(tmp_path, named) == "file"
+    assert chat_template(tmp_path / "none", {}) is None
