@@ -1,6 +1,7 @@
-"""A model hub on the loopback interface: the part of the Hub's protocol that downloads use.
+"""A model hub on the loopback interface, speaking the Hub's HTTP protocol.
 
 Weights are answered with a redirect to a second port, as the Hub redirects to its content network.
+Uploads are in hub_writes.py. The Xet transport, which the real Hub prefers, is not spoken.
 """
 
 import hashlib
@@ -13,6 +14,9 @@ from pathlib import Path
 from threading import RLock, Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests import hub_writes
+from tests.hub_store import Files, Repository, describe, is_large, object_id
 
 RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
@@ -39,23 +43,55 @@ class Refusal:
     message: str = ""
 
 
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong with the next requests whose `METHOD /path` matches.
+
+    Attributes:
+        pattern: searched for in the method and the path.
+        refusal: the answer; None drops the connection without one.
+        times: requests still to be met.
+        after: requests let through before.
+        late: the request is carried out first, and only its answer is lost.
+    """
+
+    pattern: str
+    refusal: Refusal | None = None
+    times: int = 1
+    after: int = 0
+    late: bool = False
+
+
 class HubServer:
-    """Serves folders as repositories until `stop`.
+    """Serves folders as repositories, and takes uploads, until `stop`.
 
     Attributes:
         refusals: answers by prefix of the path, `/api/models/org/name` or `/org/name/resolve`.
+        faults: for requests of any kind, the first that matches.
         broken: names of files whose transfer breaks off half way, each time.
+        garbled: names of files that arrive with a bit flipped, each time.
+        damaged: names of files of which a commit stores other bytes.
         ranges: whether a Range header is honoured.
+        tokens: role by token, `write` or `read`.
+        owner: the account that the tokens belong to.
+        repositories: by `owner/name`.
+        objects: uploaded large files by SHA-256.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.lock = RLock()  # held while a request is answered, so that its record is never late
         self.log: list[Request] = []
         self.refusals: dict[str, Refusal] = {}
+        self.faults: list[Fault] = []
         self.broken: set[str] = set()
+        self.garbled: set[str] = set()
+        self.damaged: set[str] = set()
         self.ranges = True
-        self._commits: dict[tuple[str, str], Path] = {}
-        self._refs: dict[tuple[str, str], str] = {}
+        self.tokens = {"hf_write": "write", "hf_read": "read"}
+        self.owner = "org"
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, Path] = {}
+        self._folder = folder
         hub = self
 
         class Handler(_Handler):
@@ -76,10 +112,26 @@ class HubServer:
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> str:
         """Serve a folder as a revision of `org/name`; returns its commit."""
-        commit = hashlib.sha1(f"{repo} {revision} {folder}".encode()).hexdigest()
-        self._commits[repo, commit] = folder
-        self._refs[repo, revision] = commit
-        return commit
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path for path in paths}
+        repository = self.repositories.setdefault(repo, Repository())
+        return repository.commit(revision, files, f"{repo} {revision} {folder}")
+
+    def store(self, content: bytes) -> Path:
+        """Keep uploaded bytes."""
+        path = self._folder / hashlib.sha256(content).hexdigest()
+        self._folder.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    def content(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        """Every file of a revision."""
+        found = self.repositories[repo].find(revision)
+        return {} if found is None else {name: path.read_bytes() for name, path in found[1].items()}
+
+    def calls(self) -> list[str]:
+        """Method and path of every request, in order."""
+        return [f"{request.method} {request.path}" for request in self.requests()]
 
     def requests(self) -> list[Request]:
         """Everything answered since the start or the last `forget`, in order."""
@@ -107,61 +159,89 @@ class HubServer:
             server.server_close()
         self._servers, self._threads = [], []
 
-    def find(self, repo: str, revision: str | None) -> tuple[str, Path] | Refusal:
-        """Commit and folder of a revision, or what the Hub says where there is none."""
-        if not any(name == repo for name, _ in self._commits):
+    def find(self, repo: str, revision: str | None) -> tuple[str, Files] | Refusal:
+        """Commit and files of a revision, or what the Hub says where there is none."""
+        if repo not in self.repositories:
             return Refusal(404, "RepoNotFound", "Repository not found")
         revision = unquote(revision or "main")
-        commit = self._refs.get((repo, revision), revision)
-        folder = self._commits.get((repo, commit))
-        if folder is None:
-            return Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return commit, folder
+        found = self.repositories[repo].find(revision)
+        return found or Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server_state: HubServer
 
     def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         with self.server_state.lock:
-            self._answer()
+            self._serve(body)
 
-    def do_HEAD(self) -> None:
-        with self.server_state.lock:
-            self._answer()
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep quiet."""
 
-    def _answer(self) -> None:
-        path = urlsplit(self.path).path
-        for prefix, refusal in self.server_state.refusals.items():
+    def _serve(self, body: bytes) -> None:
+        hub, path = self.server_state, urlsplit(self.path).path
+        for fault in hub.faults:
+            if fault.times and re.search(fault.pattern, f"{self.command} {path}"):
+                if fault.after:
+                    fault.after -= 1
+                    continue
+                fault.times -= 1
+                if fault.late:
+                    hub_writes.answer(hub, self.command, path, body, self._token())
+                return self._drop() if fault.refusal is None else self._refuse(fault.refusal)
+        for prefix, refusal in hub.refusals.items():
             if path.startswith(prefix):
                 return self._refuse(refusal)
         for pattern in (RESOLVE, TREE, INFO):
             match = pattern.fullmatch(path)
-            if match:
-                found = self.server_state.find(match["repo"], match["revision"])
-                if isinstance(found, Refusal):
-                    return self._refuse(found)
-                commit, folder = found
-                if pattern is RESOLVE:
-                    return self._resolve(commit, folder, unquote(match["file"]))
-                if pattern is TREE:
-                    return self._json(_tree(folder))
-                return self._json(_info(match["repo"], commit, folder))
-        return self._refuse(Refusal(404, message="no such page"))
+            if match and self.command in ("GET", "HEAD"):
+                return self._read(pattern, match)
+        answer = hub_writes.answer(hub, self.command, path, body, self._token())
+        if answer is None:
+            return self._refuse(Refusal(404, message="no such page"))
+        if isinstance(answer, Refusal):
+            return self._refuse(answer)
+        return self._json(answer[1], answer[0])
 
-    def _resolve(self, commit: str, folder: Path, name: str) -> None:
-        path = folder / name
-        if not path.is_file():
+    def _token(self) -> str | None:
+        header = self.headers.get("Authorization")
+        return None if header is None else header.removeprefix("Bearer ")
+
+    def _drop(self) -> None:
+        """Hang up without an answer."""
+        token = self.headers.get("Authorization")
+        self.server_state.log.append(Request(self.command, self.path, None, 0, token))
+        self.close_connection = True
+
+    def _read(self, pattern: re.Pattern[str], match: re.Match[str]) -> None:
+        hub, repo = self.server_state, match["repo"]
+        found = hub.find(repo, match["revision"])
+        hidden = repo in hub.repositories and hub.repositories[repo].private
+        on_hub = self.headers["Host"] in hub.endpoint
+        if hidden and on_hub and self._token() not in hub.tokens:
+            found = Refusal(404, "RepoNotFound", "Repository not found")
+        if isinstance(found, Refusal):
+            return self._refuse(found)
+        commit, files = found
+        if pattern is RESOLVE:
+            return self._resolve(commit, files, unquote(match["file"]))
+        if pattern is TREE:
+            return self._json(_tree(files))
+        return self._json(_info(repo, commit, hub.repositories[repo].private, files))
+
+    def _resolve(self, commit: str, files: Files, name: str) -> None:
+        path = files.get(name)
+        if path is None or not path.is_file():
             return self._refuse(
                 Refusal(404, "EntryNotFound", "Entry not found"), {"X-Repo-Commit": commit}
             )
-        size, etag = path.stat().st_size, _sha1(path)
+        size, etag = path.stat().st_size, object_id(name, path)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         on_hub = self.headers["Host"] in self.server_state.endpoint
-        if on_hub and name.endswith(".safetensors"):
+        if on_hub and is_large(name, size):
             headers |= {"X-Linked-Size": str(size), "X-Linked-ETag": f'"{etag}"'}
             headers["Location"] = self.server_state.cdn + self.path
             return self._send(302, b"", headers)
@@ -172,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             body = file.read(stop - start)
+        if name in self.server_state.garbled:
+            body = body[:-1] + bytes([body[-1] ^ 1])
         return self._send(status, body, headers, name)
 
     def _range(self, size: int) -> tuple[int, int]:
@@ -185,8 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
         extra = {name: value for name, value in said.items() if value}
         self._send(refusal.status, b"{}", extra | dict(headers or {}))
 
-    def _json(self, content: object) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    def _json(self, content: object, status: int = 200) -> None:
+        self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _send(
         self, status: int, body: bytes, headers: Mapping[str, str], file: str | None = None
@@ -214,22 +296,16 @@ class _Handler(BaseHTTPRequestHandler):
         return sent
 
 
-def _sha1(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes()).hexdigest()
+def _info(repo: str, commit: str, private: bool, files: Files) -> dict[str, object]:
+    siblings = [{"rfilename": name, **describe(name, path)} for name, path in files.items()]
+    return {"id": repo, "sha": commit, "siblings": siblings, "tags": [], "private": private}
 
 
-def _files(folder: Path) -> list[tuple[str, int]]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
-
-
-def _info(repo: str, commit: str, folder: Path) -> dict[str, object]:
-    siblings = [{"rfilename": name, "size": size} for name, size in _files(folder)]
-    return {"id": repo, "sha": commit, "siblings": siblings, "tags": [], "private": False}
-
-
-def _tree(folder: Path) -> list[dict[str, object]]:
-    return [
-        {"type": "file", "path": name, "size": size, "oid": _sha1(folder / name)}
-        for name, size in _files(folder)
-    ]
+def _tree(files: Files) -> list[dict[str, object]]:
+    rows = []
+    for name, path in files.items():
+        size, oid = path.stat().st_size, object_id(name, path)
+        lfs = {"oid": oid, "size": size, "pointerSize": 130}
+        large = {"lfs": lfs} if is_large(name, size) else {}
+        rows.append({"type": "file", "path": name, "size": size, "oid": oid, **large})
+    return rows

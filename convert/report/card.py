@@ -1,34 +1,48 @@
-"""A draft of the model card: README.md with the front matter the Hub reads."""
+"""The model card: README.md with the front matter the Hub reads."""
 
-import json
 import re
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from lowbit.convert.plan import vllm_reasons
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report import words
+from lowbit.convert.report.html import recipe_facts
+from lowbit.convert.report.metadata import front_matter
+from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.terminal import size_text
-from lowbit.convert.report.verdict import judge, kinds, main_bits, scheme_text
+from lowbit.convert.report.verdict import judge, kinds
+from lowbit.formats.architectures import part_of
 from lowbit.formats.manifest import Manifest
+from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.quantization_config import unserved
+from lowbit.formats.scheme import SERVED_BITS, Scheme
+from lowbit.formats.tasks import TaskReport
 
 TEMPLATE = "card.md.jinja"
-VLLM_GROUPS = (None, 32, 64, 128)
-VLLM_BITS = (4, 8)
+NO_TARGET = "FOLDER"  # in commands, until there is a repository
 
 
 def render_card(
-    report: QualityReport, manifest: Manifest | None, name: str, license_id: str | None
+    packed: PackedCheckpoint,
+    report: QualityReport | None,
+    tasks: TaskReport | None,
+    source: SourceCard,
+    name: str,
+    target: str = NO_TARGET,
 ) -> str:
-    """The card, with places to fill in marked TODO.
+    """The card; what nothing says, the base model or its license, is marked TODO.
 
     Args:
-        report: what was measured.
-        manifest: of the packed folder, None where it has none.
+        packed: the folder.
+        report: what was measured, None where nothing was.
+        tasks: results of tasks, None where none were run.
+        source: what the card of the original says.
         name: of the model.
-        license_id: of the source, None where it is not known.
+        target: what the commands name: a repository, or a word for the folder.
     """
-    # Not HTML: values are made safe for Markdown and YAML by the two filters instead.
+    # Not HTML: values are made safe for Markdown by a filter instead.
     environment = Environment(
         autoescape=False,
         undefined=StrictUndefined,
@@ -37,37 +51,77 @@ def render_card(
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        kl=words.kl, percent=words.percent, cosine=words.cosine, md=_markdown, yaml=_yaml
+        kl=words.kl,
+        percent=words.percent,
+        cosine=words.cosine,
+        number=words.number,
+        signed=words.signed,
+        md=_markdown,
+        code=_code,
     )
     template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
-    schemes = {(row.bits, row.group_size) for row in report.weights}
+    manifest = packed.manifest
+    linears = [
+        (spec.module, spec.shape, scheme)
+        for spec in packed.specs
+        if (scheme := packed.schemes.get(spec.module)) is not None
+    ]
+    schemes = [scheme for _, _, scheme in linears]
+    vision = bool(packed.carried)
+    text_only = manifest is not None and bool(manifest.recipe.get("drop_vision"))
+    logits = None if report is None else report.logits
     return template.render(
+        front_matter=front_matter(
+            name, manifest, _main_bits(packed), source, not vision, report, tasks
+        ),
         name=name,
-        report=report,
-        logits=report.logits,
-        verdict=judge(report),
-        change="" if report.logits is None else words.perplexity_change(report.logits),
-        scored="" if report.logits is None else words.scored(report.logits),
-        size_text=size_text(report),
-        bits=main_bits(report.weights),
-        kinds=kinds(report.weights),
+        target=target,
+        on_hub=target != NO_TARGET,
         base_model=None if manifest is None else manifest.source.repo,
-        license_id=license_id,
-        schemes=sorted({scheme_text(row) for row in report.weights}),
-        vllm=all(bits in VLLM_BITS and group in VLLM_GROUPS for bits, group in schemes),
-        text_only=manifest is not None and bool(manifest.recipe.get("drop_vision")),
-        two_precisions=len({bits for bits, _ in schemes}) > 1,
+        commit=None if manifest is None else manifest.source.commit,
+        source=source,
+        version=_version(manifest, report),
+        schemes=sorted({str(scheme) for scheme in schemes}),
+        recipe=[] if manifest is None else recipe_facts(manifest.recipe),
+        command=None if report is None else report.command,
+        logits=logits,
+        kinds=[] if report is None else kinds(report.weights),
+        verdict=None if report is None or logits is None else judge(report),
+        change="" if logits is None else words.perplexity_change(logits),
+        scored="" if logits is None else words.scored(logits),
+        size_text=_size(packed) if report is None else size_text(report),
+        tasks=tasks,
+        report=report,
+        vllm=vllm_reasons(linears),
+        lowbit_run=next((why for s in schemes if (why := unserved(s, SERVED_BITS))), None),
+        head_packed=packed.schemes.get("lm_head") is not None,
+        vision=vision,
+        text_only=text_only,
+        several_schemes=len(set(schemes)) > 1,
+        mtp=any(part_of(packed.checkpoint.config, spec.name) == "mtp" for spec in packed.specs),
+        verifiable=manifest is not None,
     )
 
 
-def read_license(readme: Path) -> str | None:
-    """The license a card's front matter names; None where there is no card or no license."""
-    if not readme.is_file():
-        return None
-    text = readme.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    found = front and re.search(r"^license:[ \t]*[\"']?([\w.+-]+)", front[1], re.MULTILINE)
-    return found[1] if found else None
+def _main_bits(packed: PackedCheckpoint) -> int | None:
+    """Bits of most of the packed weights; None where nothing is packed."""
+    weights: dict[int, int] = {}
+    for spec in packed.specs:
+        scheme: Scheme | None = packed.schemes.get(spec.module)
+        if scheme is not None:
+            weights[scheme.bits] = weights.get(scheme.bits, 0) + spec.shape[0] * spec.shape[1]
+    return max(weights, key=lambda bits: weights[bits]) if weights else None
+
+
+def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:
+    """Of the lowbit that packed; None where another tool did."""
+    if manifest is not None:
+        return manifest.lowbit_version
+    return None if report is None else report.lowbit_version
+
+
+def _size(packed: PackedCheckpoint) -> str:
+    return words.size(sum(info.nbytes for info in packed.checkpoint.tensors.values()))
 
 
 def _markdown(value: str) -> str:
@@ -75,6 +129,6 @@ def _markdown(value: str) -> str:
     return re.sub(r"[`|<>\[\]\r\n\t]", " ", value).strip()
 
 
-def _yaml(value: str) -> str:
-    """A quoted scalar; JSON strings are YAML."""
-    return json.dumps(value)
+def _code(value: str) -> str:
+    """Text that stays one line of a fenced block."""
+    return re.sub(r"[`\r\n\t]", " ", value).strip()

@@ -1,4 +1,4 @@
-"""The draft model card: front matter that parses, figures, warnings, nothing injected."""
+"""The model card: metadata that the Hub's library reads, figures, warnings, nothing injected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,85 +6,237 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 
-from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.quality.record import Noise, QualityReport, TextKind
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.card import read_license, render_card
+from lowbit.convert.report.card import render_card
+from lowbit.convert.report.source_card import SourceCard, read_source_card
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.manifest import Manifest, Source
+from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.scheme import Scheme
+from lowbit.formats.tasks import TaskReport, TaskResult
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
 
-
-def manifest(repo: str | None) -> Manifest:
-    return Manifest("0.1.0", Source(repo, None, "", ""), {}, (), (), ())
-
-
-def front_matter(card: str) -> dict[str, Any]:
-    _, front, _ = card.split("---\n", 2)
-    content = yaml.safe_load(front)
-    assert isinstance(content, dict)
-    return content
+UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
+SHAPE = (256, 128)
+INT4 = {UP: Scheme(4, 128), HEAD: Scheme(8, 128)}
+APACHE = SourceCard(license="apache-2.0", languages=("en", "zh"))
+VISION = TensorInfo("visual.x", torch.bfloat16, (2,), "model.safetensors", 0, 4)
 
 
-def test_front_matter(make_report: MakeReport) -> None:
-    card = render_card(make_report(), manifest("Qwen/Qwen3-0.6B"), "m", "apache-2.0")
-    assert front_matter(card) == {
+def manifest(repo: str | None, **recipe: Any) -> Manifest:
+    return Manifest("0.1.0", Source(repo, "c0ffee", "", ""), recipe, (), (), ())
+
+
+def packed(
+    schemes: dict[str, Scheme] | None = None,
+    made: Manifest | None = None,
+    shape: tuple[int, int] = SHAPE,
+    vision: bool = False,
+) -> PackedCheckpoint:
+    """An MLP linear and a head of these schemes."""
+    return PackedCheckpoint(
+        checkpoint=Checkpoint(Path("folder"), {"model_type": "qwen3"}, {}),
+        specs=(
+            TensorSpec(f"{UP}.weight", shape, "mlp"),
+            TensorSpec("lm_head.weight", SHAPE, "head"),
+        ),
+        schemes=INT4 if schemes is None else schemes,
+        carried=(VISION,) if vision else (),
+        manifest=made,
+    )
+
+
+def render(
+    report: QualityReport | None,
+    opened: PackedCheckpoint | None = None,
+    source: SourceCard = APACHE,
+    tasks: TaskReport | None = None,
+    name: str = "m",
+    target: str = "FOLDER",
+) -> str:
+    opened = opened or packed(made=manifest("Qwen/Qwen3-0.6B", recipe="int4", method="rtn"))
+    return render_card(opened, report, tasks, source, name, target)
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """As the Hub's library reads it; it refuses what it cannot."""
+    data: Any = ModelCard(card, ignore_metadata_errors=False).data
+    found: dict[str, Any] = data.to_dict()
+    return found
+
+
+def figures(card: str, key: str) -> dict[tuple[str, str], float]:
+    """Measured values by dataset (its name or type) and metric."""
+    data: Any = ModelCard(card).data
+    results: list[EvalResult] = data.eval_results
+    assert {row.task_type for row in results} == {"text-generation"}
+    return {(getattr(row, key), row.metric_type): row.metric_value for row in results}
+
+
+def test_metadata(make_report: MakeReport) -> None:
+    card = render(make_report())
+    found = metadata(card)
+    index = found.pop("model-index")
+    assert found == {
         "base_model": "Qwen/Qwen3-0.6B",
         "base_model_relation": "quantized",
         "license": "apache-2.0",
+        "language": ["en", "zh"],
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["compressed-tensors", "lowbit", "int4"],
     }
+    assert [entry["name"] for entry in index] == ["m"]
     assert "TODO" not in card
 
 
+def test_measured_quality_is_in_the_index(make_report: MakeReport) -> None:
+    kinds = (
+        TextKind("prose", "ab" * 32, 9, 3.286, 3.354, 0.018, 0.94),
+        TextKind("maths", "cd" * 32, 9, 2.0, 2.1, 0.02, 0.93),
+        TextKind("odd", "ef" * 32, 9, 2.0, float("inf"), 0.02, 0.93),
+    )
+    card = render(make_report(kinds=kinds, noise=Noise(0.002, 0.02, 0.99)))
+    found = figures(card, "dataset_name")
+    assert found["a text", "perplexity"] == 3.354
+    assert found["a text", "kl_divergence"] == 0.018
+    assert found["maths", "perplexity"] == 2.1
+    assert ("odd", "perplexity") not in found  # JSON has no infinity
+    assert not any(name == "prose" for name, _ in found)  # the first text under its own name
+    assert "| maths | 2.000 | 2.100 (+5.00 %) | 0.0200 | 93.00 % |" in card
+    assert "| the same of BF16 arithmetic alone, mean / p99 | 0.00200 / 0.0200 | |" in card
+
+
+def test_task_results(make_report: MakeReport) -> None:
+    rows = (
+        TaskResult("gsm8k", "exact_match", 0.5, 0.01, 100, True, 5, None, True, 4096, "cuda", "3"),
+        TaskResult("odd", "acc", None, None, 1, None, None, None, False, 64, "cpu", "1"),
+    )
+    card = render(make_report(), tasks=TaskReport("0.1.0", "lm-eval 0.4.13", None, rows))
+    assert figures(card, "dataset_type")["gsm8k", "exact_match"] == 0.5
+    assert "| gsm8k | exact_match | 0.5000 ± 0.0100 | 100 |" in card
+    assert "| odd | acc | none | 1 |" in card
+
+
 def test_unknown_source_is_left_to_fill_in(make_report: MakeReport) -> None:
-    card = render_card(make_report(), None, "m", None)
-    assert "base_model" not in front_matter(card)
+    card = render(make_report(), packed(made=manifest(None)), SourceCard())
+    assert {"base_model", "base_model_relation", "license"}.isdisjoint(metadata(card))
     assert "TODO (name and link of the original model)" in card
     assert "TODO: state the license" in card
 
 
-def test_figures_and_use(make_report: MakeReport) -> None:
-    card = render_card(make_report(), None, "m", None)
+def test_a_license_of_its_own(make_report: MakeReport) -> None:
+    source = SourceCard("other", "qwen", "https://example.org/LICENSE", (), "any-to-any")
+    found = metadata(render(make_report(), source=source))
+    assert (found["license"], found["license_name"]) == ("other", "qwen")
+    assert found["license_link"] == "https://example.org/LICENSE"
+    assert found["pipeline_tag"] == "text-generation"  # there is no vision tower
+    seeing = render(make_report(), packed(vision=True), source)
+    assert metadata(seeing)["pipeline_tag"] == "any-to-any"
+    seeing = render(make_report(), packed(vision=True))
+    assert metadata(seeing)["pipeline_tag"] == "image-text-to-text"
+    assert "The vision tower is carried unchanged." in seeing
+
+
+def test_figures(make_report: MakeReport) -> None:
+    card = render(make_report())
     assert "| perplexity | 3.286 | 3.354 (+2.07 % ± 0.08) |" in card
     assert "| up_proj | INT4 g128 | 2 | 10.00 % | 10.00 % |" in card
-    assert "lowbit-run FOLDER" in card
-    assert "vllm serve FOLDER" in card
-    assert "`dequantize=True` (or `run_compressed=False`)" in card
-    assert "garbage" in card
+    assert "0.0180 / 0.0700 / 0.130 / 0.680" in card
 
 
-def test_one_precision_is_not_warned_of_as_two(make_report: MakeReport, make_row: MakeRow) -> None:
-    card = render_card(make_report((make_row("lm_head", 8),)), None, "m", None)
-    assert "garbage" not in card
-    assert "int8" in front_matter(card)["tags"]
+def test_commands(make_report: MakeReport) -> None:
+    report = replace(make_report(), command="lowbit-convert Qwen/Qwen3-0.6B m")
+    card = render(report, target="me/m")
+    for line in (
+        'lowbit-run me/m "Once upon a time"',
+        "vllm serve me/m",
+        'model = AutoModelForCausalLM.from_pretrained("me/m", dtype="auto")',
+        "lowbit-convert Qwen/Qwen3-0.6B m",
+        "hf download me/m --local-dir m",
+        "lowbit-convert verify m",
+    ):
+        assert f"\n{line}" in card
+    assert "FOLDER" not in card
+    assert "lowbit-convert verify FOLDER" in render(report)
+    assert "- Recipe: int4" in card
+    assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card
 
 
-def test_what_vllm_does_not_load_is_said(make_report: MakeReport, make_row: MakeRow) -> None:
-    card = render_card(make_report((make_row("lm_head", 3),)), None, "m", None)
+def test_nothing_measured() -> None:
+    card = render(None)
+    assert "Not measured." in card
+    assert "model-index" not in metadata(card)
+    assert "TODO" not in card
+
+
+def test_only_weights_compared(make_report: MakeReport) -> None:
+    card = render(make_report(measured=False))
+    assert "Only the weights were compared" in card
+    assert "model-index" not in metadata(card)
+
+
+def test_several_schemes_are_warned_of(make_report: MakeReport) -> None:
+    report = make_report()
+    assert "garbage" in render(report)
+    assert "`dequantize=True` (or `run_compressed=False`)" in render(report)
+    one = packed({UP: Scheme(8, 128), HEAD: Scheme(8, 128)})
+    assert "garbage" not in render(report, one)
+    assert "int8" in metadata(render(report, one))["tags"]
+    assert "garbage" in render(report, packed({UP: Scheme(8, 64), HEAD: Scheme(8, 128)}))
+
+
+@pytest.mark.parametrize(
+    ("opened", "reason"),
+    [
+        (packed({UP: Scheme(3, 128)}), "3-bit weights:  model.layers.0.mlp.up_proj"),
+        (packed({UP: Scheme(4, 256)}), "group size 256"),
+        (packed(shape=(96, 128)), "N = 96 is not a multiple of 64"),
+    ],
+)
+def test_what_vllm_does_not_load_is_said(
+    make_report: MakeReport, opened: PackedCheckpoint, reason: str
+) -> None:
+    card = render(make_report(), opened)
     assert "vllm serve" not in card
-    assert "vLLM does not load this file" in card
+    assert f"vLLM does not load this file:\n\n- {reason}" in card
+
+
+def test_what_lowbit_run_does_not_serve_is_said(make_report: MakeReport) -> None:
+    card = render(make_report(), packed({UP: Scheme(3, 128)}))
+    assert "lowbit-run FOLDER" not in card
+    assert "`lowbit-run` does not serve this file: 3-bit weights" in card
+
+
+def test_a_packed_head_needs_a_new_vllm(make_report: MakeReport) -> None:
+    assert "2026-03" in render(make_report())
+    assert "2026-03" not in render(make_report(), packed({UP: Scheme(4, 128)}))
 
 
 def test_vllm_is_told_that_there_is_no_vision_tower(make_report: MakeReport) -> None:
-    whole = manifest(None)
-    assert "vllm serve FOLDER\n" in render_card(make_report(), whole, "m", None)
-    text_only = replace(whole, recipe={"drop_vision": True})
-    card = render_card(make_report(), text_only, "m", None)
+    assert "vllm serve FOLDER\n" in render(make_report())
+    card = render(make_report(), packed(made=manifest(None, drop_vision=True)))
     assert "vllm serve FOLDER --language-model-only\n" in card
 
 
 def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
-    name = 'x`|\n---\nlicense: stolen\n<script>alert(1)</script>"'
-    report = make_report((make_row(name),), text_name=name)
-    card = render_card(report, manifest(name), name, None)
-    assert front_matter(card)["base_model"] == name
-    assert "license" not in front_matter(card)
-    assert "<script>" not in card.split("---\n", 2)[2]
+    name = 'x`|\n---\nlicense: stolen\n```\n<script>alert(1)</script>"'
+    report = replace(make_report((make_row(name),), text_name=name), command=name)
+    source = SourceCard(license_name=name, license_link=name)
+    card = render(report, packed(made=manifest(name, recipe=name)), source, None, name, name)
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"].startswith("x`|")
+    assert "license" not in metadata(card)
+    assert "<script>" not in body.partition("## Use")[0]
+    assert body.count("```") % 2 == 0
     rows = [line for line in card.splitlines() if line.startswith("|")]
     assert all(line.count("|") in (4, 6) for line in rows)
 
@@ -92,20 +244,30 @@ def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("---\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0"),
-        ("---\r\ntags: [x]\r\nlicense: 'mit'\r\n---\r\n", "mit"),
-        ('---\nlicense: "cc-by-4.0"\n---\n', "cc-by-4.0"),
-        ("---\nlicense:\n- mit\n---\n", None),
-        ("---\ntags: [x]\n---\nlicense: mit\n", None),
-        ("license: mit\n", None),
-        ("", None),
+        ("---\nlicense: apache-2.0\n---\n# Model\n", SourceCard("apache-2.0")),
+        ("---\r\ntags: [x]\r\nlicense: 'mit'\r\n---\r\n", SourceCard("mit")),
+        ("---\nlanguage: en\n---\n", SourceCard(languages=("en",))),
+        ("---\nlanguage: [en, 3, null, no]\n---\n", SourceCard(languages=("en",))),
+        (
+            "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n",
+            SourceCard("other", "qwen", "LICENSE"),
+        ),
+        ("---\npipeline_tag: text-generation\n---\n", SourceCard(pipeline_tag="text-generation")),
+        ("---\nlicense:\n- mit\n---\n", SourceCard()),
+        ("---\ntags: [x]\n---\nlicense: mit\n", SourceCard()),
+        ("---\nlicense: [\n---\n", SourceCard()),
+        ("---\nlicense: 2026-13-45\n---\n", SourceCard()),
+        ("---\n- a list\n---\n", SourceCard()),
+        ("---\nlicense: !!python/object:os.system x\n---\n", SourceCard()),
+        ("license: mit\n", SourceCard()),
+        ("", SourceCard()),
     ],
 )
-def test_read_license(tmp_path: Path, text: str, expected: str | None) -> None:
+def test_read_source_card(tmp_path: Path, text: str, expected: SourceCard) -> None:
     path = tmp_path / "README.md"
     path.write_text(text, newline="")
-    assert read_license(path) == expected
+    assert read_source_card(path) == expected
 
 
-def test_read_license_without_a_card(tmp_path: Path) -> None:
-    assert read_license(tmp_path / "README.md") is None
+def test_no_source_card(tmp_path: Path) -> None:
+    assert read_source_card(tmp_path / "README.md") == SourceCard()

@@ -1,0 +1,33 @@
+"""`lowbit-convert push`."""
+
+from pathlib import Path
+
+import click
+
+from lowbit.convert.options import folder_argument, print_json, private_option, reported
+
+
+@click.command()
+@folder_argument
+@click.argument("repo", metavar="REPO")
+@private_option
+@click.option("--revision", metavar="BRANCH", help="Where to, created if need be.")
+@reported
+def push(
+    folder: Path, repo: str, private: bool | None, revision: str | None, as_json: bool
+) -> None:
+    """Publish the packed checkpoint DIR as REPO, OWNER/NAME, on the Hub.
+
+    Verifies DIR, sends the weights, then card, manifest, reports and config in one last commit, and
+    compares every hash on the Hub with DIR's. Interrupted, the same command continues.
+    """
+    from lowbit.convert import render_published
+    from lowbit.convert.publish.access import open_hub
+    from lowbit.convert.publish.command import publish_folder
+
+    api = open_hub(repo)
+    published = publish_folder(api, folder, repo, private, revision, quiet=as_json)
+    if as_json:
+        print_json(render_published.published_json(published))
+    else:
+        render_published.published(published)

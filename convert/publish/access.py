@@ -1,0 +1,40 @@
+"""Name and token: what can be refused before anything is read or sent."""
+
+from typing import TYPE_CHECKING
+
+from lowbit.convert.publish.errors import TOKEN, explained
+from lowbit.convert.publish.retry import patiently
+from lowbit.formats.errors import PublishError
+from lowbit.formats.hub import HUB_ID
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+def open_hub(repo: str) -> "HfApi":
+    """A client whose token the Hub knows and lets write somewhere.
+
+    Args:
+        repo: `owner/name`, whether it exists or not.
+
+    Raises:
+        PublishError: a name the Hub does not take, no token, one that it does not know or that
+            may only read, or no connection.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    if not HUB_ID.fullmatch(repo):
+        raise PublishError(f"`{repo}` is not of the form OWNER/NAME")
+    with explained(repo):
+        validate_repo_id(repo)
+    token = get_token()
+    if token is None:
+        raise PublishError("there is no token for the Hub", hint=TOKEN)
+    api = HfApi(token=token, library_name="lowbit")
+    with explained(repo):
+        account = patiently(api.whoami)
+    access = (account.get("auth") or {}).get("accessToken") or {}
+    if access.get("role") == "read":
+        raise PublishError(f"the token of `{account.get('name')}` may only read", hint=TOKEN)
+    return api

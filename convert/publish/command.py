@@ -1,0 +1,44 @@
+"""Publishing as the commands do it: verify under our bar, send under the library's."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.convert.publish.parcel import make_parcel
+from lowbit.convert.publish.push import Published, publish
+from lowbit.convert.terminal import progress_bars, stderr
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+def publish_folder(
+    api: "HfApi",
+    folder: Path,
+    repo: str,
+    private: bool | None,
+    revision: str | None = None,
+    quiet: bool = False,
+) -> Published:
+    """Verify a packed folder and send it, showing how far it is where somebody watches.
+
+    Args:
+        api: of `open_hub`.
+        folder: made by lowbit-convert.
+        repo: `owner/name`.
+        private: as in `publish`.
+        revision: as in `publish`.
+        quiet: show nothing.
+
+    Raises:
+        LowbitError: as `make_parcel` and `publish`.
+    """
+    with progress_bars(quiet) as progress:
+        parcel = make_parcel(folder, repo, progress)
+    try:
+        bars = stderr().is_terminal and not quiet
+        return publish(api, parcel, private, revision, bars)
+    except KeyboardInterrupt:
+        click.echo(f"\ninterrupted; `lowbit-convert push {folder} {repo}` continues", err=True)
+        raise

@@ -1,0 +1,196 @@
+"""Send a verified folder to the Hub: weights first, everything else in one last commit.
+
+A repository without config.json loads nowhere, so while it is being filled each weight file gets a
+commit of its own: an interrupted push continues after the last one. A repository that is complete
+stays as it is until the last commit, which then names the new weights too; their content is on the
+Hub by then. Each try begins by comparing hashes, so it may be repeated at any point. How bytes
+travel, by Xet or by LFS over HTTP, is between huggingface_hub and the server.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING
+
+from lowbit.convert.publish.errors import explained
+from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
+from lowbit.convert.publish.remote import Remote, read_remote, require_equal
+from lowbit.convert.publish.retry import patiently
+from lowbit.convert.quality.record import QUALITY_FILE
+from lowbit.convert.report.files import HTML_FILE
+from lowbit.formats.checkpoint import CONFIG_FILE
+from lowbit.formats.errors import PublishError
+from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.tasks import TASKS_FILE
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationDelete
+
+# What would belong to other weights if it stayed.
+REPLACED = (WEIGHTS, "*.safetensors.index.json", QUALITY_FILE, HTML_FILE, TASKS_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What is on the Hub now; every hash was compared.
+
+    Attributes:
+        repo: `owner/name`.
+        url: for people.
+        commit: that holds the files.
+        private: whether only its owner sees it.
+        sent: names of the files that this call sent, in order.
+        present: of those that were there already.
+        size_bytes: of all files.
+        left_out: files of the folder that were not published.
+    """
+
+    repo: str
+    url: str
+    commit: str
+    private: bool
+    sent: tuple[str, ...]
+    present: tuple[str, ...]
+    size_bytes: int
+    left_out: tuple[str, ...]
+
+
+def publish(
+    api: "HfApi",
+    parcel: Parcel,
+    private: bool | None = None,
+    revision: str | None = None,
+    bars: bool = False,
+) -> Published:
+    """Make a revision of a repository hold exactly the parcel's bytes, and check that it does.
+
+    Args:
+        api: of `open_hub`.
+        parcel: what to send.
+        private: visibility of a repository that does not exist yet, the account's default when
+            None; one that exists must agree.
+        revision: branch to push to, created where it does not exist; the default one when None.
+        bars: let the library show the bytes on their way; it alone knows its transports.
+
+    Raises:
+        PublishError: whatever stops it; what has arrived is not sent again by another call.
+    """
+    repo = parcel.repo
+    sent: list[str] = []
+    with explained(repo), _library_bars(bars):
+        before = patiently(lambda: _open_repository(api, repo, private, revision))
+        commit = patiently(lambda: _send(api, parcel, revision, sent))
+        after = patiently(lambda: read_remote(api, repo, commit))
+        require_equal(after, parcel.items, repo)
+    url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
+    names = dict.fromkeys(sent)
+    return Published(
+        repo=repo,
+        url=url,
+        commit=commit,
+        private=before.private,
+        sent=tuple(names),
+        present=tuple(item.name for item in parcel.items if item.name not in names),
+        size_bytes=parcel.size_bytes,
+        left_out=parcel.left_out,
+    )
+
+
+def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: str | None) -> Remote:
+    """Create repository and branch where they do not exist; what they hold."""
+    api.create_repo(repo, private=private, exist_ok=True)
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    found = read_remote(api, repo, revision)
+    if private is not None and found.private != private:
+        words = ("public", "private")
+        raise PublishError(
+            f"`{repo}` exists and is {words[found.private]}, not {words[private]}",
+            hint="change that on its settings page, or leave the option out",
+        )
+    if CONFIG_FILE in found.files and MANIFEST_FILE not in found.files:
+        raise PublishError(
+            f"`{repo}` holds a model that lowbit-convert did not make",
+            hint="choose another name; only packed checkpoints are replaced",
+        )
+    return found
+
+
+def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -> str:
+    """Send what the revision lacks; the commit that holds everything."""
+    from huggingface_hub import CommitOperationDelete
+
+    repo = parcel.repo
+    remote = read_remote(api, repo, revision)
+    todo = remote.missing(parcel.items)
+    weights = [item for item in todo if item.is_weight]
+    filling = CONFIG_FILE not in remote.files
+    head = remote.commit
+    last: list[Operation] = []
+    for item in weights:
+        addition = _addition(item)
+        api.preupload_lfs_files(repo, [addition], revision=revision)
+        if filling:
+            head = _commit(api, repo, [addition], f"Add {item.name}", revision, head)
+        else:
+            last.append(addition)
+        sent.append(item.name)
+    if filling and weights:
+        require_equal(read_remote(api, repo, head), weights, repo)
+    rest = [item for item in todo if not item.is_weight]
+    last += map(_addition, rest)
+    kept = {item.name for item in parcel.items}
+    last += [
+        CommitOperationDelete(name)
+        for name in remote.files
+        if name not in kept
+        and "/" not in name
+        and any(fnmatch(name, pattern) for pattern in REPLACED)
+    ]
+    if not last:
+        return head
+    head = _commit(api, repo, last, f"Publish {parcel.folder.resolve().name}", revision, head)
+    sent += [item.name for item in rest]
+    return head
+
+
+def _commit(
+    api: "HfApi",
+    repo: str,
+    operations: "Sequence[Operation]",
+    message: str,
+    revision: str | None,
+    parent: str,
+) -> str:
+    """Commit on top of `parent` and nothing else; the new commit."""
+    return api.create_commit(
+        repo, operations, commit_message=message, revision=revision, parent_commit=parent
+    ).oid
+
+
+def _addition(item: Item) -> "CommitOperationAdd":
+    from huggingface_hub import CommitOperationAdd
+
+    return CommitOperationAdd(item.name, item.content)
+
+
+@contextmanager
+def _library_bars(shown: bool) -> Iterator[None]:
+    """Let huggingface_hub draw its progress bars, or keep it from doing so."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

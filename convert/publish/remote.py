@@ -1,0 +1,88 @@
+"""What a repository holds at a commit, and how it differs from what was sent."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowbit.convert.publish.parcel import Item
+from lowbit.formats.errors import PublishError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository.
+
+    Attributes:
+        size: in bytes.
+        sha256: of a large file; None where git keeps the file itself.
+        git_id: of what git keeps.
+    """
+
+    size: int
+    sha256: str | None
+    git_id: str | None
+
+    def equals(self, item: Item) -> bool:
+        """Whether it has the item's bytes, by its hash."""
+        if self.size != item.size:
+            return False
+        return self.sha256 == item.sha256 if self.sha256 else self.git_id == item.git_id()
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A repository at a commit."""
+
+    commit: str
+    private: bool
+    files: Mapping[str, RemoteFile]
+
+    def missing(self, items: Iterable[Item]) -> list[Item]:
+        """Those of the items that it lacks or holds with other bytes."""
+        return [
+            item
+            for item in items
+            if item.name not in self.files or not self.files[item.name].equals(item)
+        ]
+
+
+def read_remote(api: "HfApi", repo: str, revision: str | None) -> Remote:
+    """What a revision holds; the default branch's where it is None."""
+    info = api.model_info(repo, revision=revision, files_metadata=True)
+    if info.sha is None:
+        raise PublishError(f"the Hub names no commit of `{repo}`")
+    files = {
+        file.rfilename: RemoteFile(
+            size=file.size or 0,
+            sha256=None if file.lfs is None else file.lfs.sha256,
+            git_id=file.blob_id,
+        )
+        for file in info.siblings or ()
+    }
+    return Remote(commit=info.sha, private=bool(info.private), files=files)
+
+
+def require_equal(remote: Remote, items: Iterable[Item], repo: str) -> None:
+    """Make sure that the repository holds the items' bytes.
+
+    Raises:
+        PublishError: naming the first that differs.
+    """
+    wrong = remote.missing(items)
+    if not wrong:
+        return
+    item = wrong[0]
+    found = remote.files.get(item.name)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    if found is None:
+        got = "it is not there"
+    else:
+        expected = item.sha256 if found.sha256 else item.git_id()
+        got = f"expected {expected[:12]}…, got {(found.sha256 or found.git_id or 'none')[:12]}…"
+    raise PublishError(
+        f"`{item.name}`{more} in `{repo}` is not what was sent: {got}",
+        hint="`lowbit-convert push` sends it anew",
+    )
