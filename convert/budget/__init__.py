@@ -1,0 +1,1 @@
+"""Bits where they count: what each fused set's precision costs, and which to take."""

@@ -1,0 +1,58 @@
+"""Where sensitivities are kept, so that nobody measures them twice."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from lowbit.convert.stream import worker_count
+from lowbit.formats.checkpoint import Checkpoint
+from lowbit.formats.hashing import hash_tensor
+from lowbit.formats.manifest import SourceTensor, weights_digest
+
+
+def cache_file(identity: dict[str, Any]) -> Path:
+    """Where a measurement with this identity is kept; below XDG_CACHE_HOME, or ~/.cache.
+
+    Args:
+        identity: all that the figures depend on, as JSON values.
+    """
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "lowbit" / "sensitivity" / f"{name[:32]}.json"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def hash_weights(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> str:
+    """The hash over all tensors that lowbit.json names as `weights_sha256`.
+
+    Args:
+        checkpoint: what to read.
+        progress: called with (bytes done, bytes in all).
+    """
+    total, done = sum(info.nbytes for info in checkpoint.tensors.values()), 0
+    lock = Lock()
+
+    def one(name: str) -> SourceTensor:
+        nonlocal done
+        info = checkpoint.tensors[name]
+        digest = hash_tensor(checkpoint.folder / info.file, info)
+        with lock:
+            done += info.nbytes
+            progress(done, total)
+        return SourceTensor(name, info.dtype_name, info.shape, "copied", "", digest)
+
+    with ThreadPoolExecutor(worker_count()) as pool:
+        return weights_digest(pool.map(one, checkpoint.tensors))

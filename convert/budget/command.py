@@ -1,0 +1,78 @@
+"""The recipe that a target asks for, from what a command was given."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.convert.budget import render
+from lowbit.convert.budget.allocate import Allocation, Target, allocate
+from lowbit.convert.budget.lookup import (
+    Progress,
+    Settings,
+    find_or_measure,
+    read_checked,
+    rows_of,
+)
+from lowbit.convert.budget.record import Row
+from lowbit.convert.budget.sensitivity import variants_of
+from lowbit.convert.budget.sets import fused_sets
+from lowbit.convert.recipe import Recipe
+from lowbit.formats.checkpoint import open_checkpoint
+from lowbit.formats.hub import locate
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRequest:
+    """What was asked for.
+
+    Attributes:
+        target: the budget.
+        sensitivities: a file of them; None for those of the cache, measured where it has none.
+    """
+
+    target: Target
+    sensitivities: Path | None
+
+
+def meet_target(
+    source: str,
+    revision: str | None,
+    recipe: Recipe,
+    request: TargetRequest,
+    settings: Settings,
+    max_shard_bytes: int,
+    progress: Progress,
+    note: Callable[[str], None] | None,
+) -> Recipe:
+    """The recipe with the schemes chosen that fit a target, and what was chosen on stderr.
+
+    Args:
+        source: folder or Hub id, whose weights are fetched.
+        revision: of a Hub id.
+        recipe: what decides everything else.
+        request: the target.
+        settings: how to measure.
+        max_shard_bytes: limit of an output file.
+        progress: called with (phase, done, in all).
+        note: told what happens; None for silence.
+
+    Raises:
+        LowbitError: a target that cannot be met, and whatever stops a measurement or conversion.
+    """
+    folder = locate(source, revision).folder
+    checkpoint = open_checkpoint(folder)
+
+    def allocated(rows: Sequence[Row]) -> Allocation:
+        config, tensors = checkpoint.config, checkpoint.tensors
+        return allocate(config, tensors, recipe, rows, request.target, max_shard_bytes)
+
+    if request.sensitivities is None:
+        variants = variants_of(fused_sets(checkpoint.config, checkpoint.tensors), settings.groups)
+        allocated(rows_of(variants, [1.0] * len(variants)))  # a target out of reach is known now
+        found = find_or_measure(folder, settings, progress, note)
+    else:
+        found = read_checked(request.sensitivities, folder, progress)
+    chosen = allocated(found.sensitivities.rows)
+    if note is not None:
+        render.allocation(chosen, found)
+    return chosen.recipe

@@ -1,0 +1,188 @@
+"""The best choice of one option a set under a limit: the multiple-choice knapsack, exactly.
+
+Dynamic programming over the sets, whose states are pairs of size and loss that no other pair beats
+in both. A state also goes when its Lagrangian bound, loss + lambda (size - limit) plus the least
+reduced loss of the sets to come, exceeds a solution in hand: with lambda from the relaxed problem
+few survive (the bounds of D. Pisinger, A minimal algorithm for the multiple-choice knapsack
+problem, 1995). Losses are rounded to integers first, so that sums are exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNITS = 1e12  # steps of a loss: far finer than any measurement
+NARROW = 512  # states a set in the first run, which only finds a good solution
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One choice for a set.
+
+    Attributes:
+        size: in any integer unit.
+        loss: at least 0, finite.
+    """
+
+    size: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """The options of a set that no other option beats in both size and loss, by size.
+
+    Attributes:
+        indices: of the options as they were given.
+        least: the smallest size.
+        sizes: beyond the smallest, rising from 0.
+        losses: in UNITS, falling.
+    """
+
+    indices: Ints
+    least: int
+    sizes: Ints
+    losses: Ints
+
+
+def choose(sets: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
+    """The number of the option to take of each set: least sum of losses with sizes <= limit.
+
+    Args:
+        sets: at least one option each.
+        limit: of the sum of sizes.
+
+    Returns:
+        One index a set; None where even the smallest options do not fit.
+    """
+    pruned = [_undominated(options) for options in sets]
+    room = limit - sum(one.least for one in pruned)
+    if room < 0:
+        return None
+    price, start = _relax(pruned, room)
+    losses = [one.losses + price * one.sizes for one in pruned]
+    # Sets with a clear best option first: their other options soon exceed the bound.
+    order = sorted(range(len(pruned)), key=lambda number: -_lead(losses[number]))
+    best = _search(pruned, order, price, room, start, NARROW)
+    best = _search(pruned, order, price, room, best, None)
+    return [int(one.indices[pick]) for one, pick in zip(pruned, best, strict=True)]
+
+
+def _undominated(options: Sequence[Option]) -> _Set:
+    kept: list[int] = []
+    for number in sorted(range(len(options)), key=lambda n: (options[n].size, options[n].loss)):
+        if not kept or _units(options[number]) < _units(options[kept[-1]]):
+            kept.append(number)
+    least = options[kept[0]].size
+    return _Set(
+        np.array(kept, dtype=np.int64),
+        least,
+        np.array([options[n].size - least for n in kept], dtype=np.int64),
+        np.array([_units(options[n]) for n in kept], dtype=np.int64),
+    )
+
+
+def _units(option: Option) -> int:
+    return round(option.loss * UNITS)
+
+
+def _lead(reduced: NDArray[np.float64]) -> float:
+    """By how much the best option of a set beats its second."""
+    if len(reduced) == 1:
+        return float("inf")
+    first, second = np.partition(reduced, 1)[:2]
+    return float(second - first)
+
+
+def _relax(sets: Sequence[_Set], room: int) -> tuple[float, list[int]]:
+    """Price of a unit of size in the relaxed problem, and a solution that fits.
+
+    Steps along the lower convex hulls, steepest first, until one does not fit.
+    """
+    picks = [0] * len(sets)
+    steps = []
+    for number, one in enumerate(sets):
+        for a, b in pairwise(_hull(one)):
+            gain = float(one.losses[a] - one.losses[b]) / float(one.sizes[b] - one.sizes[a])
+            steps.append((gain, number, b))
+    price = 0.0
+    for gain, number, b in sorted(steps, key=lambda step: -step[0]):
+        growth = int(sets[number].sizes[b] - sets[number].sizes[picks[number]])
+        if growth <= room:
+            picks[number] = b
+            room -= growth
+        else:
+            price = price or gain
+    return price, picks
+
+
+def _hull(one: _Set) -> list[int]:
+    """Options on the lower convex hull."""
+    hull: list[int] = []
+    for b in range(len(one.sizes)):
+        while len(hull) > 1 and _above(one, hull[-2], hull[-1], b):
+            hull.pop()
+        hull.append(b)
+    return hull
+
+
+def _above(one: _Set, a: int, middle: int, b: int) -> bool:
+    left = int(one.losses[a] - one.losses[middle]) * int(one.sizes[b] - one.sizes[middle])
+    right = int(one.losses[middle] - one.losses[b]) * int(one.sizes[middle] - one.sizes[a])
+    return left <= right
+
+
+def _search(
+    sets: Sequence[_Set],
+    order: Sequence[int],
+    price: float,
+    room: int,
+    start: list[int],
+    width: int | None,
+) -> list[int]:
+    """The best solution better than `start`, or `start`.
+
+    Args:
+        sets: all of them.
+        order: in which they are added.
+        price: of a unit of size; any gives a valid bound.
+        room: limit of the sum of sizes beyond the smallest.
+        start: a solution that fits.
+        width: states kept a set, by their bound; all of them when None, which is exact.
+    """
+    goal = sum(int(one.losses[pick]) for one, pick in zip(sets, start, strict=True))
+    least = [float((sets[n].losses + price * sets[n].sizes).min()) for n in order]
+    # Rounding of the bound must never cost the optimum.
+    margin = 1 + 1e-12 * (goal + price * room)
+    size, loss = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    trail: list[tuple[Ints, Ints]] = []
+    for position, number in enumerate(order):
+        one = sets[number]
+        wide_size = (size[:, None] + one.sizes).ravel()
+        wide_loss = (loss[:, None] + one.losses).ravel()
+        bound = wide_loss + price * (wide_size - room) + sum(least[position + 1 :])
+        found = np.flatnonzero((bound <= goal + margin) & (wide_size <= room))
+        found = found[np.lexsort((wide_loss[found], wide_size[found]))]
+        lowest = np.minimum.accumulate(wide_loss[found])
+        better = np.ones(len(found), dtype=bool)
+        better[1:] = wide_loss[found][1:] < lowest[:-1]
+        found = found[better]
+        if width is not None and len(found) > width:
+            found = np.sort(found[np.argsort(bound[found], kind="stable")[:width]])
+        if not len(found):
+            return start
+        size, loss = wide_size[found], wide_loss[found]
+        trail.append((found // len(one.sizes), found % len(one.sizes)))
+    state = int(np.argmin(loss))
+    if int(loss[state]) >= goal:
+        return start
+    picks = [0] * len(sets)
+    for number, (parents, options) in zip(reversed(order), reversed(trail), strict=True):
+        picks[number] = int(options[state])
+        state = int(parents[state])
+    return picks

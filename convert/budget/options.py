@@ -1,0 +1,88 @@
+"""The options of a budget."""
+
+import functools
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.convert.options import Command, parse_size
+
+if TYPE_CHECKING:
+    from lowbit.convert.budget.command import TargetRequest
+
+NUMBER = re.compile(r"\d{1,3}(?:\.\d{1,9})?", re.ASCII)
+
+
+def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> Fraction | None:
+    """Bits per weight, given as `4.5`; None where left out."""
+    if text is None:
+        return None
+    if NUMBER.fullmatch(text) is None or not Fraction(text):
+        raise click.BadParameter(f"{text!r} is not a number of bits; write it like 4.5.")
+    return Fraction(text)
+
+
+def parse_limit(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes, as `parse_size`; None where left out."""
+    return None if text is None else parse_size(ctx, param, text)
+
+
+def target_options(command: Command) -> Command:
+    """The options that make a `TargetRequest`, which the command gets as `target`."""
+
+    @functools.wraps(command)
+    def run(
+        *,
+        target_bpw: Fraction | None,
+        target_size: int | None,
+        sensitivities: Path | None,
+        **options: Any,
+    ) -> None:
+        command(target=make_target(target_bpw, target_size, sensitivities), **options)
+
+    options = (
+        click.option(
+            "--target-bpw",
+            callback=parse_bits,
+            metavar="BITS",
+            help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, so "
+            "that decoder and head have at most so many bits per weight and lose least. What "
+            "--bits and --lm-head name keeps what they say.",
+        ),
+        click.option(
+            "--target-size",
+            callback=parse_limit,
+            metavar="SIZE",
+            help="The same for the size of the weight files.",
+        ),
+        click.option(
+            "--sensitivities",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="What `sensitivity --out` wrote, for a target  [default: the cache; measured "
+            "where it has none].",
+        ),
+    )
+    decorated: Command = run
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated
+
+
+def make_target(
+    bits: Fraction | None, size: int | None, sensitivities: Path | None
+) -> "TargetRequest | None":
+    """The target that the options describe; None where there is none."""
+    from lowbit.convert.budget.allocate import Target
+    from lowbit.convert.budget.command import TargetRequest
+
+    if bits is not None and size is not None:
+        raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
+    if bits is None and size is None:
+        if sensitivities is not None:
+            raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
+        return None
+    return TargetRequest(Target(bits, size), sensitivities)
