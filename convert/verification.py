@@ -1,12 +1,17 @@
 """`verify`: is a packed folder whole, and is it what lowbit.json says?"""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
+from lowbit.convert.calibration.request import CalibrationRequest
+from lowbit.convert.derivation import check_derived
+from lowbit.convert.stream import worker_count
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo, open_checkpoint
 from lowbit.formats.errors import FormatError
-from lowbit.formats.hashing import hash_file, hash_shard, hash_tensor
+from lowbit.formats.hashing import hash_file, hash_tensor
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
@@ -25,6 +30,8 @@ class Verification:
         tensors: likewise.
         size_bytes: of the files.
         source_tensors: hashed in the original and equal; None where it was not given.
+        derived: whether all tensors were made again from the source, and are equal.
+        not_derived: why they were not; None where they were, or no source was given.
         unlisted: files beside the checkpoint that the manifest does not name.
     """
 
@@ -33,16 +40,26 @@ class Verification:
     tensors: int
     size_bytes: int
     source_tensors: int | None
+    derived: bool
+    not_derived: str | None
     unlisted: tuple[str, ...]
 
 
-def verify_folder(folder: Path, source: str | None, progress: Progress) -> Verification:
+def verify_folder(
+    folder: Path,
+    source: str | None,
+    progress: Progress,
+    calib: Path | None = None,
+    device: str = "cpu",
+) -> Verification:
     """Check layout and completeness against the architecture, bytes against lowbit.json.
 
     Args:
         folder: packed checkpoint.
-        source: original to compare with the recorded hashes, or None.
+        source: original to compare with the recorded hashes and to quantize again, or None.
         progress: called with (phase, bytes done, bytes in all).
+        calib: text of a calibrated method, the bundled one where left out.
+        device: where to quantize again.
 
     Raises:
         FormatError: naming the first file or tensor that differs.
@@ -58,9 +75,17 @@ def verify_folder(folder: Path, source: str | None, progress: Progress) -> Verif
     _check_layout(packed, manifest)
     _check_shapes(packed)
     _check_files(packed, manifest, progress)
-    compared = None
+    compared, reason = None, None
     if source is not None:
-        compared = _check_source(manifest, locate(source).folder, progress)
+        original = locate(source).folder
+        compared = _check_source(manifest, original, progress)
+        made = manifest.calibration
+        request = (
+            CalibrationRequest(calib)
+            if made is None
+            else CalibrationRequest(calib, made.samples, made.length, made.chat)
+        )
+        reason = check_derived(manifest, original, request, device, progress)
     listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
     return Verification(
         folder=folder,
@@ -68,6 +93,8 @@ def verify_folder(folder: Path, source: str | None, progress: Progress) -> Verif
         tensors=len(manifest.tensors),
         size_bytes=sum(file.size_bytes for file in manifest.files),
         source_tensors=compared,
+        derived=source is not None and reason is None,
+        not_derived=reason,
         unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
     )
 
@@ -109,11 +136,13 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
             raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
     total, done = sum(file.size_bytes for file in manifest.files), 0
+    lock = Lock()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        progress("verify", done, total)
+        with lock:
+            done += count
+            progress("verify", done, total)
 
     for file in manifest.files:
         path = folder / file.name
@@ -123,23 +152,35 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
             raise FormatError(
                 f"`{file.name}` has {path.stat().st_size} bytes, expected {file.size_bytes}"
             )
-        if file.name in by_file:
-            whole, parts = hash_shard(path, by_file[file.name], advance)
-            for name, digest in parts.items():
-                if digest != expected[name]:
+    with ThreadPoolExecutor(worker_count()) as pool:
+        # A shard's tensors are hashed beside the shard itself: of one big file, two cores work.
+        wholes = [pool.submit(hash_file, folder / file.name) for file in manifest.files]
+        parts = {
+            name: [pool.submit(_hash, folder / name, info, advance) for info in infos]
+            for name, infos in by_file.items()
+        }
+        for name, futures in parts.items():
+            for info, future in zip(by_file[name], futures, strict=True):
+                if future.result() != expected[info.name]:
                     raise FormatError(
-                        f"`{name}` in `{file.name}` is not what lowbit.json says",
+                        f"`{info.name}` in `{name}` is not what lowbit.json says",
                         hint="the file was changed or damaged; convert or download it again",
                     )
-        else:
-            whole = hash_file(path)
-            advance(file.size_bytes)
-        if whole != file.sha256:
-            raise FormatError(
-                f"`{file.name}` is not what lowbit.json says (sha256 {whole[:12]}…, expected "
-                f"{file.sha256[:12]}…)",
-                hint="the file was changed or damaged; convert or download it again",
-            )
+        for file, whole in zip(manifest.files, wholes, strict=True):
+            data = sum(info.nbytes for info in by_file.get(file.name, ()))
+            advance(file.size_bytes - data)
+            if whole.result() != file.sha256:
+                raise FormatError(
+                    f"`{file.name}` is not what lowbit.json says (sha256 "
+                    f"{whole.result()[:12]}…, expected {file.sha256[:12]}…)",
+                    hint="the file was changed or damaged; convert or download it again",
+                )
+
+
+def _hash(path: Path, info: TensorInfo, advance: Callable[[int], None]) -> str:
+    digest = hash_tensor(path, info)
+    advance(info.nbytes)
+    return digest
 
 
 def _check_source(manifest: Manifest, source: Path, progress: Progress) -> int:

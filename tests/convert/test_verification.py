@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import convert
+from lowbit.convert.calibration.method import Method
+from lowbit.convert.calibration.request import CalibrationRequest
+from lowbit.convert.recipe import Override, Recipe
 from lowbit.convert.verification import Verification, verify_folder
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.hashing import hash_file, hash_tensor
+from lowbit.formats.manifest import read_manifest
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
@@ -253,3 +259,87 @@ def test_original_of_another_dtype_with_the_same_bytes(converted: Path, tmp_path
     assert failure(converted / "out", other) == (
         f"`{name}` in `{other}` is F16 [256, 128], the original BF16 [256, 128]"
     )
+
+
+RECIPES = {
+    "int4": Recipe(),
+    "positive": Recipe(rule="positive", group_size=None, head="bf16"),
+    "overrides": Recipe("mixed", 64, overrides=(Override("*.down_proj", 3, 32),)),
+    "absmax": Recipe(rule="absmax", head="int4"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", ["small", "tiny"])
+def test_bytes_follow_from_the_source(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, recipe: str
+) -> None:
+    source: Path = request.getfixturevalue(model)
+    if model == "tiny" and recipe != "int4":
+        pytest.skip("one recipe will do for the larger model")
+    convert(source, tmp_path / "out", RECIPES[recipe])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    result = verify(tmp_path / "out", source)
+    assert result.derived
+    assert result.not_derived is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def forge(folder: Path, name: str) -> None:
+    """Change a tensor and every hash of it, as somebody would who wants to pass."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    shard = next(row.file for row in manifest.tensors if row.name == name)
+    info = open_checkpoint(folder).tensors[name]
+    flip(folder / shard, info.offset)
+    info = open_checkpoint(folder).tensors[name]
+    tensors = tuple(
+        replace(row, sha256=hash_tensor(folder / shard, info)) if row.name == name else row
+        for row in manifest.tensors
+    )
+    files = tuple(
+        replace(row, sha256=hash_file(folder / shard)) if row.name == shard else row
+        for row in manifest.files
+    )
+    forged = replace(manifest, tensors=tensors, files=files)
+    (folder / "lowbit.json").write_bytes(forged.to_bytes())
+
+
+@pytest.mark.parametrize("name", [SCALE, "model.layers.0.mlp.up_proj.weight_packed"])
+def test_a_forged_tensor_does_not_follow(converted: Path, packed: Path, name: str) -> None:
+    forge(packed, name)
+    verify(packed)  # the hashes alone cannot tell
+    said = failure(packed, converted / "source")
+    assert said == f"`{name}` does not follow from the source by the recipe in lowbit.json"
+
+
+def test_a_recipe_of_another_release(converted: Path, packed: Path) -> None:
+    edit_json(packed / "lowbit.json", lambda content: content["recipe"].update(dither=True))
+    assert "is not one of this release" in failure(packed, converted / "source")
+    edit_json(packed / "lowbit.json", lambda content: content["recipe"].clear())
+    assert "is not one of this release" in failure(packed, converted / "source")
+
+
+def test_calibrated_bytes_follow_on_the_same_machine(tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cat who lived by the sea. " * 60)
+    out = tmp_path / "out"
+    request = CalibrationRequest(text, 8, 32)
+    convert(tiny, out, Recipe(method=Method("gptq"), head="bf16"), calibration=request)
+    unknown = verify(out, tiny)
+    assert not unknown.derived
+    assert unknown.not_derived == "it was calibrated on `text.txt`, which --calib would name"
+    assert unknown.source_tensors is not None
+    again = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    assert again.derived
+    text.write_text("Something else altogether, and long enough to calibrate on. " * 60)
+    other = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    assert not other.derived
+    assert other.not_derived is not None
+    assert other.not_derived.startswith("text sha256 is ")
+    edit_json(
+        out / "lowbit.json", lambda content: content["calibration"].update(torch_version="1.0")
+    )
+    text.write_text("Once upon a time there was a cat who lived by the sea. " * 60)
+    elsewhere = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    assert elsewhere.not_derived == f"torch version is {torch.__version__} here and was 1.0"
