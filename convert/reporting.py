@@ -1,16 +1,19 @@
-"""Quality reports around a conversion: the text, the figures, the files beside the checkpoint."""
+"""Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
-from lowbit.convert.quality.logits import measure_logits
+from lowbit.convert.quality.measure import Measured, Note, measure_logits
 from lowbit.convert.quality.record import QualityReport
-from lowbit.convert.quality.text import default_text
+from lowbit.convert.quality.text import Text, check_names, default_texts
+from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.files import write_reports
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.convert.text import read_text_file
+from lowbit.formats.errors import CheckpointError
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import read_manifest
 from lowbit.formats.packed import open_packed
@@ -18,20 +21,45 @@ from lowbit.formats.packed import open_packed
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """An evaluation text and its name; the bundled one where no file is named.
+@dataclass(frozen=True, slots=True)
+class LogitRequest:
+    """How logits are to be compared.
+
+    Attributes:
+        texts: the first gives the headline figures.
+        device: `cpu` or `cuda`.
+        note: told, before the work, how much memory it takes.
+    """
+
+    texts: Sequence[Text]
+    device: str = "cpu"
+    note: Note | None = None
+
+    def measure(self, original: Path, packed: Path, progress: Progress) -> Measured:
+        """Compare a packed folder with its original."""
+        return measure_logits(
+            original,
+            packed,
+            self.texts,
+            self.device,
+            lambda done, total: progress("logits", done, total),
+            self.note,
+        )
+
+
+def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
+    """Evaluation texts; the bundled ones where no file is named.
 
     Raises:
-        RequestError: the file cannot be read as UTF-8 text.
+        RequestError: a file cannot be read as UTF-8 text, or two have one name.
     """
-    if path is None:
-        return default_text()
-    try:
-        return path.read_text(encoding="utf-8"), path.name
-    except OSError as error:
-        raise RequestError(f"evaluation text `{path}` cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"evaluation text `{path}` is not UTF-8: {error}") from None
+    if not paths:
+        return default_texts()
+    texts = tuple(
+        Text(path.name, path.name, read_text_file(path, "evaluation text")) for path in paths
+    )
+    check_names(texts)
+    return texts
 
 
 def write_weight_report(conversion: Conversion) -> QualityReport:
@@ -43,28 +71,26 @@ def write_weight_report(conversion: Conversion) -> QualityReport:
 
 
 def write_logit_report(
-    conversion: Conversion, text: tuple[str, str], device: str, progress: Progress
+    conversion: Conversion, request: LogitRequest, progress: Progress
 ) -> QualityReport:
     """The report of a fresh conversion with logits, written beside it."""
     source = conversion.source.folder
-    logits = measure_logits(
-        source, conversion.folder, *text, device, lambda done, of: progress("logits", done, of)
-    )
-    report = build_report(conversion.folder, conversion.weights, logits, source)
+    found = request.measure(source, conversion.folder, progress)
+    weights = _with_outputs(conversion.weights, found.output_errors)
+    report = build_report(conversion.folder, weights, found.logits, source)
     write_reports(conversion.folder, report)
     return report
 
 
 def write_full_report(
-    folder: Path, source: str | None, text: tuple[str, str], device: str, progress: Progress
+    folder: Path, source: str | None, request: LogitRequest, progress: Progress
 ) -> QualityReport:
     """Measure a packed folder, of any tool, against its original; write the report beside it.
 
     Args:
         folder: packed checkpoint.
         source: folder or Hub id of the original; taken from lowbit.json when None.
-        text: evaluation text and its name.
-        device: `cpu` or `cuda`.
+        request: how logits are to be compared.
         progress: called with ("weights" or "logits", done, in all).
 
     Raises:
@@ -82,11 +108,16 @@ def write_full_report(
         source, revision = manifest.source.repo, manifest.source.commit
     original = locate(source, revision).folder
     weights = measure_weights(
-        original, folder, device, lambda done, total: progress("weights", done, total)
+        original, folder, request.device, lambda done, total: progress("weights", done, total)
     )
-    logits = measure_logits(
-        original, folder, *text, device, lambda done, total: progress("logits", done, total)
-    )
-    report = build_report(folder, weights, logits, original)
+    found = request.measure(original, folder, progress)
+    weights = _with_outputs(weights, found.output_errors)
+    report = build_report(folder, weights, found.logits, original)
     write_reports(folder, report)
     return report
+
+
+def _with_outputs(
+    rows: Sequence[WeightQuality], errors: Mapping[str, float]
+) -> tuple[WeightQuality, ...]:
+    return tuple(replace(row, output_error=errors.get(row.name)) for row in rows)

@@ -1,26 +1,22 @@
 """`lowbit-convert inspect`."""
 
-from pathlib import Path
-
 import click
 
-from lowbit.convert.options import (
-    folder_argument,
-    print_json,
-    reported,
-)
+from lowbit.convert.options import print_json, reported
 
 
 @click.command()
-@folder_argument
+@click.argument("source", metavar="DIR_OR_REPO")
 @reported
-def inspect(folder: Path, as_json: bool) -> None:
-    """Show what the packed checkpoint DIR holds."""
-    from lowbit.convert import render
-    from lowbit.formats.packed import open_packed
+def inspect(source: str, as_json: bool) -> None:
+    """Show what a packed checkpoint holds: a folder, or OWNER/NAME[@REVISION] on the Hub.
 
-    packed = open_packed(folder)
+    Of a repository only headers are read, by range requests.
+    """
+    from lowbit.convert import inspection, render_inspection
+
+    found = inspection.inspect(source)
     if as_json:
-        print_json(render.packed_json(packed))
+        print_json(render_inspection.inspection_json(found))
     else:
-        render.packed(packed)
+        render_inspection.inspection(found)

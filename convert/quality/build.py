@@ -1,21 +1,25 @@
 """Putting a quality report together: figures, sizes and the hash of what was measured."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from lowbit.convert.quality.command import command_of
 from lowbit.convert.quality.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.manifest import MANIFEST_FILE, read_manifest
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, ZERO_POINT
+from lowbit.formats.tasks import manifest_sha256
 
 STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
-REPORT_FILES = frozenset({"quality.json", "quality.html", "README.md", "MODEL_CARD.md"})
+REPORT_FILES = frozenset(
+    {"quality.json", "quality.html", "tasks.json", "README.md", "MODEL_CARD.md"}
+)
 
 
 def build_report(
@@ -37,14 +41,14 @@ def build_report(
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    manifest = folder / MANIFEST_FILE
-    digest = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else None
+    manifest = read_manifest(folder)
     return QualityReport(
         lowbit_version=version("lowbit"),
-        manifest_sha256=digest,
+        manifest_sha256=manifest_sha256(folder),
         sizes=measure_sizes(folder, source),
         weights=tuple(weights),
         logits=logits,
+        command=None if manifest is None else command_of(manifest, folder.resolve().name),
     )
 
 
@@ -55,7 +59,7 @@ def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_native(folder)
     files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     total = sum(size for name, size in files.items() if name not in REPORT_FILES)
     original = _source_tensor_bytes(folder, source)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lowbit.convert.conversion import open_device
+from lowbit.convert.device import open_device
 from lowbit.convert.quality.dequantized import Weights, open_weights
 from lowbit.convert.quality.weights import WeightQuality, WeightSums
 from lowbit.formats.architectures import is_tied

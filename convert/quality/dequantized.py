@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import (
     GROUP_INDEX,
@@ -177,5 +178,5 @@ def open_weights(folder: Path) -> Weights:
     Raises:
         CheckpointError, FormatError: not a checkpoint, or quantized by another method.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_native(folder)
     return Weights(checkpoint, read_quantization_config(checkpoint.config))

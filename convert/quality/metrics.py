@@ -6,15 +6,16 @@ the vocabulary that blocks of it add to, kept in FP64. With p = softmax(a), q = 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.quality.record import Histogram, Window
+from lowbit.convert.quality.record import Histogram, Noise, Position, Window
 
 HISTOGRAM_DECADES = (-8, 2)
 BINS_PER_DECADE = 6
+FIRST_BUCKET = 128  # positions; every other bucket ends at twice its start
 MAX_WINDOWS = 256  # points of a plot; of a longer text, neighbours are averaged
 
 
@@ -27,14 +28,29 @@ class TokenFigures:
         nll_packed: same for the packed model.
         kl: KL(original || packed), nats.
         cosine: of the two logit vectors.
-        agree: whether both rank the same token first.
+        top_original: token id that the original ranks first, int64.
+        top_packed: same for the packed model.
+        p_original: probability of the original's first, in the original.
+        p_packed: probability of the original's first, in the packed model.
     """
 
     nll_original: Tensor
     nll_packed: Tensor
     kl: Tensor
     cosine: Tensor
-    agree: Tensor
+    top_original: Tensor
+    top_packed: Tensor
+    p_original: Tensor
+    p_packed: Tensor
+
+    @property
+    def agree(self) -> Tensor:
+        """Whether both rank the same token first."""
+        return self.top_original == self.top_packed
+
+    def part(self, tokens: slice) -> "TokenFigures":
+        """Those of some of the tokens."""
+        return TokenFigures(*(getattr(self, field.name)[tokens] for field in fields(self)))
 
 
 class LogitSums:
@@ -49,6 +65,7 @@ class LogitSums:
         self._label = torch.zeros_like(self._max)
         self._square = torch.zeros_like(self._max)
         self._top = torch.zeros_like(self._max, dtype=torch.int64)
+        self._other = empty.clone()  # the packed model's logit of the original's first
         self._product = empty
         self._cross = empty.clone()  # sum exp(a - max a) (a - b)
 
@@ -74,8 +91,10 @@ class LogitSums:
             top, row = x.max(1)
             highest = self._max[side, tokens]
             is_new = top > highest
-            row = torch.where(is_new, row + first_row, self._top[side, tokens])
-            self._top[side, tokens] = row
+            if side == 0:
+                other = wide[1].gather(1, row[:, None])[:, 0]
+                self._other[tokens] = torch.where(is_new, other, self._other[tokens])
+            self._top[side, tokens] = torch.where(is_new, row + first_row, self._top[side, tokens])
             new = torch.where(is_new, top, highest)
             shrink = (highest - new).exp_()
             exp = x.sub_(new[:, None]).exp_()
@@ -96,7 +115,10 @@ class LogitSums:
             nll_packed=nll[1].cpu(),
             kl=kl.clamp(min=0.0).cpu(),  # below zero only by rounding
             cosine=torch.where(norms > 0, self._product / norms, 1.0).cpu(),
-            agree=(self._top[0] == self._top[1]).cpu(),
+            top_original=self._top[0].cpu(),
+            top_packed=self._top[1].cpu(),
+            p_original=(self._max[0] - log_sum[0]).exp().cpu(),
+            p_packed=(self._other - log_sum[1]).exp().cpu(),
         )
 
 
@@ -122,6 +144,31 @@ def window_series(figures: TokenFigures, scored: int) -> tuple[Window, ...]:
     means = torch.stack([column.view(-1, scored).mean(1) for column in columns], dim=1)
     pieces = means.tensor_split(min(len(means), MAX_WINDOWS))
     return tuple(Window(*piece.mean(0).tolist()) for piece in pieces)
+
+
+def positions(figures: TokenFigures, length: int) -> tuple[Position, ...]:
+    """Means by position in windows of `length` tokens: 0 to 128, then up to every power of two."""
+    buckets = []
+    start, stop = 0, FIRST_BUCKET
+    while start < length - 1:
+        stop = min(stop, length)
+        kl, agree, original, packed = (
+            column.view(-1, length - 1)[:, start:stop].double()
+            for column in (figures.kl, figures.agree, figures.nll_original, figures.nll_packed)
+        )
+        means = (float(column.mean()) for column in (kl, agree, original, packed))
+        buckets.append(Position(start, stop, kl.numel(), *means))
+        start, stop = stop, 2 * stop
+    return tuple(buckets)
+
+
+def noise(figures: TokenFigures) -> Noise:
+    """What the figures of the original in BF16 against itself say."""
+    return Noise(
+        kl_mean=float(figures.kl.mean()),
+        kl_p99=percentile(figures.kl, 0.99),
+        top1_agreement=float(figures.agree.double().mean()),
+    )
 
 
 def standard_error(figures: TokenFigures, scored: int) -> float | None:

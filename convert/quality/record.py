@@ -14,7 +14,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.records import load_object, record, records
 
 QUALITY_FILE = "quality.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,95 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Noise:
+    """What BF16 alone does: the original computed in BF16 against itself in FP32, same windows."""
+
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The tokens at some positions of long windows.
+
+    Attributes:
+        start: first position; that of the token that is predicted from.
+        stop: the position after the last.
+        tokens: scored, over all the windows.
+        kl_mean: nats.
+        top1_agreement: share of tokens where both rank the same token first.
+        nll_original: mean, nats.
+        nll_packed: same for the packed model.
+    """
+
+    start: int
+    stop: int
+    tokens: int
+    kl_mean: float
+    top1_agreement: float
+    nll_original: float
+    nll_packed: float
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """One of several evaluation texts.
+
+    Attributes:
+        name: short, `maths`.
+        sha256: of its UTF-8 bytes.
+        tokens: scored.
+        perplexity_original: exp of the mean NLL.
+        perplexity_packed: same for the packed model.
+        kl_mean: nats.
+        top1_agreement: share of tokens where both rank the same token first.
+    """
+
+    name: str
+    sha256: str
+    tokens: int
+    perplexity_original: float
+    perplexity_packed: float
+    kl_mean: float
+    top1_agreement: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative to the original: 0.01 is one percent worse."""
+        return self.perplexity_packed / self.perplexity_original - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A place in the text where the packed model ranks another token first.
+
+    Attributes:
+        kind: name of the text.
+        before: the text up to there, its end.
+        actual: the text's next token.
+        original: the original's first choice.
+        packed: the packed model's.
+        p_original: probability of the original's choice, in the original.
+        p_packed: probability of the original's choice, in the packed model.
+        kl: nats.
+    """
+
+    kind: str
+    before: str
+    actual: str
+    original: str
+    packed: str
+    p_original: float
+    p_packed: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
+
+    Of several texts, the figures are those of the first; `kinds` has them all.
 
     Attributes:
         text_name: of the evaluation text.
@@ -50,6 +137,7 @@ class LogitQuality:
         perplexity_packed: same for the packed model.
         log_ratio_error: standard error of log(packed / original) over windows; None if too few.
         kl_mean: KL(original || packed) in nats, mean.
+        kl_p95: the value that 95 % of the tokens do not exceed.
         kl_p99: the value that 99 % of the tokens do not exceed.
         kl_max: the largest.
         cosine_mean: of the two logit vectors.
@@ -60,6 +148,10 @@ class LogitQuality:
         device: `cpu` or `cuda`.
         torch_version: that computed the logits, in FP32.
         transformers_version: whose modules did.
+        noise: of BF16 on the same windows; None where it was not measured.
+        positions: by position in long windows of the first text; empty where it is too short.
+        kinds: by text; empty where there is only one.
+        flips: at most 12 examples, the largest KL first, at most one a window.
     """
 
     text_name: str
@@ -72,6 +164,7 @@ class LogitQuality:
     perplexity_packed: float
     log_ratio_error: float | None
     kl_mean: float
+    kl_p95: float
     kl_p99: float
     kl_max: float
     cosine_mean: float
@@ -82,6 +175,10 @@ class LogitQuality:
     device: str
     torch_version: str
     transformers_version: str
+    noise: Noise | None = None
+    positions: tuple[Position, ...] = ()
+    kinds: tuple[TextKind, ...] = ()
+    flips: tuple[Flip, ...] = ()
 
     @property
     def perplexity_change(self) -> float:
@@ -114,6 +211,7 @@ class QualityReport:
         sizes: of the folder.
         weights: one row a packed linear.
         logits: None where they were not measured.
+        command: that makes the packed folder again; None where lowbit.json does not say.
     """
 
     lowbit_version: str
@@ -121,10 +219,11 @@ class QualityReport:
     sizes: Sizes
     weights: tuple[WeightQuality, ...]
     logits: LogitQuality | None
+    command: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that quality.json holds."""
-        content: dict[str, Any] = _finite({"schema": SCHEMA, **asdict(self)})
+        content: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self)})
         return content
 
     def to_bytes(self) -> bytes:
@@ -154,20 +253,28 @@ def read_quality(folder: Path) -> QualityReport | None:
 def _logits(content: Any, where: str) -> LogitQuality:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
-    series = records(Window, content.get("window_series"), f"{where}: window_series")
-    parsed = {
-        **content,
-        "kl_histogram": record(Histogram, content.get("kl_histogram"), f"{where}: kl_histogram"),
-        "window_series": series,
-    }
+    parsed = dict(content)
+    for key, kind in (
+        ("window_series", Window),
+        ("positions", Position),
+        ("kinds", TextKind),
+        ("flips", Flip),
+    ):
+        parsed[key] = records(kind, content.get(key), f"{where}: {key}")
+    parsed["kl_histogram"] = record(
+        Histogram, content.get("kl_histogram"), f"{where}: kl_histogram"
+    )
+    if content.get("noise") is not None:
+        parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
     return record(LogitQuality, parsed, where)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A JSON value with null for every figure that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

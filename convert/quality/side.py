@@ -120,6 +120,6 @@ def _layer_arguments(
     decoder.norm = torch.nn.Identity()
     width = int(decoder.config.hidden_size)  # type: ignore[union-attr, arg-type]
     hidden = torch.zeros(1, window, width, device=device)
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference mode: calibration takes gradients
         decoder(inputs_embeds=hidden, use_cache=False)
     return tuple(recorder.arguments for recorder in recorders)

@@ -1,75 +1,124 @@
-"""The text that logits are compared on, as windows of tokens."""
+"""The texts that logits are compared on, as windows of tokens."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.convert.text import load_tokenizer
+from lowbit.formats.errors import RequestError
 
-DEFAULT_NAME = "WikiText-2 test, first 200 kB"
-DEFAULT_FILE = "wikitext2-test-200kB.txt"
-TOKENIZER_FILE = "tokenizer.json"
 WINDOW = 512
+LONGEST = 8192  # of a window for figures by position
+LONG_TOKENS = 16384  # of all such windows
+BUNDLED = (
+    ("prose", "WikiText-2 test, first 200 kB", "wikitext2-test-200kB.txt"),
+    ("maths", "GSM8K test, first 40 kB", "gsm8k-test-40kB.txt"),
+    ("code", "40 kB of lowbit's own code", "lowbit-code-40kB.txt"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An evaluation text.
+
+    Attributes:
+        name: short, by which a gate calls it: `maths`.
+        title: shown in the report.
+        content: all of it.
+    """
+
+    name: str
+    title: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """Of its UTF-8 bytes."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class EvalText:
-    """A text cut into non-overlapping windows.
+    """A text as tokens.
 
     Attributes:
-        name: shown in the report.
-        sha256: of its UTF-8 bytes.
-        tokens: of the whole text.
-        windows: [windows, tokens of one] int64; what does not fill a window at the end is left out.
+        text: itself.
+        ids: [tokens] int64.
+        window: tokens of a window.
     """
 
-    name: str
-    sha256: str
-    tokens: int
-    windows: Tensor
+    text: Text
+    ids: Tensor
+    window: int
+
+    @property
+    def windows(self) -> Tensor:
+        """[windows, window] int64, one after the other; what does not fill one is left out."""
+        return _cut(self.ids, self.window, len(self.ids))
+
+    def long_windows(self, context: int) -> Tensor:
+        """A few windows as long as 8192 tokens, the context and the text allow: [windows, T] int64.
+
+        None of them, [0, T], where that is shorter than two ordinary windows.
+        """
+        length = min(LONGEST, context, len(self.ids))
+        return _cut(self.ids, length, LONG_TOKENS if length >= 2 * WINDOW else 0)
 
 
-def default_text() -> tuple[str, str]:
-    """The bundled text and its name."""
-    return Path(__file__).with_name(DEFAULT_FILE).read_text(encoding="utf-8"), DEFAULT_NAME
+def default_texts() -> tuple[Text, ...]:
+    """The bundled texts: prose, maths and code."""
+    folder = Path(__file__).parent
+    return tuple(
+        Text(name, title, (folder / file).read_text(encoding="utf-8"))
+        for name, title, file in BUNDLED
+    )
 
 
-def cut_windows(folder: Path, text: str, name: str, context: int) -> EvalText:
-    """Tokenize a text with a checkpoint's tokenizer, without special tokens, and cut it.
+def check_names(texts: Sequence[Text]) -> None:
+    """Refuse texts that a report could not tell apart.
+
+    Raises:
+        RequestError: two have one name.
+    """
+    for name, count in Counter(text.name for text in texts).items():
+        if count > 1:
+            raise RequestError(f"{count} evaluation texts are named `{name}`", hint="rename them")
+
+
+def tokenize(folder: Path, texts: Sequence[Text], context: int) -> tuple[EvalText, ...]:
+    """Texts as tokens of a checkpoint's tokenizer, without special tokens.
 
     Args:
         folder: of the original checkpoint.
-        text: at least two tokens.
-        name: shown in the report.
-        context: longest sequence of the model; windows have min(512, context, tokens) tokens.
+        texts: the first has at least two tokens, every other one a window.
+        context: longest sequence of the model; windows have min(512, context, tokens of the first
+            text) tokens.
 
     Raises:
         CheckpointError: the folder has no tokenizer.json.
-        RequestError: the text has fewer than two tokens.
+        RequestError: a text is too short.
     """
-    from tokenizers import Tokenizer
+    tokenizer = load_tokenizer(folder, "the logit report")
+    cut: list[EvalText] = []
+    for text in texts:
+        ids = tokenizer.encode(text.content, add_special_tokens=False).ids
+        least = cut[0].window if cut else 2
+        if len(ids) < least:
+            raise RequestError(
+                f"evaluation text `{text.name}` has {len(ids)} tokens, expected at least {least}",
+                hint="give a longer --eval-text",
+            )
+        window = cut[0].window if cut else min(WINDOW, context, len(ids))
+        cut.append(EvalText(text, torch.tensor(ids), window))
+    return tuple(cut)
 
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise CheckpointError(
-            f"`{folder}` has no {TOKENIZER_FILE}, which the logit report needs",
-            hint="copy it from the original model",
-        )
-    tokenizer = Tokenizer.from_file(str(path))
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if len(ids) < 2:
-        raise RequestError(
-            f"evaluation text `{name}` has {len(ids)} tokens, expected at least 2",
-            hint="give a longer --eval-text",
-        )
-    window = min(WINDOW, context, len(ids))
-    count = len(ids) // window
-    return EvalText(
-        name=name,
-        sha256=hashlib.sha256(text.encode()).hexdigest(),
-        tokens=len(ids),
-        windows=torch.tensor(ids[: count * window]).view(count, window),
-    )
+
+def _cut(ids: Tensor, window: int, most: int) -> Tensor:
+    """Windows of at most `most` tokens in all."""
+    count = min(len(ids), most) // window
+    return ids[: count * window].view(count, window)

@@ -1,10 +1,11 @@
 """Independent blocks of work on all cores."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+from lowbit.convert.calibration.ordered import alone_on_threads
 
 BlockMap = Callable[[Callable[[slice], None], Iterable[slice]], None]
 
@@ -17,26 +18,14 @@ def block_map(device: torch.device) -> Iterator[BlockMap]:
     limited by quota that is where the time goes (ten times on two busy cores). Within a block
     torch therefore works alone; the caller's number of threads is restored at the end.
     """
-
-    def in_turn(function: Callable[[slice], None], blocks: Iterable[slice]) -> None:
-        for block in blocks:
-            function(block)
-
-    if device.type != "cpu":
-        yield in_turn
-        return
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with alone_on_threads(device) as pool:
 
         def spread(function: Callable[[slice], None], blocks: Iterable[slice]) -> None:
             def alone(block: slice) -> None:
                 with torch.inference_mode():  # a property of the thread
                     function(block)
 
-            for _ in pool.map(alone, blocks):
+            for _ in map(alone, blocks) if pool is None else pool.map(alone, blocks):
                 pass
 
-        try:
-            yield spread
-        finally:
-            torch.set_num_threads(threads)
+        yield spread

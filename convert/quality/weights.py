@@ -22,6 +22,8 @@ class WeightQuality:
         relative_l2: |packed - source| / |source|.
         sqnr_db: -20 log10(relative_l2).
         clipped_share: share of weights that lie more than half a step beyond the code range.
+        output_error: |x (W - P)^T| / |x W^T| on inputs x that the original gets from the evaluation
+            text; None where it was not measured.
     """
 
     name: str
@@ -32,6 +34,7 @@ class WeightQuality:
     relative_l2: float
     sqnr_db: float
     clipped_share: float
+    output_error: float | None = None
 
 
 @dataclass(slots=True)

@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 
 from lowbit.convert.disk import disk_errors
+from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
-from lowbit.convert.report.card import read_license, render_card
+from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
-from lowbit.formats.manifest import read_manifest
+from lowbit.convert.report.source_card import SourceCard, read_source_card
+from lowbit.convert.report.space import where_bytes_went
+from lowbit.formats.packed import open_packed
+from lowbit.formats.tasks import read_tasks
 
 HTML_FILE = "quality.html"
-README = "README.md"
 DRAFT = "MODEL_CARD.md"
 
 _MARK = re.compile(r"\n<!-- lowbit draft ([0-9a-f]{64}) -->\n$")
@@ -25,35 +28,52 @@ def write_reports(folder: Path, report: QualityReport) -> list[Path]:
     somebody has edited since: then it is MODEL_CARD.md.
 
     Raises:
-        FormatError: lowbit.json cannot be read.
-        ResourceError: the disk is full.
+        LowbitError: the folder is no packed checkpoint, or the disk is full.
     """
-    manifest = read_manifest(folder)
+    packed = open_packed(folder)
     name = folder.resolve().name
     readme = folder / README
-    license_id = None if _is_untouched_draft(readme) else read_license(readme)
-    card = folder / (README if not readme.exists() or _is_untouched_draft(readme) else DRAFT)
+    ours = not readme.exists() or is_untouched_draft(readme)
+    tasks = read_tasks(folder)
+    if tasks is not None and not tasks.is_current(folder):
+        tasks = None
+    rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     contents = {
         folder / QUALITY_FILE: report.to_bytes(),
-        folder / HTML_FILE: render_html(report, manifest, name).encode(),
-        card: _marked(render_card(report, manifest, name, license_id)),
+        folder / HTML_FILE: render_html(report, packed.manifest, name, rooms, tasks).encode(),
+        folder / (README if ours else DRAFT): _marked(
+            render_card(packed, report, tasks, source_card(folder), name)
+        ),
     }
     for path, content in contents.items():
-        _replace(path, content)
+        replace_file(path, content)
     return list(contents)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Give a file its new content at once; a reader sees the old one or all of the new."""
+def source_card(folder: Path) -> SourceCard:
+    """What the card of the original says, which a conversion passes through beside its own."""
+    original = folder / SOURCE_README
+    if not original.exists() and not is_untouched_draft(folder / README):
+        original = folder / README
+    return read_source_card(original)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file its new content at once; a reader sees the old one or all of the new.
+
+    Raises:
+        ResourceError: the disk is full, or the place cannot be written to.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    try:
-        with disk_errors(), partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with disk_errors():
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _marked(card: str) -> bytes:
@@ -62,7 +82,8 @@ def _marked(card: str) -> bytes:
     return f"{card}\n<!-- lowbit draft {digest} -->\n".encode()
 
 
-def _is_untouched_draft(path: Path) -> bool:
+def is_untouched_draft(path: Path) -> bool:
+    """Whether a card is one that `write_reports` wrote and nobody has edited since."""
     if not path.is_file():
         return False
     text = path.read_text(encoding="utf-8", errors="replace")

@@ -14,6 +14,7 @@ from lowbit.convert.terminal import plain_table
 _PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
+KIND_FIGURES = ("mean error", "worst", "SQNR", "clipped")
 
 
 def render_terminal(console: Console, report: QualityReport, worst_rows: int = WORST) -> None:
@@ -49,9 +50,14 @@ def _summary(report: QualityReport) -> Table:
         )
         table.add_row(
             "KL divergence",
-            f"mean {words.kl(logits.kl_mean)}   p99 {words.kl(logits.kl_p99)}   "
-            f"max {words.kl(logits.kl_max)} nats",
+            f"mean {words.kl(logits.kl_mean)}   p95 {words.kl(logits.kl_p95)}   "
+            f"p99 {words.kl(logits.kl_p99)}   max {words.kl(logits.kl_max)} nats",
         )
+        if logits.noise is not None:
+            table.add_row(
+                "BF16 alone",
+                f"mean {words.kl(logits.noise.kl_mean)}   p99 {words.kl(logits.noise.kl_p99)} nats",
+            )
         table.add_row("same top token", words.percent(logits.top1_agreement))
         table.add_row(
             "logit cosine",
@@ -76,13 +82,17 @@ def size_text(report: QualityReport) -> str:
 
 
 def _kinds(report: QualityReport) -> Table:
-    figures = ("count", "mean error", "worst", "SQNR", "clipped")
+    outputs = any(row.output_error is not None for row in report.weights)
+    figures = ("count", *(("output",) if outputs else ()), *KIND_FIGURES)
     table = plain_table("weights by kind", ("linear", "scheme"), figures)
     for kind in kinds(report.weights):
+        output = kind.mean_output_error
+        shown = words.MISSING if output is None else words.percent(output)
         table.add_row(
             Text(words.plain(kind.name)),
             kind.scheme,
             str(len(kind.rows)),
+            *((shown,) if outputs else ()),
             words.percent(kind.mean_error),
             words.percent(kind.worst.relative_l2),
             words.decibels(kind.mean_sqnr_db),

@@ -11,8 +11,10 @@ from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.formats.scheme import Scheme
 
-# Mean KL per token that published files of these bits reach.
+# Mean KL per token that published files of these bits reach. Readers do not forgive fewer bits:
+# below 4 they are the measure too.
 KL_GUIDANCE = {4: 0.03, 8: 0.003}
+LEAST_BITS = 4
 OUTLIER = 1.5  # times the median error of the same bits
 MUCH_CLIPPING = 0.05
 FEW_TOKENS = 10_000
@@ -24,9 +26,17 @@ _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A level, its name, and why in one sentence."""
+    """Whether the file may ship.
+
+    Attributes:
+        level: for colours.
+        answer: to the question, in a word or two.
+        title: the level's name.
+        reason: in one sentence, without capital and full stop.
+    """
 
     level: Level
+    answer: str
     title: str
     reason: str
 
@@ -61,6 +71,12 @@ class Kind:
         return fmean(row.sqnr_db for row in self.rows)
 
     @property
+    def mean_output_error(self) -> float | None:
+        """Mean relative error of the outputs; None where it was not measured."""
+        found = [row.output_error for row in self.rows if row.output_error is not None]
+        return fmean(found) if found else None
+
+    @property
     def clipped_share(self) -> float:
         """Share of clipped weights over all its linears."""
         clipped = sum(row.clipped_share * row.weights for row in self.rows)
@@ -93,9 +109,15 @@ def kinds(rows: Sequence[WeightQuality]) -> list[Kind]:
     return [Kind(name, scheme, tuple(group)) for (name, scheme), group in groups.items()]
 
 
-def worst(rows: Sequence[WeightQuality], count: int) -> list[WeightQuality]:
-    """The linears with the largest relative error, largest first."""
-    return sorted(rows, key=lambda row: -row.relative_l2)[:count]
+def worst(
+    rows: Sequence[WeightQuality], count: int, by_output: bool = False
+) -> list[WeightQuality]:
+    """The linears with the largest error of their weights, or of their outputs; largest first."""
+
+    def error(row: WeightQuality) -> float:
+        return (row.output_error or 0.0) if by_output else row.relative_l2
+
+    return sorted(rows, key=lambda row: -error(row))[:count]
 
 
 def main_bits(rows: Sequence[WeightQuality]) -> int | None:
@@ -106,23 +128,33 @@ def main_bits(rows: Sequence[WeightQuality]) -> int | None:
     return max(weights, key=lambda bits: weights[bits]) if weights else None
 
 
+def guidance(rows: Sequence[WeightQuality]) -> tuple[int, float] | None:
+    """The bits whose published files are the measure, and their mean KL; None where none are."""
+    bits = main_bits(rows)
+    if bits is None or max(bits, LEAST_BITS) not in KL_GUIDANCE:
+        return None
+    return max(bits, LEAST_BITS), KL_GUIDANCE[max(bits, LEAST_BITS)]
+
+
 def judge(report: QualityReport) -> Verdict:
     """The verdict: mean KL against what published files of the same bits reach."""
-    bits = main_bits(report.weights)
     if report.logits is None:
-        return Verdict("unknown", "Not judged", "the logits were not measured")
-    guidance = None if bits is None else KL_GUIDANCE.get(bits)
-    value = report.logits.kl_mean
-    if guidance is None:
+        return Verdict("unknown", "Not known yet", "Not judged", "the logits were not measured")
+    measure = guidance(report.weights)
+    if measure is None:
+        bits = main_bits(report.weights)
         what = "this file" if bits is None else f"{bits}-bit weights"
-        return Verdict("unknown", "Not judged", f"there is no guidance for {what}")
-    found = f"mean KL {words.kl(value)} nats per token"
-    aim = f"good {bits}-bit files stay below {guidance:g}"
-    if value <= guidance:
-        return Verdict("good", "Within guidance", f"{found} ({aim})")
-    if value <= 2 * guidance:
-        return Verdict("caution", "Above guidance", f"{found}, while {aim}")
-    return Verdict("bad", "Far above guidance", f"{found}, while {aim}")
+        return Verdict(
+            "unknown", "For you to judge", "Not judged", f"there is no guidance for {what}"
+        )
+    bits, limit = measure
+    found = f"mean KL {words.kl(report.logits.kl_mean)} nats per token"
+    aim = f"good {bits}-bit files stay below {limit:g}"
+    if report.logits.kl_mean <= limit:
+        return Verdict("good", "Yes", "Within guidance", f"{found} ({aim})")
+    if report.logits.kl_mean <= 2 * limit:
+        return Verdict("caution", "With care", "Above guidance", f"{found}, while {aim}")
+    return Verdict("bad", "No", "Far above guidance", f"{found}, while {aim}")
 
 
 def in_words(logits: LogitQuality) -> str:
@@ -133,6 +165,20 @@ def in_words(logits: LogitQuality) -> str:
         f"It ranks the same token first as the original in {words.percent(logits.top1_agreement)} "
         f"of predictions, and perplexity {direction} by {words.change(abs(change))}."
     )
+
+
+def noise_in_words(logits: LogitQuality) -> str:
+    """How the loss compares with BF16's own; empty where that was not measured."""
+    noise = logits.noise
+    if noise is None:
+        return ""
+    text = (
+        f"BF16 arithmetic alone moves the original by {words.kl(noise.kl_mean)} and changes "
+        f"{words.percent(1 - noise.top1_agreement)} of its top tokens"
+    )
+    if noise.kl_mean <= 0 or logits.kl_mean < 2 * noise.kl_mean:
+        return f"{text}."
+    return f"{text}; packing moves it {logits.kl_mean / noise.kl_mean:,.0f} times as far."
 
 
 def observations(report: QualityReport) -> list[str]:

@@ -1,6 +1,10 @@
 """Figures in the words of a report: the same rounding in terminal, page and card."""
 
+import math
+
 from lowbit.convert.quality.record import LogitQuality
+
+MISSING = "\N{EN DASH}"  # in place of a figure that there is none of
 
 
 def plain(name: str) -> str:
@@ -18,11 +22,15 @@ def size(count: int) -> str:
 
 def percent(share: float, digits: int = 2) -> str:
     """A share as percent: `0.1 %`."""
+    if not math.isfinite(share):
+        return "∞"
     return f"{100 * share:.{digits}f} %"
 
 
 def change(ratio: float) -> str:
     """A relative change in percent, with more digits below a tenth of a percent: `2.06 %`."""
+    if not math.isfinite(ratio):
+        return "∞"
     return f"{100 * ratio:.{_digits(ratio)}f} %"
 
 
@@ -31,12 +39,21 @@ def _digits(ratio: float) -> int:
 
 
 def kl(value: float) -> str:
-    """A divergence in nats with three significant digits: `0.0180`, `1.04e-04`."""
-    return f"{value:#.3g}" if value == 0 or value >= 1e-3 else f"{value:.2e}"
+    """A divergence in nats with three significant digits: `0.0180`, `0.000104`, `2.10e-06`."""
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:.2e}" if 0 < value < 1e-4 else f"{value:#.3g}"
+
+
+def signed_kl(value: float) -> str:
+    """A difference of divergences with its sign: `-0.00401`."""
+    return f"{'+' if value >= 0 else '-'}{kl(abs(value))}"
 
 
 def cosine(value: float) -> str:
     """A cosine, to the digit where it differs from one."""
+    if not math.isfinite(value):
+        return "not finite"
     return f"{value:.5f}" if value < 0.9999 else f"{value:.7f}"
 
 
@@ -45,14 +62,54 @@ def decibels(value: float) -> str:
     return "∞" if value == float("inf") else f"{value:.1f} dB"
 
 
+def token(text: str) -> str:
+    """A token or a piece of text with its white space made visible where it is all there is."""
+    shown = text.replace("\r", "").replace("\n", "↵").replace("\t", "⇥")
+    return plain(shown) if shown.strip() else shown.replace(" ", "␣") or "∅"
+
+
+def passage(text: str) -> str:
+    """A piece of text with its line ends marked and kept."""
+    lines = text.replace("\r", "").replace("\t", "    ").split("\n")
+    return "↵\n".join(map(plain, lines))
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure with fixed digits, `∞` where it is none: `3.286`."""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "∞"
+
+
+def perplexity(nll: float) -> str:
+    """The perplexity of a mean NLL in nats."""
+    return number(math.exp(nll) if nll < 700 else math.inf)
+
+
+def sentence(text: str) -> str:
+    """Some words with capital and full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def signed(ratio: float) -> str:
+    """A relative change with its sign: `+2.06 %`."""
+    return f"{'+' if ratio >= 0 else ''}{change(ratio)}"
+
+
+def tight(text: str) -> str:
+    """The same with no line break between a figure and its percent sign."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def perplexity_change(logits: LogitQuality) -> str:
     """`+2.06 % ± 0.15`: the change and its standard error, where there are windows enough."""
+    return f"{signed(logits.perplexity_change)} {perplexity_error(logits)}".rstrip()
+
+
+def perplexity_error(logits: LogitQuality) -> str:
+    """`± 0.15`: the standard error of the change in percent; empty with too few windows."""
     relative = logits.perplexity_change
-    text = f"{'+' if relative >= 0 else ''}{change(relative)}"
-    if logits.log_ratio_error is None:
-        return text
-    error = 100 * logits.log_ratio_error * (1 + relative)
-    return f"{text} ± {error:.{_digits(relative)}f}"
+    if logits.log_ratio_error is None or not math.isfinite(relative):
+        return ""
+    return f"± {100 * logits.log_ratio_error * (1 + relative):.{_digits(relative)}f}"
 
 
 def scored(logits: LogitQuality) -> str:

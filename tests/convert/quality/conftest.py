@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from lowbit.convert.quality.measure import Measured, measure_logits
+from lowbit.convert.quality.text import Text
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack
@@ -19,6 +22,36 @@ from lowbit.formats.scheme import Scheme
 ROOT = Path(__file__).parents[3]
 
 PackModel = Callable[[str, int, int | None], Path]
+WholeLogits = Callable[..., Tensor]
+Measure = Callable[..., Measured]
+
+
+@pytest.fixture(scope="session")
+def whole_logits() -> WholeLogits:
+    """transformers' logits of the whole model: (folder, windows, dtype), FP32 unless named.
+
+    Packed folders go through the compressed-tensors reader.
+    """
+    from transformers import AutoModelForCausalLM
+
+    def run(folder: Path, windows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        with torch.inference_mode():
+            logits: Tensor = model(windows).logits
+        return logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def measure() -> Measure:
+    """Measure logits on texts given by name: (source, packed, other arguments, name=content)."""
+
+    def run(source: Path, packed: Path, progress: object = None, **texts: str) -> Measured:
+        named = [Text(name, name, content) for name, content in texts.items()]
+        return measure_logits(source, packed, named, progress=progress)  # type: ignore[arg-type]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Sizes and hash of a report, and the bundled text."""
+"""Sizes and hash of a report."""
 
 import hashlib
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from lowbit.convert.quality.build import build_report, measure_sizes
-from lowbit.convert.quality.text import default_text
 
 
 def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
@@ -49,12 +48,3 @@ def test_manifest_hash_is_of_its_bytes(
     (tmp_path / "lowbit.json").write_bytes(manifest.to_bytes())
     found = build_report(tmp_path, [], None)
     assert found.manifest_sha256 == hashlib.sha256(manifest.to_bytes()).hexdigest()
-
-
-def test_bundled_text() -> None:
-    text, name = default_text()
-    assert 190_000 < len(text.encode()) <= 200_000
-    assert text.endswith("\n")
-    assert "Robert Boulter" in text[:200]
-    assert "\r" not in text
-    assert "WikiText-2" in name

@@ -2,17 +2,18 @@
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.quality.advice import without_advice
 from lowbit.convert.quality.build import measure_sizes
 from lowbit.convert.quality.compare import measure_weights
-from lowbit.convert.quality.logits import logits_peak_bytes, measure_logits
-from lowbit.convert.quality.text import cut_windows
-from lowbit.formats.checkpoint import open_checkpoint
+from lowbit.convert.quality.text import Text, tokenize
+
+if TYPE_CHECKING:
+    from tests.convert.quality.conftest import Measure, WholeLogits
 
 CHARACTERS = 4500  # two windows of 512 tokens
 
@@ -22,23 +23,19 @@ def hybrid() -> Path:
     return Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
 
 
-def whole_logits(folder: Path, windows: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        logits: torch.Tensor = model(windows).logits[:, :-1]
-    return logits.double()
-
-
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-def test_figures_equal_those_of_the_whole_model(hybrid: Path, tmp_path: Path, stories: str) -> None:
+def test_figures_equal_those_of_the_whole_model(
+    hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", whole_logits: "WholeLogits"
+) -> None:
     done = convert(hybrid, tmp_path / "out")
     text = stories[:CHARACTERS]
-    windows = cut_windows(hybrid, text, "test", 4096).windows
+    windows = tokenize(hybrid, [Text("test", "test", text)], 4096)[0].windows
     assert windows.shape == (2, 512)
-    p, q = (whole_logits(folder, windows).log_softmax(-1) for folder in (hybrid, done.folder))
-    found = measure_logits(hybrid, done.folder, text, "stories")
+    p, q = (
+        whole_logits(folder, windows)[:, :-1].double().log_softmax(-1)
+        for folder in (hybrid, done.folder)
+    )
+    found = measure(hybrid, done.folder, stories=text).logits
     assert found.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
     for log_p, perplexity in ((p, found.perplexity_original), (q, found.perplexity_packed)):
         expected = -log_p.gather(-1, windows[:, 1:, None]).mean()
@@ -50,16 +47,18 @@ def test_figures_equal_those_of_the_whole_model(hybrid: Path, tmp_path: Path, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "most"), [("int8", 0.001), ("int4", 0.018)])
-def test_perplexity(hybrid: Path, tmp_path: Path, stories: str, base: str, most: float) -> None:
+def test_perplexity(
+    hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", base: str, most: float
+) -> None:
     folder = convert(hybrid, tmp_path / "out", Recipe(base)).folder  # type: ignore[arg-type]
-    found = measure_logits(hybrid, folder, stories[:20_000], "part of stories-eval.txt")
+    found = measure(hybrid, folder, stories=stories[:20_000]).logits
     assert found.perplexity_original == pytest.approx(3.2944, abs=0.0005)
     assert abs(found.perplexity_change) < most
     assert 0 < found.kl_mean < {"int8": 0.0003, "int4": 0.02}[base]
 
 
 def test_advice_about_kernels_is_kept_from_the_terminal(
-    hybrid: Path, stories: str, caplog: pytest.LogCaptureFixture
+    hybrid: Path, stories: str, measure: "Measure", caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers.utils.logging  # noqa: F401 - gives loggers their warning_once
 
@@ -73,17 +72,8 @@ def test_advice_about_kernels_is_kept_from_the_terminal(
             child.warning("something is wrong")
         child.warning("The fast path is not available: after")
         logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
-        measure_logits(hybrid, hybrid, stories[:600], "stories")
+        measure(hybrid, hybrid, stories=stories[:600])
     finally:
         logger.removeHandler(caplog.handler)
     said = [message.rpartition(" ")[2] for message in dict.fromkeys(caplog.messages)]
     assert said == ["before", "wrong", "after"]
-
-
-def test_peak_counts_the_largest_kind_of_layer(hybrid: Path) -> None:
-    config = dict(open_checkpoint(hybrid).config)
-    text = dict(config["text_config"])
-    grown = {**config, "text_config": {**text, "linear_num_value_heads": 64}}
-    assert logits_peak_bytes(grown, 10) > logits_peak_bytes(config, 10)
-    wide = {**config, "text_config": {**text, "num_attention_heads": 256}}
-    assert logits_peak_bytes(wide, 10) > logits_peak_bytes(config, 10)

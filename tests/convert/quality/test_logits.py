@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,17 +12,10 @@ from torch import Tensor
 
 from lowbit.convert.quality import logits as logits_module
 from lowbit.convert.quality.dequantized import open_weights
-from lowbit.convert.quality.logits import (
-    embed,
-    logits_peak_bytes,
-    measure_logits,
-    run_layer,
-    scored_states,
-)
+from lowbit.convert.quality.logits import embed, load_layer, pass_through, scored_states
 from lowbit.convert.quality.side import load_side
-from lowbit.convert.quality.text import cut_windows
+from lowbit.convert.quality.text import Text, tokenize
 from lowbit.convert.quality.threads import block_map
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import (
     CheckpointError,
     FormatError,
@@ -29,6 +23,9 @@ from lowbit.formats.errors import (
     RequestError,
     UnsupportedModelError,
 )
+
+if TYPE_CHECKING:
+    from tests.convert.quality.conftest import Measure, WholeLogits
 
 CHARACTERS = 4500  # two windows of 512 tokens
 CPU = torch.device("cpu")
@@ -40,17 +37,7 @@ def excerpt(stories: str) -> str:
 
 
 def windows_of(folder: Path, text: str) -> Tensor:
-    return cut_windows(folder, text, "test", 2048).windows
-
-
-def transformers_logits(folder: Path, windows: Tensor) -> Tensor:
-    """The whole model in FP32; packed folders go through the compressed-tensors reader."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        logits: Tensor = model(windows).logits
-    return logits
+    return tokenize(folder, [Text("test", "test", text)], 2048)[0].windows
 
 
 def block_logits(folder: Path, windows: Tensor) -> Tensor:
@@ -59,7 +46,8 @@ def block_logits(folder: Path, windows: Tensor) -> Tensor:
     with torch.inference_mode(), block_map(CPU) as each:
         hidden = embed(side, windows, CPU)
         for number in range(len(side.layers)):
-            run_layer(side, number, hidden, each)
+            layer = load_layer(side, number, CPU)
+            pass_through(layer, side.arguments[number], hidden, each)
         states = scored_states(side, hidden)
         head = torch.cat([rows for _, rows in side.weights.rows(side.head, 1000, CPU)])
         return (states @ head.T).view(len(windows), -1, len(head))
@@ -68,25 +56,27 @@ def block_logits(folder: Path, windows: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
 @pytest.mark.parametrize("name", ["tiny", "packed", "packed_tied"])
 def test_logits_equal_the_whole_model(
-    name: str, tiny: Path, excerpt: str, request: pytest.FixtureRequest
+    whole_logits: "WholeLogits", name: str, tiny: Path, excerpt: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(name)
     windows = windows_of(tiny, excerpt)
     assert windows.shape == (2, 512)
-    expected = transformers_logits(folder, windows)[:, :-1]
+    expected = whole_logits(folder, windows)[:, :-1]
     found = block_logits(folder, windows)
     assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_figures_equal_those_of_whole_logits(tiny: Path, packed: Path, excerpt: str) -> None:
+def test_figures_equal_those_of_whole_logits(
+    measure: "Measure", whole_logits: "WholeLogits", tiny: Path, packed: Path, excerpt: str
+) -> None:
     windows = windows_of(tiny, excerpt)
-    a, b = (transformers_logits(f, windows)[:, :-1].double() for f in (tiny, packed))
+    a, b = (whole_logits(f, windows)[:, :-1].double() for f in (tiny, packed))
     p, q = a.log_softmax(-1), b.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).flatten()
     labels = windows[:, 1:, None]
     cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
-    found = measure_logits(tiny, packed, excerpt, "stories")
+    found = measure(tiny, packed, stories=excerpt).logits
     assert found.windows == 2
     assert found.window == 512
     assert found.scored_tokens == 1022
@@ -107,20 +97,21 @@ def test_figures_equal_those_of_whole_logits(tiny: Path, packed: Path, excerpt: 
 
 
 def test_block_sizes_do_not_matter(
-    tiny: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
+    measure: "Measure", tiny: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = measure_logits(tiny, packed, excerpt, "stories")
+    whole = measure(tiny, packed, stories=excerpt).logits
     monkeypatch.setattr(logits_module, "HEAD_ROWS", 1000)
     monkeypatch.setattr(logits_module, "HEAD_TOKENS", {"cpu": 300})
+    monkeypatch.setattr(logits_module, "SUM_TOKENS", {"cpu": 7})
     monkeypatch.setattr(logits_module, "BATCH_TOKENS", {"cpu": 1})
-    cut = measure_logits(tiny, packed, excerpt, "stories")
+    cut = measure(tiny, packed, stories=excerpt).logits
     assert cut.kl_mean == pytest.approx(whole.kl_mean, rel=1e-4)
     assert cut.perplexity_packed == pytest.approx(whole.perplexity_packed, rel=1e-6)
     assert cut.top1_agreement == whole.top1_agreement
 
 
-def test_a_model_against_itself(tiny: Path, excerpt: str) -> None:
-    found = measure_logits(tiny, tiny, excerpt[:600], "stories")
+def test_a_model_against_itself(measure: "Measure", tiny: Path, excerpt: str) -> None:
+    found = measure(tiny, tiny, stories=excerpt[:600]).logits
     assert found.windows == 1
     assert found.window == found.text_tokens < 512
     assert found.kl_max == 0.0
@@ -130,17 +121,21 @@ def test_a_model_against_itself(tiny: Path, excerpt: str) -> None:
 
 
 @pytest.mark.slow
-def test_perplexity_of_the_bundled_model(tiny: Path, packed: Path, stories: str) -> None:
-    found = measure_logits(tiny, packed, stories, "stories-eval.txt")
+def test_perplexity_of_the_bundled_model(
+    measure: "Measure", tiny: Path, packed: Path, stories: str
+) -> None:
+    found = measure(tiny, packed, stories=stories).logits
     assert found.perplexity_original == pytest.approx(3.286, abs=0.0005)
     assert 0 < found.perplexity_change < 0.026
     assert found.log_ratio_error is not None
     assert 0 < found.log_ratio_error < found.perplexity_change
 
 
-def test_progress_ends_at_the_total(tiny: Path, packed: Path, excerpt: str) -> None:
+def test_progress_ends_at_the_total(
+    measure: "Measure", tiny: Path, packed: Path, excerpt: str
+) -> None:
     seen: list[tuple[int, int]] = []
-    measure_logits(tiny, packed, excerpt[:400], "x", progress=lambda *step: seen.append(step))
+    measure(tiny, packed, stories=excerpt[:400], progress=lambda *step: seen.append(step))
     done = [step[0] for step in seen]
     assert done == sorted(done)
     assert done[0] == 0
@@ -148,77 +143,77 @@ def test_progress_ends_at_the_total(tiny: Path, packed: Path, excerpt: str) -> N
     assert len({total for _, total in seen}) == 1
 
 
-def test_context_shorter_than_a_window(tiny: Path, tmp_path: Path, excerpt: str) -> None:
+def test_context_shorter_than_a_window(
+    measure: "Measure", tiny: Path, tmp_path: Path, excerpt: str
+) -> None:
     folder = edited(tiny, tmp_path, max_position_embeddings=100)
-    found = measure_logits(folder, folder, excerpt, "stories")
+    found = measure(folder, folder, stories=excerpt).logits
     assert found.window == 100
     assert found.windows == found.text_tokens // 100
 
 
 @pytest.mark.parametrize("text", ["", "a"])
-def test_text_too_short(tiny: Path, packed: Path, text: str) -> None:
+def test_text_too_short(measure: "Measure", tiny: Path, packed: Path, text: str) -> None:
     with pytest.raises(RequestError, match=f"has {len(text)} tokens, expected at least 2"):
-        measure_logits(tiny, packed, text, "short")
+        measure(tiny, packed, stories=text)
 
 
-def test_two_tokens_are_enough(tiny: Path, packed: Path) -> None:
-    found = measure_logits(tiny, packed, " the dog", "short")
+def test_two_tokens_are_enough(measure: "Measure", tiny: Path, packed: Path) -> None:
+    found = measure(tiny, packed, stories=" the dog").logits
     assert found.scored_tokens == found.window - 1 == 1
 
 
-def test_no_tokenizer(tiny: Path, tmp_path: Path, packed: Path) -> None:
+def test_no_tokenizer(measure: "Measure", tiny: Path, tmp_path: Path, packed: Path) -> None:
     folder = edited(tiny, tmp_path)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        measure_logits(folder, packed, "some text", "x")
+        measure(folder, packed, stories="some text")
 
 
-def test_folders_that_do_not_belong_together(tiny: Path, tmp_path: Path, packed: Path) -> None:
+def test_folders_that_do_not_belong_together(
+    measure: "Measure", tiny: Path, tmp_path: Path, packed: Path
+) -> None:
     shorter = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
     folder = edited(packed, tmp_path, **shorter)
     with pytest.raises(CheckpointError, match="is not made from `tiny-qwen3`: layers 5, expecte"):
-        measure_logits(tiny, folder, "some text", "x")
+        measure(tiny, folder, stories="some text")
 
 
-def test_config_that_contradicts_itself(tiny: Path, tmp_path: Path) -> None:
+def test_config_that_contradicts_itself(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
     folder = edited(tiny, tmp_path, num_hidden_layers=5)
     with pytest.raises(CheckpointError, match=r"config\.json is not valid: .*num_hidden_layers"):
-        measure_logits(folder, folder, "some text", "x")
+        measure(folder, folder, stories="some text")
 
 
-def test_unknown_architecture(tiny: Path, tmp_path: Path) -> None:
+def test_unknown_architecture(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
     folder = edited(tiny, tmp_path, model_type="nonesuch")
     with pytest.raises(UnsupportedModelError, match="model_type `nonesuch`"):
-        measure_logits(folder, folder, "some text", "x")
+        measure(folder, folder, stories="some text")
 
 
-def test_missing_tensor(tiny: Path, packed: Path, tmp_path: Path) -> None:
+def test_missing_tensor(measure: "Measure", tiny: Path, packed: Path, tmp_path: Path) -> None:
     name = "model.layers.3.mlp.up_proj.weight_scale"
     folder = edited(packed, tmp_path)
     change(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(FormatError, match=r"`model\.layers\.3\.mlp\.up_proj` is packed but `"):
-        measure_logits(tiny, folder, "some text", "x")
+        measure(tiny, folder, stories="some text")
 
 
-def test_scale_of_another_dtype(tiny: Path, packed: Path, tmp_path: Path) -> None:
+def test_scale_of_another_dtype(
+    measure: "Measure", tiny: Path, packed: Path, tmp_path: Path
+) -> None:
     name = "model.layers.3.mlp.up_proj.weight_scale"
     folder = edited(packed, tmp_path)
     change(folder, lambda tensors: tensors.update({name: tensors[name].view(torch.int16)}))
     with pytest.raises(FormatError, match=f"`{name}` has dtype I16"):
-        measure_logits(tiny, folder, "some text", "x")
+        measure(tiny, folder, stories="some text")
 
 
-def test_weights_that_are_not_numbers(tiny: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
     folder = edited(tiny, tmp_path)
     change(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
     with pytest.raises(QuantizationError, match="NaN or infinite logits"):
-        measure_logits(tiny, folder, "some text", "x")
-
-
-def test_peak_grows_with_the_text_and_is_dominated_by_it(tiny: Path) -> None:
-    config = open_checkpoint(tiny).config
-    short, long = (logits_peak_bytes(config, tokens) for tokens in (1_000, 1_000_000))
-    assert 2 * 256 * 4 * 999_000 <= long - short <= 6 * 256 * 4 * 999_000
+        measure(tiny, folder, stories="some text")
 
 
 def edited(folder: Path, tmp_path: Path, **config: object) -> Path:

@@ -12,6 +12,7 @@ from lowbit.convert.quality.metrics import (
     TokenFigures,
     histogram,
     percentile,
+    positions,
     standard_error,
     window_series,
 )
@@ -51,6 +52,16 @@ def test_equal_to_log_softmax(rows: int, tokens: int, scale: float, noise: float
         cosine = torch.nn.functional.cosine_similarity(a.double(), b.double())
         torch.testing.assert_close(found.cosine, cosine, rtol=0, atol=1e-12)
     assert torch.equal(found.agree, a.argmax(1) == b.argmax(1))
+    assert torch.equal(found.top_original, a.argmax(1))
+    assert torch.equal(found.top_packed, b.argmax(1))
+    first = a.argmax(1)[:, None]
+    for share, log_p in ((found.p_original, p), (found.p_packed, q)):
+        torch.testing.assert_close(share, log_p.gather(1, first)[:, 0].exp(), rtol=1e-9, atol=0)
+
+
+def made_of(nll: Tensor, packed: Tensor, kl: Tensor) -> TokenFigures:
+    top = torch.zeros(len(nll), dtype=torch.int64)
+    return TokenFigures(nll, packed, kl, nll, top, top, nll, nll)
 
 
 def test_a_constant_offset_changes_nothing_but_the_cosine() -> None:
@@ -94,7 +105,7 @@ def test_histogram_counts_everything_once() -> None:
 @pytest.mark.parametrize("windows", [1, 5, MAX_WINDOWS, MAX_WINDOWS + 1, 1000])
 def test_window_series_is_bounded_and_keeps_the_order(windows: int) -> None:
     nll = torch.arange(windows, dtype=torch.float64).repeat_interleave(3)
-    flat = TokenFigures(nll, nll + 1, nll + 2, nll, nll > 0)
+    flat = made_of(nll, nll + 1, nll + 2)
     series = window_series(flat, 3)
     assert len(series) == min(windows, MAX_WINDOWS)
     assert [w.nll_original for w in series] == sorted(w.nll_original for w in series)
@@ -105,6 +116,38 @@ def test_standard_error_of_independent_windows() -> None:
     generator = torch.Generator().manual_seed(3)
     differences = torch.randn(400, generator=generator, dtype=torch.float64)
     nll = torch.zeros(400, dtype=torch.float64)
-    flat = TokenFigures(nll, differences, nll, nll, nll > 0)
+    flat = made_of(nll, differences, nll)
     assert standard_error(flat, 1) == pytest.approx(1 / 20, rel=0.1)
     assert standard_error(flat, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "buckets"),
+    [
+        (1024, [(0, 128), (128, 256), (256, 512), (512, 1024)]),
+        (1040, [(0, 128), (128, 256), (256, 512), (512, 1024), (1024, 1040)]),
+        (1025, [(0, 128), (128, 256), (256, 512), (512, 1024)]),  # the last token is not scored
+        (100, [(0, 100)]),
+    ],
+)
+def test_positions_cover_every_scored_token_once(
+    length: int, buckets: list[tuple[int, int]]
+) -> None:
+    place = torch.arange(length - 1, dtype=torch.float64).repeat(3)  # in three windows
+    found = positions(made_of(place, place + 1, 2 * place), length)
+    assert [(row.start, row.stop) for row in found] == buckets
+    assert sum(row.tokens for row in found) == 3 * (length - 1)
+    for row in found:
+        mean = (row.start + min(row.stop, length - 1) - 1) / 2
+        assert (row.nll_original, row.nll_packed, row.kl_mean) == pytest.approx(
+            (mean, mean + 1, 2 * mean)
+        )
+
+
+def test_a_part_is_of_all_figures() -> None:
+    a, b, labels = logits(4, 3.0, 1.0)
+    whole = figures(a, b, labels, V, T)
+    part = whole.part(slice(5, 9))
+    alone = figures(a[5:9], b[5:9], labels[5:9], V, T)
+    assert torch.equal(part.kl, alone.kl)
+    assert torch.equal(part.agree, alone.agree)

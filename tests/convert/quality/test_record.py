@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from lowbit.convert.quality.record import (
+    Flip,
     Histogram,
     LogitQuality,
+    Noise,
+    Position,
     QualityReport,
     Sizes,
+    TextKind,
     Window,
     read_quality,
 )
@@ -32,6 +36,7 @@ def report() -> QualityReport:
         perplexity_packed=3.3,
         log_ratio_error=None,
         kl_mean=0.01,
+        kl_p95=0.07,
         kl_p99=0.1,
         kl_max=math.inf,
         cosine_mean=0.99,
@@ -42,12 +47,19 @@ def report() -> QualityReport:
         device="cpu",
         torch_version="2",
         transformers_version="5",
+        noise=Noise(0.0002, 0.001, 0.99),
+        positions=(Position(0, 128, 256, 0.01, 0.9, 1.5, 1.6), Position(128, 200, 144, 0, 1, 1, 1)),
+        kinds=(TextKind("maths", "cd" * 32, 1000, 2.0, 2.1, 0.01, 0.97),),
+        flips=(Flip("maths", "one and\n", " one", " two", " three", 0.5, 0.25, 1.5),),
     )
     rows = (
         WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
+        WeightQuality("model.layers.0.mlp.down_proj", 4, 32, 64, 1.0, 0.1, 20.0, 0.0, 0.07),
         WeightQuality("lm_head", 8, None, 1024, 1.0, 0.0, math.inf, 0.0),
     )
-    return QualityReport("0.1.0", "cd" * 32, Sizes(10, None, 4.5), rows, logits)
+    return QualityReport(
+        "0.1.0", "cd" * 32, Sizes(10, None, 4.5), rows, logits, "lowbit-convert a b"
+    )
 
 
 def save(folder: Path, content: Any) -> None:
@@ -72,8 +84,8 @@ def test_infinity_is_null(report: QualityReport) -> None:
         raise ValueError(constant)
 
     content = json.loads(report.to_bytes(), parse_constant=refuse)
-    assert content["schema"] == 1
-    assert content["weights"][1]["sqnr_db"] is None
+    assert content["schema"] == 2
+    assert content["weights"][2]["sqnr_db"] is None
     assert content["logits"]["kl_max"] is None
 
 
@@ -84,7 +96,7 @@ def test_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 2}, "schema 2, this release reads 1"),
+        ({"schema": 1}, "schema 1, this release reads 2"),
         ({"schema": None}, "schema None"),
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
         ({"weights": {}}, "weights` is not a list"),
@@ -95,7 +107,8 @@ def test_no_report(tmp_path: Path) -> None:
         ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
         ({"logits": []}, "logits` is not an object"),
         ({"logits": {}}, "window_series` is not a list"),
-        ({"logits": {"window_series": []}}, "kl_histogram` is not an object"),
+        ({"logits": {"window_series": []}}, "positions` is not a list"),
+        ({"command": 3}, "`command` cannot be 3"),
         ({"manifest_sha256": 7}, "`manifest_sha256` cannot be 7"),
     ],
 )
@@ -114,10 +127,21 @@ def test_not_an_object(tmp_path: Path, text: str) -> None:
         read_quality(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["kl_mean", "window_series", "kl_histogram"])
+@pytest.mark.parametrize("key", ["kl_mean", "kl_p95", "window_series", "kl_histogram", "kinds"])
 def test_incomplete_logits(report: QualityReport, tmp_path: Path, key: str) -> None:
     content = report.to_json()
     del content["logits"][key]
     save(tmp_path, content)
     with pytest.raises(FormatError, match="logits"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("noise", []), ("flips", [3]), ("positions", {})])
+def test_foreign_parts_of_the_logits(
+    report: QualityReport, tmp_path: Path, key: str, value: Any
+) -> None:
+    content = report.to_json()
+    content["logits"][key] = value
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match=f"logits: {key}` is not"):
         read_quality(tmp_path)

@@ -6,14 +6,32 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.quality.record import Histogram, LogitQuality, QualityReport, Sizes, Window
+from lowbit.convert.quality.record import (
+    Flip,
+    Histogram,
+    LogitQuality,
+    Noise,
+    Position,
+    QualityReport,
+    Sizes,
+    TextKind,
+    Window,
+)
 from lowbit.convert.quality.weights import WeightQuality
 
 MakeReport = Callable[..., QualityReport]
 
 
-def row(name: str, bits: int = 4, error: float = 0.1, clipped: float = 0.01) -> WeightQuality:
-    return WeightQuality(name, bits, 128, 65536, 0.995, error, 20.0, clipped)
+def row(
+    name: str,
+    bits: int = 4,
+    error: float = 0.1,
+    clipped: float = 0.01,
+    output: float | None = None,
+    weights: int = 65536,
+    cosine: float = 0.995,
+) -> WeightQuality:
+    return WeightQuality(name, bits, 128, weights, cosine, error, 20.0, clipped, output)
 
 
 @pytest.fixture
@@ -23,6 +41,7 @@ def make_row() -> Callable[..., WeightQuality]:
 
 @pytest.fixture
 def logits() -> LogitQuality:
+    """What was always measured; `extras` has the rest."""
     return LogitQuality(
         text_name="a text",
         text_sha256="ab" * 32,
@@ -34,6 +53,7 @@ def logits() -> LogitQuality:
         perplexity_packed=3.354,
         log_ratio_error=0.0008,
         kl_mean=0.018,
+        kl_p95=0.07,
         kl_p99=0.13,
         kl_max=0.68,
         cosine_mean=0.9972,
@@ -45,6 +65,35 @@ def logits() -> LogitQuality:
         torch_version="2.13.0",
         transformers_version="5.23.0",
     )
+
+
+@pytest.fixture
+def extras() -> dict[str, Any]:
+    """Noise, positions, kinds of text and flips."""
+    return {
+        "noise": Noise(0.0003, 0.0021, 0.9911),
+        "positions": (
+            Position(0, 128, 1000, 0.021, 0.94, 1.20, 1.22),
+            Position(128, 2048, 9000, 0.016, 0.95, 1.10, 1.11),
+        ),
+        "kinds": (
+            TextKind("stories", "ab" * 32, 20440, 3.286, 3.354, 0.018, 0.9427),
+            TextKind("maths", "ef" * 32, 5000, 6.5, 6.6, 0.024, 0.93),
+        ),
+        "flips": (
+            Flip(
+                "stories",
+                "Once upon a time\nthere was a",
+                " little",
+                " little",
+                "\n",
+                0.6,
+                0.2,
+                2.3,
+            ),
+            Flip("maths", "7 + 5 = ", "12", "12", "13", 0.41, 0.125, 1.1),
+        ),
+    }
 
 
 @pytest.fixture

@@ -2,75 +2,130 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from lowbit.convert import Recipe, convert
 from lowbit.convert.quality.record import QualityReport, read_quality
-from lowbit.convert.report.files import write_reports
-from lowbit.formats.errors import FormatError, ResourceError
+from lowbit.convert.report.files import replace_file, write_reports
+from lowbit.formats.errors import FormatError, LowbitError, ResourceError
+from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import MakeModel
 
 MakeReport = Callable[..., QualityReport]
+REPORTS = ["quality.json", "quality.html", "README.md"]
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> Path:
+    place = tmp_path_factory.mktemp("files")
+    return convert(make_model(place / "model"), place / "packed", Recipe()).folder
 
 
-def test_writes_three_files(make_report: MakeReport, tmp_path: Path) -> None:
+@pytest.fixture
+def packed(converted: Path, tmp_path: Path) -> Path:
+    """A packed folder without reports."""
+    return Path(shutil.copytree(converted, tmp_path / "packed"))
+
+
+def added(folder: Path, converted: Path) -> list[str]:
+    before = {path.name for path in converted.iterdir()}
+    return sorted(path.name for path in folder.iterdir() if path.name not in before)
+
+
+def test_writes_three_files(make_report: MakeReport, packed: Path, converted: Path) -> None:
     report = make_report()
-    written = write_reports(tmp_path, report)
-    assert [path.name for path in written] == ["quality.json", "quality.html", "README.md"]
-    assert names(tmp_path) == ["README.md", "quality.html", "quality.json"]
-    assert read_quality(tmp_path) == report
+    written = write_reports(packed, report)
+    assert [path.name for path in written] == REPORTS
+    assert added(packed, converted) == sorted(REPORTS)
+    assert read_quality(packed) == report
 
 
-def test_own_draft_is_renewed(make_report: MakeReport, tmp_path: Path) -> None:
-    write_reports(tmp_path, make_report(measured=False))
-    before = (tmp_path / "README.md").read_text()
-    write_reports(tmp_path, make_report())
-    assert names(tmp_path) == ["README.md", "quality.html", "quality.json"]
-    assert (tmp_path / "README.md").read_text() != before
+def test_the_page_has_the_folder_s_bytes_and_tasks(make_report: MakeReport, packed: Path) -> None:
+    result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
+    tasks = TaskReport("0.1.0", "lm-eval 1", manifest_sha256(packed), (result,))
+    write_tasks(packed, tasks)
+    write_reports(packed, make_report())
+    page = (packed / "quality.html").read_text()
+    assert "Where the bytes went" in page
+    assert "arc_easy" in page
 
 
-def test_edited_draft_is_kept(make_report: MakeReport, tmp_path: Path) -> None:
-    write_reports(tmp_path, make_report())
-    readme = tmp_path / "README.md"
+def test_results_of_an_earlier_conversion_are_left_out(
+    make_report: MakeReport, packed: Path
+) -> None:
+    result = TaskResult("arc_easy", "acc", 0.8123, 0.1, 9, True, 0, None, False, 512, "cpu", "1")
+    write_tasks(packed, TaskReport("0.1.0", "lm-eval 1", "ab" * 32, (result,)))
+    write_reports(packed, make_report())
+    assert "arc_easy" not in (packed / "quality.html").read_text()
+
+
+def test_own_draft_is_renewed(make_report: MakeReport, packed: Path, converted: Path) -> None:
+    write_reports(packed, make_report(measured=False))
+    before = (packed / "README.md").read_text()
+    write_reports(packed, make_report())
+    assert added(packed, converted) == sorted(REPORTS)
+    assert (packed / "README.md").read_text() != before
+
+
+def test_edited_draft_is_kept(make_report: MakeReport, packed: Path) -> None:
+    write_reports(packed, make_report())
+    readme = packed / "README.md"
     edited = readme.read_text().replace("TODO", "done")
     readme.write_text(edited)
-    write_reports(tmp_path, make_report())
+    write_reports(packed, make_report())
     assert readme.read_text() == edited
-    assert (tmp_path / "MODEL_CARD.md").exists()
+    assert (packed / "MODEL_CARD.md").exists()
 
 
 def test_card_of_the_source_is_kept_and_gives_the_license(
-    make_report: MakeReport, tmp_path: Path
+    make_report: MakeReport, packed: Path
 ) -> None:
-    readme = tmp_path / "README.md"
+    readme = packed / "README.md"
     readme.write_text("---\nlicense: apache-2.0\n---\n# Original\n")
-    write_reports(tmp_path, make_report())
+    write_reports(packed, make_report())
     assert readme.read_text().endswith("# Original\n")
-    assert 'license: "apache-2.0"' in (tmp_path / "MODEL_CARD.md").read_text()
+    assert "license: apache-2.0" in (packed / "MODEL_CARD.md").read_text().replace('"', "")
 
 
 def test_a_full_disk_keeps_the_old_report(
-    make_report: MakeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_report: MakeReport, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_reports(tmp_path, make_report())
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_reports(packed, make_report())
+    before = {path.name: path.read_bytes() for path in packed.iterdir()}
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResourceError, match="disk is full"):
-        write_reports(tmp_path, make_report(measured=False))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        write_reports(packed, make_report(measured=False))
+    assert {path.name: path.read_bytes() for path in packed.iterdir()} == before
 
 
-def test_foreign_manifest(make_report: MakeReport, tmp_path: Path) -> None:
-    (tmp_path / "lowbit.json").write_text('{"format_version": 99}')
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "none" / "a", tmp_path / "file" / "a", tmp_path / "folder"):
+        with pytest.raises(ResourceError):
+            replace_file(place, b"content")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_foreign_manifest(make_report: MakeReport, packed: Path, converted: Path) -> None:
+    (packed / "lowbit.json").write_text('{"format_version": 99}')
     with pytest.raises(FormatError, match="format version 99"):
+        write_reports(packed, make_report())
+    assert added(packed, converted) == []
+
+
+def test_no_checkpoint(make_report: MakeReport, tmp_path: Path) -> None:
+    with pytest.raises(LowbitError):
         write_reports(tmp_path, make_report())
-    assert names(tmp_path) == ["lowbit.json"]
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,13 +27,25 @@ def test_headline(make_report: MakeReport) -> None:
     assert "Within guidance: mean KL 0.0180 nats per token" in first
     for figure in (
         "3.286 → 3.354   +2.07 % ± 0.08",
-        "mean 0.0180   p99 0.130   max 0.680 nats",
+        "mean 0.0180   p95 0.0700   p99 0.130   max 0.680 nats",
         "94.27 %",
         "mean 0.99720   p1 0.98660",
         "11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight",
         "a text: 20,440 tokens in 40 windows of 512",
     ):
         assert figure in text
+
+
+def test_noise_and_outputs(
+    make_report: MakeReport, make_row: Callable[..., WeightQuality], extras: dict[str, Any]
+) -> None:
+    rows = (make_row("model.layers.0.mlp.up_proj", output=0.0412), make_row("lm_head", 8))
+    text = rendered(make_report(rows, **extras))
+    assert "mean 0.000300   p99 0.00210 nats" in text
+    (up,) = (line for line in text.splitlines() if "up_proj" in line)
+    assert " ".join(up.split()) == "up_proj INT4 g128 1 4.12 % 10.00 % 10.00 % 20.0 dB 1.00 %"
+    (head,) = (line for line in text.splitlines() if "lm_head" in line)
+    assert "\N{EN DASH}" in head
 
 
 def test_stays_short_with_many_linears(

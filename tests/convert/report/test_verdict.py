@@ -1,16 +1,18 @@
 """What the figures are said to mean."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.quality.record import LogitQuality, Noise, QualityReport
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.verdict import (
     judge,
     kinds,
     layer_of,
     main_bits,
+    noise_in_words,
     observations,
     worst,
 )
@@ -28,7 +30,9 @@ MakeRow = Callable[..., WeightQuality]
         (8, 0.003, "good"),
         (8, 0.004, "caution"),
         (8, 0.02, "bad"),
-        (3, 0.001, "unknown"),
+        (3, 0.03, "good"),
+        (2, 0.2, "bad"),
+        (6, 0.001, "unknown"),
     ],
 )
 def test_level(
@@ -42,6 +46,26 @@ def test_without_logits_nothing_is_judged(make_report: MakeReport) -> None:
     verdict = judge(make_report(measured=False))
     assert verdict.level == "unknown"
     assert "not measured" in verdict.reason
+
+
+def test_fewer_bits_are_held_to_the_measure_of_four(
+    make_report: MakeReport, make_row: MakeRow
+) -> None:
+    report = make_report((make_row("x", 3),), kl_mean=0.05)
+    assert judge(report).reason == (
+        "mean KL 0.0500 nats per token, while good 4-bit files stay below 0.03"
+    )
+
+
+def test_noise_in_words(logits: LogitQuality) -> None:
+    assert noise_in_words(logits) == ""
+    near = replace(logits, kl_mean=0.0004, noise=Noise(0.0003, 0.001, 0.99))
+    assert noise_in_words(near) == (
+        "BF16 arithmetic alone moves the original by 0.000300 and changes 1.00 % of its top tokens."
+    )
+    far = replace(near, kl_mean=0.018)
+    assert noise_in_words(far).endswith("; packing moves it 60 times as far.")
+    assert noise_in_words(replace(far, noise=Noise(0.0, 0.0, 1.0))).endswith("top tokens.")
 
 
 def test_most_weights_decide_the_guidance(make_report: MakeReport) -> None:
@@ -71,6 +95,13 @@ def test_kinds_join_layers_and_part_schemes(make_row: MakeRow) -> None:
 def test_worst_come_first(make_row: MakeRow) -> None:
     rows = tuple(make_row(str(n), error=n / 100) for n in (3, 9, 1, 7))
     assert [row.name for row in worst(rows, 2)] == ["9", "7"]
+
+
+def test_worst_outputs_come_first(make_row: MakeRow) -> None:
+    rows = (make_row("a", error=0.9), make_row("b", output=0.1), make_row("c", output=0.2))
+    assert [row.name for row in worst(rows, 3, by_output=True)] == ["c", "b", "a"]
+    (kind,) = kinds(tuple(make_row(f"layers.{n}.x.q", output=n / 10) for n in range(3)))
+    assert kind.mean_output_error == pytest.approx(0.1)
 
 
 def test_nothing_to_say_about_a_good_file(make_report: MakeReport) -> None:

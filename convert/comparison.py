@@ -1,0 +1,212 @@
+"""Several packed forms of one model, side by side, from the reports that lie beside them."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.convert.quality.paired import Difference, paired_difference
+from lowbit.convert.quality.record import LogitQuality, QualityReport, finite, read_quality
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.report.verdict import scheme_text
+from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.manifest import Manifest, read_manifest
+from lowbit.formats.tasks import manifest_sha256
+
+SAME_PERPLEXITY = 1e-3  # of one original on one text, whatever machine measured it
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One packed folder.
+
+    Attributes:
+        folder: where it is.
+        manifest: of its lowbit.json, None where another tool made it.
+        report: of its quality.json.
+        logits: of the report.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    report: QualityReport
+    logits: LogitQuality
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One packed folder beside the others.
+
+    Attributes:
+        name: of the folder.
+        folder: its path.
+        method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
+        schemes: of its linears, `INT4 g128, INT8 g128`.
+        folder_bytes: all its files, reports aside.
+        bits_per_weight: of the quantizable linears, head included, scales counted.
+        kl_mean: nats per token.
+        difference: of the mean KL to the first row's, with its paired standard error; None in the
+            first row, and with fewer than 8 windows.
+        kl_p99: the value that 99 % of the tokens do not exceed.
+        top1_agreement: share of tokens where both rank the same token first.
+        perplexity: of the packed model.
+        perplexity_change: relative to the original.
+        logit_cosine: mean over tokens.
+        weight_cosine: mean over the linears that are packed in every folder, by their weights;
+            None where there are none.
+    """
+
+    name: str
+    folder: str
+    method: str
+    schemes: str
+    folder_bytes: int
+    bits_per_weight: float
+    kl_mean: float
+    difference: Difference | None
+    kl_p99: float
+    top1_agreement: float
+    perplexity: float
+    perplexity_change: float
+    logit_cosine: float
+    weight_cosine: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Packed folders of one source, judged on one text.
+
+    Attributes:
+        source: the original's Hub id, None where it is not known.
+        text_name: of the evaluation text.
+        scored_tokens: that every row rests on.
+        windows: they are in.
+        window: tokens of one.
+        perplexity_original: of the original on the text.
+        rows: in the order the folders were given.
+    """
+
+    source: str | None
+    text_name: str
+    scored_tokens: int
+    windows: int
+    window: int
+    perplexity_original: float
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `compare --json`; an infinite figure is null, as in quality.json."""
+        content: dict[str, Any] = finite(asdict(self))
+        return content
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """The reports of some packed folders, side by side; the first is what the others are held to.
+
+    Args:
+        folders: packed folders of one source with logit figures, at least one.
+
+    Raises:
+        CheckpointError: a folder without a report, without logit figures, or with the report of
+            another conversion.
+        FormatError: a report or a manifest that cannot be read.
+        RequestError: no folder, or folders of different sources or evaluation texts.
+    """
+    if not folders:
+        raise RequestError("there is nothing to compare", hint="name packed folders")
+    entries = [_open(folder) for folder in folders]
+    first = entries[0]
+    for other in entries[1:]:
+        _check_pair(first, other)
+    shared = set.intersection(*({row.name for row in e.report.weights} for e in entries))
+    repos = (entry.manifest.source.repo for entry in entries if entry.manifest is not None)
+    return Comparison(
+        source=next((repo for repo in repos if repo is not None), None),
+        text_name=first.logits.text_name,
+        scored_tokens=first.logits.scored_tokens,
+        windows=first.logits.windows,
+        window=first.logits.window,
+        perplexity_original=first.logits.perplexity_original,
+        rows=tuple(_row(entry, first, shared) for entry in entries),
+    )
+
+
+def _open(folder: Path) -> Entry:
+    """A folder's report, if it is one of the weights that are there now."""
+    hint = f"measure it: lowbit-convert report {folder}"
+    report = read_quality(folder)
+    if report is None:
+        raise CheckpointError(f"`{folder}` has no quality.json", hint=hint)
+    if report.logits is None:
+        raise CheckpointError(f"`{folder}`: only its weights were compared", hint=hint)
+    if report.manifest_sha256 != manifest_sha256(folder):
+        raise CheckpointError(
+            f"`{folder}`: quality.json is the report of another conversion", hint=hint
+        )
+    return Entry(folder, read_manifest(folder), report, report.logits)
+
+
+def _check_pair(first: Entry, other: Entry) -> None:
+    """Refuse what cannot be held against each other."""
+    a, b = first.logits, other.logits
+    where = f"`{first.folder}` and `{other.folder}`"
+    if first.manifest is not None and other.manifest is not None:
+        sources = first.manifest.source, other.manifest.source
+        if sources[0].weights_sha256 != sources[1].weights_sha256:
+            names = (s.repo or f"weights {s.weights_sha256[:12]}" for s in sources)
+            raise RequestError(f"{where} are made from different models: {', '.join(names)}")
+    if a.text_sha256 != b.text_sha256:
+        raise RequestError(
+            f"{where} were judged on different texts: `{a.text_name}` ({a.text_sha256[:12]}) and "
+            f"`{b.text_name}` ({b.text_sha256[:12]})",
+            hint="make the reports again with the same --eval-text",
+        )
+    if (a.window, a.windows) != (b.window, b.windows):
+        raise RequestError(
+            f"{where} were judged on {a.windows} windows of {a.window} tokens and "
+            f"{b.windows} of {b.window}",
+            hint="make the reports again",
+        )
+    # Another tool's folder does not name its source, but its report shows what the source predicts.
+    ratio = b.perplexity_original / a.perplexity_original
+    if not abs(ratio - 1) <= SAME_PERPLEXITY:
+        raise RequestError(
+            f"{where} are made from different models: the original's perplexity is "
+            f"{a.perplexity_original:.4f} and {b.perplexity_original:.4f}"
+        )
+
+
+def _row(entry: Entry, first: Entry, shared: Collection[str]) -> Row:
+    logits = entry.logits
+    return Row(
+        name=entry.folder.resolve().name,
+        folder=str(entry.folder),
+        method=method_text(entry.manifest),
+        schemes=", ".join(sorted({scheme_text(row) for row in entry.report.weights})),
+        folder_bytes=entry.report.sizes.folder_bytes,
+        bits_per_weight=entry.report.sizes.bits_per_weight,
+        kl_mean=logits.kl_mean,
+        difference=None if entry is first else paired_difference(first.logits, logits),
+        kl_p99=logits.kl_p99,
+        top1_agreement=logits.top1_agreement,
+        perplexity=logits.perplexity_packed,
+        perplexity_change=logits.perplexity_change,
+        logit_cosine=logits.cosine_mean,
+        weight_cosine=mean_cosine([w for w in entry.report.weights if w.name in shared]),
+    )
+
+
+def method_text(manifest: Manifest | None) -> str:
+    """How the codes were chosen: `gptq`; with the scale rule where it is not the default."""
+    if manifest is None:
+        return "another tool"
+    method, rule = manifest.recipe.get("method", "rtn"), manifest.recipe.get("scales", "signed")
+    if rule == "absmax":
+        return "absmax"
+    return f"{method}, positive scales" if rule == "positive" else str(method)
+
+
+def mean_cosine(rows: Sequence[WeightQuality]) -> float | None:
+    """Mean cosine of some linears with their source, weighted by size; None of none."""
+    weights = sum(row.weights for row in rows)
+    return sum(row.cosine * row.weights for row in rows) / weights if weights else None

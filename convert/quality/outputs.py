@@ -1,0 +1,54 @@
+"""What a linear's outputs lose: the packed weights on the inputs that the original's get."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Call = tuple[Tensor, Tensor]  # input, output
+
+
+@contextmanager
+def recorded_linears(layer: torch.nn.Module) -> Iterator[dict[str, list[Call]]]:
+    """What every linear of a layer is called with and returns while the context is open, by name.
+
+    Inputs that linears share are held once.
+    """
+    calls: dict[str, list[Call]] = {}
+    hooks = []
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            calls[name] = []
+            hooks.append(module.register_forward_hook(partial(_note, calls[name])))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(
+    calls: list[Call], module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
+    calls.append((inputs[0], output))
+
+
+def output_error(linear: torch.nn.Module, calls: Iterable[Call]) -> float:
+    """|x P^T - y| / |y| over the calls of the original linear, with P the weights of this one."""
+    errors, norms = [], []
+    for x, y in calls:
+        errors.append(_square(linear(x) - y))
+        norms.append(_square(y))
+    # Threads record calls in any order, and fsum gives one sum for all orders.
+    error, norm = math.fsum(errors), math.fsum(norms)
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf
+    return math.sqrt(error / norm)
+
+
+def _square(x: Tensor) -> float:
+    """Sum of squares: FP32 within a row, FP64 over rows."""
+    return float(torch.linalg.vecdot(x, x).sum(dtype=torch.float64))

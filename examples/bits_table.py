@@ -1,0 +1,115 @@
+"""What calibration is worth at 2, 3, 4 and 8 bits: cosines and KL of a model packed by each method.
+
+python examples/bits_table.py
+python examples/bits_table.py MODEL --methods rtn,gptq --bits 3,4 -- --calib FILE
+
+Every linear of the layers gets the same bits, the head stays as it is (2 and 3 bits are an
+experiment: packed and measured, not served). Prints the table, and the same in Markdown.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from lowbit.convert.cli import main as lowbit_convert
+from lowbit.convert.comparison import Row, compare
+from lowbit.convert.report import words
+from lowbit.convert.report.comparison import (
+    difference_text,
+    markdown,
+    perplexity_text,
+    weight_cosine_text,
+)
+from lowbit.convert.terminal import WIDE, plain_table
+
+HERE = Path(__file__).parent
+TEXT = ("bits", "method")
+FIGURES = (
+    "bits/weight",
+    "weight cosine",
+    "logit cosine",
+    "mean KL",
+    "to the first",
+    "perplexity",
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = HERE / "models" / "tiny-qwen3"
+    parser.add_argument("model", nargs="?", type=Path, default=model, help="folder or Hub id")
+    parser.add_argument("--methods", default="rtn,absmax", help="of lowbit-convert, comma between")
+    parser.add_argument("--bits", default="2,3,4,8", help="of the layers' linears, comma between")
+    parser.add_argument(
+        "--eval-text", type=Path, default=HERE / "data" / "stories-eval.txt", metavar="FILE"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the packed folders here")
+    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="more, to lowbit-convert")
+    return parser.parse_args()
+
+
+def pack(
+    model: Path, out: Path, bits: str, method: str, text: Path, options: Sequence[str]
+) -> None:
+    """Convert and measure."""
+    command = ["quantize", str(model), str(out), "--method", method, "--overwrite", "--json"]
+    command += ["--bits", f"*.layers.*={bits}", "--lm-head", "bf16"]
+    command += ["--report", "--eval-text", str(text), *options]
+    with contextlib.redirect_stdout(io.StringIO()):
+        lowbit_convert.main(command, standalone_mode=False)
+
+
+def cells(bits: str, row: Row) -> tuple[str, ...]:
+    return (
+        f"INT{bits}",
+        row.method,
+        f"{row.bits_per_weight:.2f}",
+        weight_cosine_text(row),
+        words.cosine(row.logit_cosine),
+        words.kl(row.kl_mean),
+        difference_text(row),
+        perplexity_text(row),
+    )
+
+
+def measure(given: argparse.Namespace, folder: Path) -> list[tuple[str, ...]]:
+    """The rows of the table, converted in `folder`."""
+    progress = Console(stderr=True)
+    table: list[tuple[str, ...]] = []
+    for bits in given.bits.split(","):
+        folders = []
+        for method in given.methods.split(","):
+            progress.print(f"INT{bits} {method}", style="dim")
+            folders.append(folder / f"{method}-int{bits}")
+            pack(given.model, folders[-1], bits, method, given.eval_text, given.options)
+        table += [cells(bits, row) for row in compare(folders).rows]
+    return table
+
+
+def main() -> None:
+    given = parse()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            rows = measure(given, given.keep or Path(temporary))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    table = plain_table("", TEXT, FIGURES)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDE)).print(table)
+    print(markdown((*TEXT, *FIGURES), rows))
+
+
+if __name__ == "__main__":
+    main()

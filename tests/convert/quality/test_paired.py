@@ -1,0 +1,62 @@
+"""Two packed models on the same windows: the error of their difference."""
+
+import math
+from dataclasses import replace
+from statistics import stdev
+
+import pytest
+import torch
+
+from lowbit.convert.quality.paired import paired_difference
+from lowbit.convert.quality.record import Histogram, LogitQuality, Window
+
+
+def quality(kl: list[float], sha256: str = "ab") -> LogitQuality:
+    count = len(kl)
+    return LogitQuality(
+        text_name="a text",
+        text_sha256=sha256,
+        text_tokens=512 * count,
+        window=512,
+        windows=count,
+        scored_tokens=511 * count,
+        perplexity_original=3.0,
+        perplexity_packed=3.1,
+        log_ratio_error=None,
+        kl_mean=sum(kl) / count,
+        kl_p95=0.1,
+        kl_p99=0.1,
+        kl_max=0.1,
+        cosine_mean=1.0,
+        cosine_p1=1.0,
+        top1_agreement=1.0,
+        kl_histogram=Histogram(-8.0, 2.0, (1,)),
+        window_series=tuple(Window(1.0, 1.0, value) for value in kl),
+        device="cpu",
+        torch_version="2",
+        transformers_version="5",
+    )
+
+
+def test_what_windows_share_does_not_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.rand(200, generator=generator, dtype=torch.float64)  # hard and easy windows
+    own = torch.randn(200, generator=generator, dtype=torch.float64) * 0.01
+    first, second = (shared + 1).tolist(), (shared + 1.005 + own).tolist()
+    found = paired_difference(quality(first), quality(second))
+    assert found is not None
+    assert found.mean == pytest.approx(float(own.mean()) + 0.005)
+    assert found.standard_error == pytest.approx(0.01 / math.sqrt(200), rel=0.15)
+    assert found.standard_error < stdev(first) / math.sqrt(200) / 10
+    back = paired_difference(quality(second), quality(first))
+    assert back is not None
+    assert back.mean == pytest.approx(-found.mean)
+
+
+def test_only_the_same_windows_make_pairs() -> None:
+    here = quality([0.1] * 10)
+    assert paired_difference(here, quality([0.1] * 10, sha256="cd")) is None
+    assert paired_difference(here, quality([0.1] * 11)) is None
+    assert paired_difference(here, replace(here, window=256)) is None
+    few = quality([0.1] * 7)
+    assert paired_difference(few, few) is None

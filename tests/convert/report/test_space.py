@@ -1,0 +1,73 @@
+"""Where the bytes went: every byte of the folder, in the part and precision it has."""
+
+from pathlib import Path
+
+import pytest
+
+from lowbit.convert import Conversion, Recipe, convert
+from lowbit.convert.quality.build import measure_sizes
+from lowbit.convert.report.space import Room, where_bytes_went
+from lowbit.formats.checkpoint import open_checkpoint
+from lowbit.formats.packed import open_packed
+
+
+def rooms_of(folder: Path) -> tuple[list[Room], int]:
+    total = measure_sizes(folder).folder_bytes
+    return where_bytes_went(open_packed(folder), total), total
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Conversion:
+    return convert(tiny, tmp_path_factory.mktemp("space") / "packed", Recipe())
+
+
+def test_every_byte_is_somewhere(packed: Conversion) -> None:
+    rooms, total = rooms_of(packed.folder)
+    assert sum(room.after for room in rooms) == total
+    assert sum(room.share for room in rooms) == pytest.approx(1.0)
+    assert [room.after for room in rooms] == sorted((r.after for r in rooms), reverse=True)
+
+
+def test_parts_against_the_headers(packed: Conversion, tiny: Path) -> None:
+    found = {(room.part, room.precision): room for room in rooms_of(packed.folder)[0]}
+    after, before = open_checkpoint(packed.folder).tensors, open_checkpoint(tiny).tensors
+    mlp = found["MLP", "INT4 g128"]
+    assert mlp.after == sum(info.nbytes for name, info in after.items() if ".mlp." in name)
+    assert mlp.before == sum(info.nbytes for name, info in before.items() if ".mlp." in name)
+    attention = found["attention", "INT4 g128"]
+    projections = [info for name, info in before.items() if "_proj" in name and "attn" in name]
+    assert attention.before == sum(info.nbytes for info in projections)
+    # The head of a tied model is made from the embedding, which stays.
+    head = found["head", "INT8 g128"]
+    assert head.before is None
+    assert head.after == sum(info.nbytes for name, info in after.items() if "lm_head" in name)
+    embedding = found["embedding", "BF16"]
+    assert embedding.before == embedding.after
+
+
+def test_without_a_manifest(packed: Conversion) -> None:
+    manifest = packed.folder / "lowbit.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    try:
+        rooms, total = rooms_of(packed.folder)
+    finally:
+        manifest.write_bytes(content)
+    assert all(room.before is None for room in rooms)
+    assert sum(room.after for room in rooms) == total
+
+
+def test_a_hybrid(tmp_path: Path, hybrid: Path) -> None:
+    folder = convert(hybrid, tmp_path / "packed", Recipe()).folder
+    rooms, total = rooms_of(folder)
+    assert sum(room.after for room in rooms) == total
+    parts = {(room.part, room.precision) for room in rooms}
+    assert {
+        ("DeltaNet", "INT4 g128"),
+        ("DeltaNet", "INT8 g128"),
+        ("multi-token prediction", "BF16"),
+        ("vision tower", "BF16"),
+    } <= parts
+    # What is small shares the last row.
+    assert "norms" in rooms[-1].part
+    assert sum(room.share < 0.005 for room in rooms) <= 1

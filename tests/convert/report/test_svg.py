@@ -1,0 +1,92 @@
+"""Charts: marks lie where the numbers say, axes are round, words stay words."""
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from lowbit.convert.report.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Bars,
+    Dot,
+    Line,
+    Rule,
+    chart,
+    linear_axis,
+    log_axis,
+)
+
+X, Y = linear_axis("x", [0.0, 10.0]), linear_axis("y", [0.0, 100.0])
+
+
+def drawn(*marks: Bars | Dot | Line | Rule) -> ElementTree.Element:
+    return ElementTree.fromstring(chart("what it shows", X, Y, marks))
+
+
+def test_marks_lie_where_their_numbers_say() -> None:
+    root = drawn(
+        Bars(((0.0, 5.0, 50.0),), "bar"),
+        Line(((0.0, 0.0), (10.0, 100.0)), "line"),
+        Rule(5.0, "rule"),
+    )
+    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    (bar,) = root.findall(".//rect[@class='bar']")
+    assert float(bar.get("x", "")) == pytest.approx(LEFT)
+    assert float(bar.get("width", "")) == pytest.approx(width / 2, abs=0.01)
+    assert float(bar.get("height", "")) == pytest.approx(height / 2, abs=0.01)
+    (line,) = root.findall(".//polyline")
+    assert line.get("points") == f"{LEFT:.2f},{HEIGHT - BOTTOM:.2f} {WIDTH - RIGHT:.2f},{TOP:.2f}"
+    (rule,) = root.findall(".//line[@class='rule']")
+    assert float(rule.get("x1", "")) == pytest.approx(LEFT + width / 2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.0, 0.025], ["0", "0.005", "0.01", "0.015", "0.02", "0.025"]),
+        ([3.0, 17.0], ["2.5", "5", "7.5", "10", "12.5", "15", "17.5"]),
+        ([0.5, 0.5], ["0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"]),
+        ([0.0, 0.0], ["-1", "-0.5", "0", "0.5", "1"]),
+        ([math.inf, 1.0, 2.0], ["1", "1.2", "1.4", "1.6", "1.8", "2"]),
+        ([], ["-1", "-0.5", "0", "0.5", "1"]),
+    ],
+)
+def test_round_ticks(values: list[float], ticks: list[str]) -> None:
+    axis = linear_axis("y", values)
+    assert [name for _, name in axis.ticks] == ticks
+    assert axis.low < axis.high
+
+
+def test_an_axis_from_zero() -> None:
+    axis = linear_axis("y", [0.5, 0.5], from_zero=True)
+    assert (axis.low, axis.high) == (0.0, 0.5)
+
+
+def test_decades() -> None:
+    axis = log_axis("x", 2e-6, 3.0)
+    assert [name for _, name in axis.ticks] == ["10⁻⁵", "10⁻⁴", "0.001", "0.01", "0.1", "1"]
+    assert axis.share(math.sqrt(2e-6 * 3.0)) == pytest.approx(0.5)
+    assert axis.share(0.0) == 0.0
+    assert axis.share(1e9) == 1.0
+
+
+def test_what_is_not_finite_is_not_drawn() -> None:
+    root = drawn(
+        Dot(math.inf, 1.0, "far", "dot"),
+        Dot(math.nan, 1.0, "nowhere", "dot"),
+        Line(((0.0, math.nan), (1.0, 1.0)), "line"),
+    )
+    assert len(root.findall(".//circle")) == 1
+    assert "nan" not in ElementTree.tostring(root, encoding="unicode")
+
+
+def test_words_are_escaped() -> None:
+    text = chart('a "quoted" <name>', X, Y, [Dot(1.0, 1.0, "</svg><script>", "dot")])
+    root = ElementTree.fromstring(text)
+    assert root.get("aria-label") == 'a "quoted" <name>'
+    assert "<script>" not in text
