@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.memory import free_bytes
+from lowbit.formats.free_memory import free_bytes
 from lowbit.runtime.model import Model
 from lowbit.runtime.sampling import SamplingParams
 

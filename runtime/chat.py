@@ -82,11 +82,6 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     """
     path = folder / TOKENIZER_CONFIG_FILE
     config = read_json(path) if path.exists() else {}
-    tokens = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
     file = folder / TEMPLATE_FILE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # named templates
@@ -95,7 +90,22 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise CheckpointError(f"`{path}`: chat_template is not a string")
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(source, read_special_tokens(folder))
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """What tokenizer_config.json calls `bos_token`, `eos_token` and so on; empty without it.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    path = folder / TOKENIZER_CONFIG_FILE
+    config = read_json(path) if path.exists() else {}
+    return {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -1,34 +1,35 @@
-"""`lowbit-run`: generate, chat and bench."""
+"""`lowbit-run`: the group of its commands, with generate, chat and bench."""
 
-import difflib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click_default_group import DefaultGroup
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.commands.evaluate import evaluate
 from lowbit.runtime.options import (
     Failure,
     json_option,
+    load_model,
     load_options,
     model_argument,
+    note,
+    print_json,
+    quantize_option,
     reported,
     sampling_options,
     talk_options,
 )
 
 if TYPE_CHECKING:
+    from lowbit.formats.recipes import Base
     from lowbit.runtime.chat import Message
     from lowbit.runtime.model import Model
     from lowbit.runtime.stream import Generation, Stream
 
-SCHEMA = 1  # of every object that --json prints
-ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -51,6 +52,7 @@ def main() -> None:
 @model_argument
 @click.argument("prompt", required=False)
 @load_options
+@quantize_option
 @sampling_options
 @talk_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
@@ -63,6 +65,7 @@ def generate(
     context: int | None,
     device: str | None,
     threads: int | None,
+    quantize: "Base | None",
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -75,7 +78,7 @@ def generate(
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     text = _prompt(prompt)
-    model = _load(name, device, context, threads)
+    model = load_model(name, device, context, threads, quantize)
     messages = _opening(system)
     messages.append({"role": "user", "content": text})
     stream = model.stream(
@@ -90,14 +93,22 @@ def generate(
         click.echo(text, nl=False)  # a person wants to read on from there
     generation = _show(stream, quiet=as_json)
     if as_json:
-        _print_json({**asdict(generation), "load_s": model.load_s, "device": model.device})
+        print_json(
+            {
+                **asdict(generation),
+                "load_s": model.load_s,
+                "device": model.device,
+                "quantized_at_load": quantize,
+            }
+        )
     else:
-        _note(summary(generation))
+        note(summary(generation))
 
 
 @click.command()
 @model_argument
 @load_options
+@quantize_option
 @sampling_options
 @talk_options
 @json_option
@@ -108,6 +119,7 @@ def chat(
     context: int | None,
     device: str | None,
     threads: int | None,
+    quantize: "Base | None",
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -119,17 +131,17 @@ def chat(
 
     /reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer.
     """
-    model = _load(name, device, context, threads)
+    model = load_model(name, device, context, threads, quantize)
     params = _sampling(model, sampling)
     messages = _opening(system)
     turns: list[dict[str, Any]] = []
-    _note(CHAT_HELP)
+    note(CHAT_HELP)
     while (line := _ask(quiet=as_json)) not in (None, "/exit"):
         if line == "/reset":
             messages = _opening(system)
             continue
         if line == "/help":
-            _note(CHAT_HELP)
+            note(CHAT_HELP)
             continue
         if not line.strip():
             continue
@@ -145,7 +157,7 @@ def chat(
         except RequestError as error:  # the context is full: this turn cannot be answered
             messages.pop()
             Failure(error).show()
-            _note("/reset starts over")
+            note("/reset starts over")
             continue
         generation = _answer(stream, quiet=as_json)
         if generation is None:
@@ -153,14 +165,15 @@ def chat(
             continue
         messages.append({"role": "assistant", "content": generation.text})
         turns.append(asdict(generation))
-        _note(summary(generation))
+        note(summary(generation))
     if as_json:
-        _print_json({"messages": messages, "turns": turns})
+        print_json({"messages": messages, "turns": turns, "quantized_at_load": quantize})
 
 
 @click.command()
 @model_argument
 @load_options
+@quantize_option
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
@@ -172,6 +185,7 @@ def bench(
     context: int | None,
     device: str | None,
     threads: int | None,
+    quantize: "Base | None",
     prompt_tokens: int,
     new_tokens: int,
     runs: int,
@@ -180,9 +194,10 @@ def bench(
     """Measure load time, time to first token, decode speed, memory and share of the roofline."""
     from lowbit.runtime.bench import bench as measure
 
-    result = measure(_load(name, device, context, threads), prompt_tokens, new_tokens, runs)
+    model = load_model(name, device, context, threads, quantize)
+    result = measure(model, prompt_tokens, new_tokens, runs)
     if as_json:
-        _print_json(asdict(result))
+        print_json({**asdict(result), "quantized_at_load": quantize})
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -227,29 +242,6 @@ def summary(generation: "Generation") -> str:
     return ", ".join(parts)
 
 
-def _load(name: str, device: str | None, context: int | None, threads: int | None) -> "Model":
-    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.75)
-    if close and not Path(name).exists():
-        raise click.UsageError(f"'{name}' is no model here; did you mean the command '{close[0]}'?")
-    from lowbit.formats.hub import locate
-    from lowbit.runtime.model import load
-
-    model = load(locate(name).folder, device=device, context=context)
-    if model.device == "cpu":
-        _set_threads(model, threads)
-    return model
-
-
-def _set_threads(model: "Model", threads: int | None) -> None:
-    """Small models run on one thread: their operations are shorter than waiting for another."""
-    import torch
-
-    if threads is None and model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def _sampling(model: "Model", options: dict[str, Any]) -> Any:
     from lowbit.runtime.sampling import with_overrides
 
@@ -285,7 +277,7 @@ def _ask(quiet: bool) -> str | None:
         if not prompt:
             raise
         click.echo(err=True)
-        _note(CHAT_HELP)  # a slip of the finger does not end the conversation
+        note(CHAT_HELP)  # a slip of the finger does not end the conversation
         return ""
 
 
@@ -317,7 +309,7 @@ def _answer(stream: "Stream", quiet: bool) -> "Generation | None":
         stream.close()
         if not quiet:
             click.echo()
-        _note("stopped; the question is taken back")
+        note("stopped; the question is taken back")
         return None
 
 
@@ -329,17 +321,5 @@ def _think(text: str) -> None:
     console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
 
 
-def _note(text: str) -> None:
-    """A dim line on stderr."""
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(text, style="dim", markup=False)
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    click.echo(json.dumps({"schema": SCHEMA, **content}, ensure_ascii=False))
-
-
-COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
-for command in COMMANDS.values():
+for command in (generate, chat, bench, evaluate):
     main.add_command(command)

@@ -1,8 +1,8 @@
 """The ops of `lowbit.runtime.ops` on a CPU, over PyTorch's own low-bit matrix products.
 
 In BF16 a linear keeps its codes where PyTorch has a fast product for them: INT4 in groups, and
-INT8 with one scale per row. Every other scheme, and every linear in FP32, runs as the
-dequantized weight; FP32 is the checked mode, its weights are exactly `code * scale`.
+INT8 with one scale per row, of BF16 scales both. Every other scheme, and every linear in FP32, runs
+as the dequantized weight; FP32 is the checked mode, its weights are exactly `code * scale`.
 """
 
 from dataclasses import dataclass
@@ -62,11 +62,11 @@ class Int8Rows:
 CpuLinear = Int4Blocks | Int8Rows | DenseLinear
 
 
-def prepared_bytes(N: int, K: int, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Bytes that `prepare` will keep for a weight [N, K]."""
-    if scheme is None or dtype != torch.bfloat16:
-        return N * K * dtype.itemsize
+def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: torch.dtype) -> int:
+    """Bytes that `prepare` will keep for a packed weight [N, K] with scales of a dtype."""
     group = scheme.group_size or K
+    if not scales == dtype == torch.bfloat16:
+        return N * K * dtype.itemsize
     if _int4_fits(N, scheme.bits, group):
         return N * K // 2 + N * (K // group) * 4
     if _int8_fits(K, scheme.bits, group):
@@ -78,9 +78,10 @@ def prepare(w: Linear, dtype: torch.dtype) -> CpuLinear:
     """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))
-    if dtype == torch.bfloat16 and _int4_fits(w.N, w.bits, w.group_size):
+    narrow = w.scales.dtype == dtype == torch.bfloat16
+    if narrow and _int4_fits(w.N, w.bits, w.group_size):
         return _int4_blocks(w)
-    if dtype == torch.bfloat16 and _int8_fits(w.K, w.bits, w.group_size):
+    if narrow and _int8_fits(w.K, w.bits, w.group_size):
         return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())
     weight = torch.empty(w.N, w.K, dtype=dtype)
     for start in range(0, w.N, CHUNK_ROWS):

@@ -52,15 +52,31 @@ class Engine:
         """New tokens that fit after a prompt of so many; the last one needs no row."""
         return self.cache.context - prompt + 1
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits after every token of a sequence: [T, V] float32, on the decoder's device.
+    def logits(self, ids: Sequence[int], start: int = 0) -> Tensor:
+        """Logits after every token from `start` on: [T - start, V] float32, on the device.
+
+        Tokens before `start` that the cache holds already are not run again.
 
         Raises:
-            RequestError: empty, longer than the context, or an id outside the vocabulary.
+            RequestError: empty, longer than the context, an id outside the vocabulary, or a start
+                that is no token's.
         """
         self.check(ids)
-        self.forget()
-        chunks = [self.decoder.logits(hidden) for hidden in self._forward(ids)]
+        if not 0 <= start < len(ids):
+            raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
+        if self._running:
+            self.forget()
+        self._rewind(self.cache.reusable(min(_common_prefix(self.held, ids), start)))
+        if self.cache.recurrent and start > self.cache.length:
+            for _ in self._forward(ids[self.cache.length : start]):
+                pass
+            self.cache.save()
+        skipped = start - self.cache.length
+        chunks = []
+        for hidden in self._forward(ids[self.cache.length :]):
+            if skipped < len(hidden):
+                chunks.append(self.decoder.logits(hidden[skipped:]))
+            skipped = max(0, skipped - len(hidden))
         return torch.cat(chunks)
 
     def generate(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import dequantize, unpack
+from lowbit.formats.packing import FLOATS, dequantize, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class PackedLinear:
 
     Attributes:
         codes: [N, K * bits / 32] int32.
-        scales: [N, K / group_size] bfloat16; may be negative.
+        scales: [N, K / group_size] bfloat16, float16 or float32; may be negative.
         bits: 4 or 8.
         group_size: weights that share a scale; K where there is one scale per row.
     """
@@ -29,9 +29,9 @@ class PackedLinear:
         """Refuse buffers whose shapes or dtypes the kernels would misread."""
         N, words = self.codes.shape
         K = words * 32 // self.bits
-        if self.codes.dtype != torch.int32 or self.scales.dtype != torch.bfloat16:
+        if self.codes.dtype != torch.int32 or self.scales.dtype not in FLOATS:
             raise FormatError(
-                "packed linear: expected int32 codes and bfloat16 scales, got "
+                "packed linear: expected int32 codes and 16- or 32-bit float scales, got "
                 f"{self.codes.dtype} and {self.scales.dtype}"
             )
         if K % self.group_size or tuple(self.scales.shape) != (N, K // self.group_size):

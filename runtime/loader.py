@@ -11,8 +11,10 @@ from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, re
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.packed import open_packed
+from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats.packed import check_packed, open_packed
+from lowbit.formats.packing import SCALE
+from lowbit.formats.recipes import Base
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.runtime import cpu
 from lowbit.runtime.linear import Linear
@@ -21,7 +23,8 @@ from lowbit.runtime.models.dense import build as build_dense
 from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
 from lowbit.runtime.ops import Ops
-from lowbit.runtime.weights import Weights
+from lowbit.runtime.quantized import quantized
+from lowbit.runtime.weights import Weights, served
 
 W = TypeVar("W")
 Decoder = Dense[cpu.CpuLinear] | Dense[Linear] | Qwen35[cpu.CpuLinear] | Qwen35[Linear]
@@ -54,13 +57,15 @@ class OpenedModel:
                 size += torch.Size(spec.shape).numel() * itemsize
                 continue
             N, K = spec.shape
-            scheme = self.schemes[spec.module]
-            if device == "cpu":
-                size += cpu.prepared_bytes(N, K, scheme, dtype)
-            elif scheme is None:
+            stored = self.schemes[spec.module]
+            scheme = None if stored is None else served(stored)
+            scale = None if scheme is None else self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
+            if scheme is None or scale is None:
                 size += N * K * dtype.itemsize
+            elif device == "cpu":
+                size += cpu.prepared_bytes(N, K, scheme, scale.dtype, dtype)
             else:
-                size += N * K * scheme.bits // 8 + N * scheme.groups(spec.module, K) * 2
+                size += N * K * scheme.bits // 8 + scale.nbytes
         return size
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
@@ -72,16 +77,25 @@ class OpenedModel:
         return footprint.state_bytes(self.config, dtype.itemsize)
 
 
-def open_model(folder: Path) -> OpenedModel:
+def open_model(folder: Path, quantize: Base | None = None) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
+
+    Args:
+        folder: of the checkpoint.
+        quantize: recipe by which a plain checkpoint is quantized as it is read.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
         FormatError: a foreign manifest, a scheme that cannot be served, or a tensor that is
             missing, extra, misshapen or of an unexpected dtype.
+        QuantizationError: a recipe for a checkpoint that is quantized already, or that it does not
+            fit.
     """
-    packed = open_packed(folder, SERVED_BITS)
+    if quantize is None:
+        packed = open_packed(folder, SERVED_BITS)
+    else:
+        packed = check_packed(quantized(open_checkpoint(folder), quantize), None, SERVED_BITS)
     config = packed.checkpoint.config
     return OpenedModel(
         checkpoint=packed.checkpoint,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.recipes import Base
 from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
@@ -27,6 +28,7 @@ class Model:
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
         load_s: seconds that loading took.
+        quantized_at_load: recipe by which the weights were quantized as they were read, if any.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Model:
     device: str
     dtype: torch.dtype
     load_s: float
+    quantized_at_load: Base | None = None
 
     @property
     def context(self) -> int:
@@ -147,6 +150,7 @@ def load(
     device: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     context: int | None = None,
+    quantize: Base | None = None,
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).
 
@@ -156,17 +160,21 @@ def load(
         dtype: of activations and dense weights. float32, on the CPU only, is the checked mode:
             exact dequantized weights.
         context: tokens of prompt and output; None for min(max_position, 8192, what fits).
+        quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
+            read, with the codes and scales that lowbit-convert writes without calibration.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
         FormatError: a packed file that breaks SPEC.md or uses a scheme that cannot be served.
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        QuantizationError: `quantize` for a checkpoint that is quantized already or has NaN, or a
+            recipe that does not fit it.
         ResourceError: no GPU, or too little memory.
         RequestError: a context or dtype that the model or device does not have.
     """
     started = time.perf_counter()
     folder = Path(folder)
-    opened = open_model(folder)
+    opened = open_model(folder, quantize)
     defaults, config_stops = read_generation_config(folder)
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder)
@@ -197,6 +205,7 @@ def load(
         device=device,
         dtype=dtype,
         load_s=time.perf_counter() - started,
+        quantized_at_load=quantize,
     )
 
 

@@ -1,16 +1,26 @@
-"""The options that commands of `lowbit-run` share, and how they report errors."""
+"""What the commands of `lowbit-run` share: options, loading, errors as messages, output."""
 
+import difflib
 import functools
+import json
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 
+if TYPE_CHECKING:
+    from lowbit.formats.recipes import Base
+    from lowbit.runtime.model import Model
+
 Command = Callable[..., None]
+
+SCHEMA = 1  # of every object that --json prints
+ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
 
 class Failure(click.ClickException):
@@ -130,10 +140,59 @@ talk_options = with_options(
         help="Switch thinking on or off  [default: the model's].",
     ),
 )
+quantize_option = click.option(
+    "--quantize",
+    type=click.Choice(["int4", "int8", "mixed"]),
+    help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else."
 )
 model_argument = click.argument("name", metavar="MODEL")
+
+
+def load_model(
+    name: str,
+    device: str | None,
+    context: int | None,
+    threads: int | None,
+    quantize: "Base | None" = None,
+) -> "Model":
+    """The model of a folder or Hub id, loaded as the options say."""
+    group = click.get_current_context().find_root().command
+    commands = group.commands if isinstance(group, click.Group) else ()
+    close = difflib.get_close_matches(name, commands, n=1, cutoff=0.75)
+    if close and not Path(name).exists():
+        raise click.UsageError(f"'{name}' is no model here; did you mean the command '{close[0]}'?")
+    from lowbit.formats.hub import locate
+    from lowbit.runtime.model import load
+
+    model = load(locate(name).folder, device=device, context=context, quantize=quantize)
+    if quantize is not None:
+        note(f"quantized at load: {quantize}, {model.load_s:.1f} s")
+    if model.device == "cpu":
+        _set_threads(model, threads)
+    return model
+
+
+def _set_threads(model: "Model", threads: int | None) -> None:
+    """Small models run on one thread: their operations are shorter than waiting for another."""
+    if threads is None and model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def note(text: str) -> None:
+    """A dim line on stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(text, style="dim", markup=False)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    click.echo(json.dumps({"schema": SCHEMA, **content}, ensure_ascii=False))
 
 
 def _explained(error: LowbitError | torch.OutOfMemoryError | OSError) -> LowbitError:

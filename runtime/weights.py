@@ -1,10 +1,11 @@
 """Tensors of a checked checkpoint on their way to a device: one buffer each, fused by rows.
 
 Data goes from the file straight into the buffer the model keeps (on a GPU through two pinned
-buffers that take turns), so a second copy of the model never exists in RAM.
+buffers that take turns), so a second copy of the model never exists in RAM. What another tool laid
+out its own way is translated some rows at a time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -13,13 +14,30 @@ from torch import Tensor
 
 from lowbit.formats.checkpoint import Checkpoint, read_at
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import PACKED, SCALE, SHAPE
+from lowbit.formats.packing import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    WORD_BITS,
+    ZERO_POINT,
+    pack,
+    packed_words,
+    unpack,
+    unpack_zero_point,
+)
 from lowbit.formats.scheme import Scheme
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 
 W = TypeVar("W")
 
 BLOCK_BYTES = 32 << 20  # read at a time where a tensor cannot be read in place
+DERIVED_BYTES = 8 << 20  # likewise where its rows are computed, which takes several times as much
+WIDE_BITS = 8
+
+
+def served(scheme: Scheme) -> Scheme:
+    """What a linear is served as: INT4 with zero points as INT8, whose codes hold q - z exactly."""
+    return scheme if scheme.symmetric else Scheme(WIDE_BITS, scheme.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +76,36 @@ class Weights(Generic[W]):
         if scheme is None:
             weight = self._stacked([f"{module}.weight" for module in modules], self.dtype)
             return self.prepare(DenseLinear(weight))
-        codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
+        if scheme.symmetric:
+            codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
+        else:
+            codes = self._widened(modules, scheme)
         scales = [self._scales(module) for module in modules]
-        K = codes.shape[1] * 32 // scheme.bits
+        bits = served(scheme).bits
         packed = PackedLinear(
             codes=codes,
             scales=torch.cat(scales).to(self.device),
-            bits=scheme.bits,
-            group_size=scheme.group_size or K,
+            bits=bits,
+            group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
         return self.prepare(packed)
+
+    def _widened(self, modules: Sequence[str], scheme: Scheme) -> Tensor:
+        """Codes q - z of asymmetric modules in one buffer of 8-bit codes, some rows at a time."""
+        infos = [self.checkpoint.tensors[f"{module}.{PACKED}"] for module in modules]
+        rows = [info.shape[0] for info in infos]
+        K = infos[0].shape[1] * WORD_BITS // scheme.bits
+        words = packed_words(K, WIDE_BITS)
+        out = torch.empty(sum(rows), words, dtype=torch.int32, device=self.device)
+        for module, info, part in zip(modules, infos, torch.split(out, rows), strict=True):
+            stored = self.checkpoint.read(f"{module}.{ZERO_POINT}")
+            zero = unpack_zero_point(stored, scheme.bits, info.shape[0]).to(self.device)
+            for start, stop in _blocks(info.shape[0], info.row_bytes, DERIVED_BYTES):
+                block = self._rows(info.name, start, stop)
+                codes = unpack(block, scheme.bits, K).view(stop - start, zero.shape[1], -1)
+                shifted = codes - zero[start:stop, :, None]
+                part[start:stop] = pack(shifted.view(stop - start, K), WIDE_BITS)
+        return out
 
     def _stacked(self, names: list[str], dtype: torch.dtype) -> Tensor:
         """Tensors of one width, read into the rows of one buffer."""
@@ -79,20 +117,14 @@ class Weights(Generic[W]):
         return out
 
     def _scales(self, module: str) -> Tensor:
-        """Scales of one module on the CPU, bfloat16 and finite; checks `weight_shape` too."""
-        stored = self.checkpoint.read(f"{module}.{SCALE}")
-        scales = stored.to(torch.bfloat16)
-        if not bool(torch.isfinite(stored).all()):
+        """Scales of one module on the CPU, as stored and finite; checks `weight_shape` too."""
+        scales = self.checkpoint.read(f"{module}.{SCALE}")
+        if not bool(torch.isfinite(scales).all()):
             raise FormatError(f"`{module}.{SCALE}` holds NaN or Inf")
-        if not torch.equal(scales.to(stored.dtype), stored):
-            raise FormatError(
-                f"`{module}.{SCALE}`: {stored.dtype} scales that bfloat16 cannot hold exactly",
-                hint="convert from the original checkpoint with lowbit-convert",
-            )
         shape = self.checkpoint.read(f"{module}.{SHAPE}").tolist()
         N, words = self.checkpoint.tensors[f"{module}.{PACKED}"].shape
         scheme = self.schemes[module]
-        expected = [N, words * 32 // scheme.bits] if scheme is not None else []
+        expected = [N, words * WORD_BITS // scheme.bits] if scheme is not None else []
         if shape != expected:
             raise FormatError(f"`{module}.{SHAPE}`: expected {expected}, got {shape}")
         return scales
@@ -100,7 +132,10 @@ class Weights(Generic[W]):
     def _fill(self, name: str, out: Tensor) -> None:
         """Read a tensor into a contiguous buffer of its shape, converting the dtype."""
         info = self.checkpoint.tensors[name]
-        if out.device.type == "cuda":
+        if name in self.checkpoint.derived:
+            for start, stop in _blocks(info.shape[0], info.row_bytes, DERIVED_BYTES):
+                out[start:stop] = self._rows(name, start, stop)
+        elif out.device.type == "cuda":
             self._fill_cuda(name, out)
         elif info.dtype == out.dtype:
             self.checkpoint.read_into(name, out)
@@ -109,15 +144,21 @@ class Weights(Generic[W]):
             for start, block in self.checkpoint.rows(name, rows):
                 out[start : start + len(block)] = block
 
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor on the model's device."""
+        device = torch.device(self.device)
+        derived = self.checkpoint.derived.get(name)
+        if derived is not None:
+            return derived(start, stop, device)
+        return self.checkpoint.read_rows(name, start, stop).to(device)
+
     def _fill_cuda(self, name: str, out: Tensor) -> None:
         """Read blocks of rows into pinned memory while the block before is on its way."""
         info = self.checkpoint.tensors[name]
         path = self.checkpoint.folder / info.file
         if not self._staging:
             self._staging.extend(_PinnedBlock.new(BLOCK_BYTES) for _ in range(2))
-        rows = max(1, BLOCK_BYTES // max(info.row_bytes, 1))
-        for start in range(0, info.shape[0], rows):
-            stop = min(start + rows, info.shape[0])
+        for start, stop in _blocks(info.shape[0], info.row_bytes, BLOCK_BYTES):
             block = self._staging[0]
             self._staging.reverse()
             block.sent.synchronize()
@@ -125,6 +166,13 @@ class Weights(Generic[W]):
             read_at(path, info.offset + start * info.row_bytes, staged)
             out[start:stop].copy_(staged.view(out[start:stop].shape), non_blocking=True)
             block.sent.record()
+
+
+def _blocks(rows: int, row_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """First row and end of blocks of so many bytes, of one row at least."""
+    step = max(1, block_bytes // max(row_bytes, 1))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """gemm: y[m, n] = sum_k x[m, k] * scale[n, k // G] * code[n, k]   (several tokens, fp32 acc).
 
-Layout  x [M, K] bf16, codes [N, K * bits / 32] int32 (formats.packing), scales [N, K/G] bf16
+Layout  x [M, K] bf16, codes [N, K * bits / 32] int32 (formats.packing), scales [N, K/G] float
 Fused   residual + y before the one rounding
 Plan    a tensor-core tile of BLOCK_M tokens by BLOCK_N rows; codes are exact in BF16 and one block
         of K lies inside one group, so the scale multiplies the FP32 partial sum: nothing is rounded

@@ -1,6 +1,6 @@
 """gemv: y[n] = sum_k scale[n, k // G] * code[n, k] * x[k]     (one token, fp32 accumulate).
 
-Layout  codes [N, K * bits / 32] int32 (formats.packing), scales [N, K/G] bf16, x [1, K] bf16
+Layout  codes [N, K * bits / 32] int32 (formats.packing), scales [N, K/G] float, x [1, K] bf16
 Fused   RMS norm of x: x * gain goes into the sum and rsqrt(mean(x^2) + eps) multiplies the result;
         residual + y; silu(gate) * up for gate rows n and up rows n + N/2 of one matrix
 Bytes   N*K*bits/8 + 2*N*K/G; INT4, N = K = 4096, G = 128: 8.65 MB = 1.9 us at 4.56 TB/s

@@ -93,10 +93,6 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
         put(f"{UP}.weight_scale", torch.full((96, 2), float("nan"), dtype=torch.bfloat16)),
         f"`{UP}.weight_scale` holds NaN or Inf",
     ),
-    "scales that bfloat16 cannot hold": (
-        put(f"{UP}.weight_scale", torch.full((96, 2), 0.1, dtype=torch.float16)),
-        f"`{UP}.weight_scale`: torch.float16 scales that bfloat16 cannot hold exactly",
-    ),
 }
 
 
@@ -121,7 +117,12 @@ SCHEMES: dict[str, tuple[Callable[[Config], None], type[LowbitError], str]] = {
     "asymmetric": (
         lambda c: group(c)["weights"].update(symmetric=False),
         FormatError,
-        f"`{Q}`: asymmetric weights (zero points) cannot be served",
+        f"`{Q}.weight_zero_point` is missing",
+    ),
+    "asymmetric bytes": (
+        lambda c: group(c)["weights"].update(symmetric=False, num_bits=8),
+        FormatError,
+        f"`{Q}`: asymmetric 8-bit weights (zero points) cannot be served",
     ),
     "activations": (
         lambda c: group(c).update(input_activations={"num_bits": 8}),
@@ -129,9 +130,9 @@ SCHEMES: dict[str, tuple[Callable[[Config], None], type[LowbitError], str]] = {
         "`input_activations` is set",
     ),
     "other method": (
-        lambda c: c["quantization_config"].update(quant_method="gptq"),
+        lambda c: c["quantization_config"].update(quant_method="bitsandbytes"),
         FormatError,
-        "quantization method `gptq`",
+        "quantization method `bitsandbytes` is not supported",
     ),
     "other layout": (
         lambda c: group(c).update(format="marlin-24"),

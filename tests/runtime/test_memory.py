@@ -1,7 +1,6 @@
-"""Free memory as the system reports it, and the context that fits into it."""
+"""The context that fits into free memory."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,22 +21,6 @@ Free = Callable[[float], None]
 def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     """`free(n)` leaves n bytes of memory."""
     return lambda size: monkeypatch.setattr(memory, "free_bytes", lambda device: int(size))
-
-
-def test_the_least_of_system_and_container_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    assert memory.free_bytes("cpu") is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  5000 kB\n")
-    assert memory.free_bytes("cpu") == 5000 * 1024
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("2500000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000000\nactive_file 500\n")
-    assert memory.free_bytes("cpu") == 3_000_000 - 2_500_000 + 1_000_500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_bytes("cpu") == 5000 * 1024
 
 
 def test_the_default_context_is_what_fits(

@@ -58,10 +58,15 @@ for capability in (80, 90):
         tile = dict(K=4096, G=128, BITS=bits, BLOCK_N=8, BLOCK_Q=128, NATIVE=True, PDL=pdl)
         found[f"gemv{bits} {capability}"] = ptx(
             gemv._gemv_kernel, GEMV, dict(tile, residual_ptr=None), capability)
+        found[f"gemv{bits} fp16 scales {capability}"] = ptx(
+            gemv._gemv_kernel, dict(GEMV, scales_ptr="*fp16"), dict(tile, residual_ptr=None),
+            capability)
         found[f"gemv swiglu{bits} {capability}"] = ptx(
             gemv._gemv_swiglu_kernel, GEMV, tile, capability)
         tile = dict(K=4096, G=128, BITS=bits, BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, NATIVE=True)
         found[f"prefill gemm{bits} {capability}"] = ptx(gemm._gemm_kernel, GEMM, tile, capability)
+        found[f"prefill gemm{bits} fp16 {capability}"] = ptx(
+            gemm._gemm_kernel, dict(GEMM, scales_ptr="*fp16"), tile, capability)
     for shared, D in ((4, 128), (5, 128), (2, 64)):
         tile = dict(SHARED=shared, GATED=False, D=D, R=D, SPLITS=32, BLOCK_H=16, BLOCK_T=32,
                     NATIVE=True, PDL=pdl)
@@ -132,7 +137,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 52
+    assert len(found) == 60
     for name, ptx in found.items():
         waits = "griddepcontrol.wait" in ptx
         assert waits == (name.endswith("90") and not name.startswith("prefill")), name

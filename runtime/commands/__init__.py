@@ -1,0 +1,1 @@
+"""Commands of lowbit-run in files of their own: parse, call a library function, show."""

@@ -1,0 +1,115 @@
+"""A float checkpoint seen as the packed one it would become: codes are made as they are asked for.
+
+The result holds the names, shapes and config.json that lowbit-convert would write, so everything
+that reads a packed folder reads it unchanged. Rows are read, moved to the device, quantized and
+packed there; nothing is written, and no more than a block of the original is in memory.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures import is_tied, never_quantized, tensor_table, untied
+from lowbit.formats.checkpoint import Checkpoint, DerivedRows, TensorInfo
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.packed import check_packed
+from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
+from lowbit.formats.quantization_config import KEY, method_of, write_quantization_config
+from lowbit.formats.recipes import Base, base_schemes
+from lowbit.formats.rtn import SCALE_DTYPE, quantize
+from lowbit.formats.scheme import Scheme
+
+DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
+
+
+def quantized(source: Checkpoint, base: Base) -> Checkpoint:
+    """The checkpoint as lowbit-convert packs it by a base recipe, without calibration.
+
+    Args:
+        source: BF16, F16 or F32.
+        base: decides the bits of every linear.
+
+    Raises:
+        QuantizationError: it is quantized already, or a group size does not divide a row.
+        LowbitError: as `check_packed`, for what is wrong with the source.
+    """
+    method = method_of(source.config)
+    if method is not None:
+        raise QuantizationError(
+            f"`{source.folder}` is already quantized (`{method}`)",
+            hint="leave out --quantize to run it as it is, or give the BF16 checkpoint",
+        )
+    check_packed(source, None)
+    table = tensor_table(source.config, source.tensors)
+    schemes = base_schemes(base, table)
+    tied = is_tied(source.config)
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    tensors = dict(source.tensors)
+    derived: dict[str, DerivedRows] = {}
+    for spec in table:
+        scheme = schemes.get(spec.module)
+        if scheme is None:
+            continue
+        read_from = embedding if tied and spec.role == "head" else spec.name
+        linear = _Linear(source, read_from, scheme)
+        tensors.pop(spec.name, None)  # a tied head has none, or a stale copy
+        N, K = spec.shape
+        for suffix, shape in packed_shapes(N, K, scheme, spec.module).items():
+            name = f"{spec.module}.{suffix}"
+            tensors[name] = _derived_info(name, DTYPES[suffix], shape)
+        derived[f"{spec.module}.{PACKED}"] = linear.packed
+        derived[f"{spec.module}.{SCALE}"] = linear.scales
+        derived[f"{spec.module}.{SHAPE}"] = partial(_shape, N, K)
+    config = untied(source.config) if schemes.get("lm_head") else dict(source.config)
+    patterns = never_quantized(source.config, source.tensors)
+    config[KEY] = write_quantization_config(schemes, patterns)
+    return replace(source, config=config, tensors=tensors, derived=derived)
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One weight of the source, quantized as its rows are asked for.
+
+    Codes and scales come out of one search, so the scales of a block of codes wait here until they
+    are asked for.
+    """
+
+    source: Checkpoint
+    name: str
+    scheme: Scheme
+    found: dict[int, Tensor] = field(default_factory=dict)  # scales by first row
+
+    def packed(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Rows of `weight_packed`."""
+        rows = self.source.read_rows(self.name, start, stop).to(device)
+        codes, self.found[start] = quantize(rows, self.scheme)
+        return pack(codes, self.scheme.bits)
+
+    def scales(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Rows of `weight_scale`, from the search that chose the codes."""
+        parts = []
+        while start < stop:
+            if start not in self.found:
+                self.packed(start, stop, device)
+            part = self.found.pop(start)[: stop - start].to(device)
+            # NaN and Inf in a group of weights are NaN or Inf in its scale.
+            if not bool(torch.isfinite(part).all()):
+                raise QuantizationError(
+                    f"`{self.name}` holds NaN or infinite values",
+                    hint="the checkpoint is damaged; download it again or ask its author",
+                )
+            parts.append(part)
+            start += len(part)
+        return torch.cat(parts)
+
+
+def _shape(N: int, K: int, start: int, stop: int, device: torch.device) -> Tensor:
+    return torch.tensor([N, K], device=device)[start:stop]
+
+
+def _derived_info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
+    """Of a tensor that lies in no file."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return TensorInfo(name, dtype, shape, file="", offset=0, nbytes=nbytes)
