@@ -3,10 +3,15 @@
 import click
 from click_default_group import DefaultGroup
 
+from lowbit.convert.commands.compare import compare
+from lowbit.convert.commands.diff import diff
+from lowbit.convert.commands.export import export
 from lowbit.convert.commands.inspect import inspect
 from lowbit.convert.commands.plan import plan
+from lowbit.convert.commands.push import push
 from lowbit.convert.commands.quantize import quantize
 from lowbit.convert.commands.report import report
+from lowbit.convert.commands.sensitivity import sensitivity
 from lowbit.convert.commands.verify import verify
 
 
@@ -24,5 +29,5 @@ def main() -> None:
     """
 
 
-for command in (quantize, plan, inspect, verify, report):
+for command in (quantize, plan, inspect, verify, report, compare, diff, sensitivity, push, export):
     main.add_command(command)

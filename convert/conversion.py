@@ -9,8 +9,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-import torch
-
+from lowbit.convert.calibration.request import CalibrationRequest
+from lowbit.convert.calibration.session import begin
+from lowbit.convert.calibration.store import LayerError
+from lowbit.convert.device import open_device
 from lowbit.convert.disk import disk_errors
 from lowbit.convert.folder import (
     check_apart,
@@ -32,6 +34,7 @@ from lowbit.formats.hashing import hash_file, hash_shard, hash_tensor
 from lowbit.formats.hub import Location, locate
 from lowbit.formats.manifest import (
     MANIFEST_FILE,
+    Calibration,
     Manifest,
     OutputFile,
     Source,
@@ -41,8 +44,9 @@ from lowbit.formats.manifest import (
 )
 from lowbit.formats.shards import index_json
 
-Phase = Literal["check", "convert", "verify"]
-Progress = Callable[[Phase, int, int], None]  # phase, bytes done, bytes in all
+Phase = Literal["calibrate", "distill", "check", "convert", "verify"]
+# Phase, done and in all: layers and steps of calibration, bytes of everything else.
+Progress = Callable[[Phase, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Conversion:
         plan: what was decided.
         manifest: the content of lowbit.json.
         weights: quality of every quantized tensor, in plan order.
+        calibration: output errors of every calibrated layer; empty for round-to-nearest.
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
     """
@@ -64,6 +69,7 @@ class Conversion:
     plan: Plan
     manifest: Manifest
     weights: tuple[WeightQuality, ...]
+    calibration: tuple[LayerError, ...]
     resumed: int
     seconds: float
 
@@ -79,6 +85,7 @@ def convert(
     max_ram: int = DEFAULT_MAX_RAM,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
+    calibration: CalibrationRequest | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Quantize a checkpoint into a packed one at `out`.
@@ -96,7 +103,9 @@ def convert(
         max_shard_bytes: limit of a weight file.
         overwrite: replace an existing packed checkpoint, and forget an interrupted conversion
             that began with another recipe or source.
-        progress: called with (phase, bytes done, bytes in all).
+        calibration: the text, for methods other than round-to-nearest; the bundled one where left
+            out.
+        progress: called with (phase, done, in all).
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
@@ -112,10 +121,16 @@ def convert(
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
     elements = block_elements(max_ram, worker_count(), target)
+    session = None
+    if plan.recipe.method.calibrated:
+        text = (calibration or CalibrationRequest()).read(location.folder)
+        session = begin(plan, location.folder, text, target)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, plan.digest(), overwrite) as journal:
+    digest = plan.digest() if session is None else session.digest
+    with open_journal(partial, digest, overwrite) as journal:
         prepare_shards(plan, partial)
+        calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)
         todo = [number for number in range(len(plan.steps)) if number not in kept]
         total = sum(step.source.nbytes for step in plan.steps)
@@ -126,9 +141,12 @@ def convert(
             done += count
             report("convert", done, total)
 
-        stream(plan, checkpoint, partial, journal, todo, elements, target, advance)
+        stream(
+            plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
+        )
         finished = sorted(journal.finished, key=lambda row: row.step)
-        manifest = _finish(plan, checkpoint, location, partial, finished, report)
+        record = None if session is None else session.record
+        manifest = _finish(plan, checkpoint, location, partial, finished, record, report)
         put_in_place(place, overwrite)
     return Conversion(
         folder=out,
@@ -136,22 +154,10 @@ def convert(
         plan=plan,
         manifest=manifest,
         weights=tuple(row.quality for row in finished if row.quality is not None),
+        calibration=() if calibrated is None else calibrated.errors,
         resumed=len(kept),
         seconds=time.monotonic() - started,
     )
-
-
-def open_device(name: str) -> torch.device:
-    """The torch device of that name.
-
-    Raises:
-        ResourceError: a GPU is asked for where there is none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ResourceError(
-            "there is no usable CUDA device on this machine", hint="use --device cpu"
-        )
-    return torch.device(name)
 
 
 def _still_valid(
@@ -184,6 +190,7 @@ def _finish(
     location: Location,
     folder: Path,
     finished: list[Finished],
+    calibration: Calibration | None,
     report: Progress,
 ) -> Manifest:
     """Write everything beside the weights, and the manifest over what the disk gives back."""
@@ -211,6 +218,7 @@ def _finish(
             OutputFile(name, (folder / name).stat().st_size, digest)
             for name, digest in sorted(hashes.items())
         ),
+        calibration=calibration,
     )
     (folder / MANIFEST_FILE).write_bytes(manifest.to_bytes())
     return manifest

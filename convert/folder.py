@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from lowbit.convert.calibration.store import PREFIX as CALIBRATED
 from lowbit.convert.journal import JOURNAL_FILE
 from lowbit.convert.plan import Plan
 from lowbit.convert.stream import write_at
@@ -17,8 +18,11 @@ from lowbit.formats.manifest import MANIFEST_FILE
 # not read), their index, hidden files, and what this tool writes itself.
 NOT_PASSED = (
     *("*.safetensors", "*.safetensors.index.json", *OTHER_WEIGHTS, ".*"),
-    *("config.json", "lowbit.json", "quality.json", "quality.html"),
+    *("config.json", "lowbit.json", "quality.json", "quality.html", "tasks.json"),
+    "SOURCE_README.md",
 )
+README = "README.md"
+SOURCE_README = "SOURCE_README.md"  # what the original's becomes: its card is not ours
 
 
 def check_apart(source: Path, out: Path) -> None:
@@ -101,7 +105,7 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
     """
     wanted = {JOURNAL_FILE, *(shard.file for shard in plan.shards)}
     for stale in folder.iterdir():
-        if stale.name not in wanted:
+        if stale.name not in wanted and not stale.name.startswith(CALIBRATED):
             stale.unlink()
     for shard in plan.shards:
         with (folder / shard.file).open("a+b") as file:
@@ -119,11 +123,15 @@ def passed_through(names: Iterable[str]) -> list[str]:
 
 
 def pass_through(source: Path, folder: Path) -> list[str]:
-    """Copy every file of the source that the conversion does not replace; their names."""
+    """Copy every file of the source that the conversion does not replace; their names here.
+
+    README.md, the card of the original, is copied as SOURCE_README.md.
+    """
     names = passed_through(path.name for path in source.iterdir() if path.is_file())
-    for name in names:
-        shutil.copyfile(source / name, folder / name)
-    return names
+    copies = {name: SOURCE_README if name == README else name for name in names}
+    for name, copy in copies.items():
+        shutil.copyfile(source / name, folder / copy)
+    return list(copies.values())
 
 
 def put_in_place(out: Path, overwrite: bool) -> None:
@@ -134,7 +142,10 @@ def put_in_place(out: Path, overwrite: bool) -> None:
     """
     partial, old = partial_of(out), _replaced_of(out)
     for path in partial.iterdir():
-        sync(path)
+        if path.name.startswith(CALIBRATED):
+            path.unlink()
+        else:
+            sync(path)
     sync(partial)
     check_output(out, overwrite)
     if out.exists() and any(out.iterdir()):

@@ -4,16 +4,18 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowbit.formats.errors import LowbitError, QuantizationError
+from lowbit.formats.errors import LowbitError, QuantizationError, RequestError
 from lowbit.formats.scheme import GROUP_SIZES
 
 if TYPE_CHECKING:
+    from lowbit.convert.gate import Condition, GateResult
+    from lowbit.convert.quality.text import Text
     from lowbit.convert.recipe import Override, Recipe
 
 Command = Callable[..., None]
@@ -83,6 +85,30 @@ def parse_overrides(
         raise click.BadParameter(f"{error}.") from None
 
 
+def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """The name of a method, `absmax` or what `Method.parse` takes."""
+    from lowbit.convert.calibration.method import Method
+
+    if text != "absmax":
+        try:
+            Method.parse(text)
+        except QuantizationError as error:
+            raise click.BadParameter(f"{error}; {error.hint}.") from None
+    return text
+
+
+def parse_conditions(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> tuple["Condition", ...]:
+    """Conditions of a gate, none where it is left out."""
+    from lowbit.convert.gate import parse_gate
+
+    try:
+        return () if text is None else parse_gate(text)
+    except RequestError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
 def recipe_options(command: Command) -> Command:
     """The options that make a `Recipe`."""
     options = (
@@ -114,10 +140,13 @@ def recipe_options(command: Command) -> Command:
         ),
         click.option(
             "--method",
-            type=click.Choice(["rtn", "absmax"]),
+            callback=parse_method,
             default="rtn",
             show_default=True,
-            help="rtn: searched scales. absmax: |w|max alone, faster and worse.",
+            metavar="METHOD",
+            help="rtn: searched scales. absmax: |w|max alone, faster and worse. Calibrated on a "
+            "text: weighted (search weighted by the inputs), gptq (codes that make up for errors); "
+            "then +autoround (learned rounding), +distill (trained scales), as in gptq+distill.",
         ),
         click.option(
             "--lm-head",
@@ -160,6 +189,7 @@ def make_recipe(
     drop_vision: bool,
 ) -> "Recipe":
     """The recipe that the options describe."""
+    from lowbit.convert.calibration.method import Method
     from lowbit.convert.recipe import Recipe
 
     searched = "positive" if positive_scales else "signed"
@@ -170,7 +200,39 @@ def make_recipe(
         head=head,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
+        method=Method() if method == "absmax" else Method.parse(method),
     )
+
+
+def calibration_options(command: Command) -> Command:
+    """The options that make a `CalibrationRequest`."""
+    options = (
+        click.option(
+            "--calib",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help=".txt, or .jsonl with `text` or `messages`, for calibrated methods  "
+            "[default: a bundled mix].",
+        ),
+        click.option(
+            "--calib-samples",
+            type=click.IntRange(1),
+            default=256,
+            show_default=True,
+            help="Windows of it at most, spread over the text.",
+        ),
+        click.option(
+            "--calib-length",
+            type=click.IntRange(2),
+            default=512,
+            show_default=True,
+            help="Tokens of a window.",
+        ),
+        click.option("--calib-chat", is_flag=True, help="Apply the model's chat template to it."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 device_option = click.option(
@@ -182,9 +244,25 @@ device_option = click.option(
 )
 eval_text_option = click.option(
     "--eval-text",
+    "eval_texts",
     type=click.Path(path_type=Path),
+    multiple=True,
     metavar="FILE",
-    help="Text to compare logits on  [default: 200 kB of WikiText-2].",
+    help="Text to compare logits on (repeatable; the headline figures are the first's)  "
+    "[default: 200 kB of WikiText-2, then maths and code].",
+)
+gate_option = click.option(
+    "--gate",
+    callback=parse_conditions,
+    metavar="CONDITIONS",
+    help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or "
+    "'maths.kl_mean<0.05' for one text. Figures: kl_mean, kl_p95, kl_p99, kl_max, top1 (share), "
+    "ppl_change (0.01 is 1 % worse), cosine, bits_per_weight.",
+)
+private_option = click.option(
+    "--private/--public",
+    default=None,
+    help="Who sees a new repository  [default: as the account is set].",
 )
 folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 
@@ -192,3 +270,29 @@ folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_t
 def print_json(content: dict[str, Any]) -> None:
     """One object on stdout."""
     sys.stdout.write(json.dumps({"schema": SCHEMA, **content}, indent=2) + "\n")
+
+
+def dim_note(text: str) -> None:
+    """A line of lesser weight on stderr, above progress bars where there are any."""
+    click.echo(click.style(text, dim=True), err=True)
+
+
+def check_gate(conditions: Sequence["Condition"], texts: Sequence["Text"]) -> None:
+    """A usage error where a condition names a text that is not evaluated."""
+    from lowbit.convert.gate import check_texts
+
+    try:
+        check_texts(conditions, [text.name for text in texts])
+    except RequestError as error:
+        raise click.UsageError(f"--gate: {error}.") from None
+
+
+def close_gate(result: "GateResult") -> None:
+    """Say which conditions are missed and end with exit code 3; nothing where none is."""
+    for outcome in result.outcomes:
+        if not outcome.met:
+            click.echo(
+                f"gate missed: expected {outcome.condition}, got {outcome.found:.6g}", err=True
+            )
+    if not result.passed:
+        raise click.exceptions.Exit(3)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +18,7 @@ from lowbit.formats.architectures import (
     never_quantized,
     part_of,
     tensor_table,
+    untied,
 )
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import TensorInfo
@@ -25,7 +26,12 @@ from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.manifest import Fate
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, packed_shapes
-from lowbit.formats.quantization_config import KEY, unserved, write_quantization_config
+from lowbit.formats.quantization_config import (
+    KEY,
+    method_of,
+    unserved,
+    write_quantization_config,
+)
 from lowbit.formats.rtn import SCALE_DTYPE
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.formats.shards import Shard, lay_out
@@ -33,7 +39,6 @@ from lowbit.formats.shards import Shard, lay_out
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
-TIED = "tie_word_embeddings"
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -150,9 +155,8 @@ def make_plan(
         CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype.
         QuantizationError: the source is quantized already, or the recipe does not fit.
     """
-    section = config.get(KEY) or config.get("compression_config")
-    if section:
-        method = section.get("quant_method") if isinstance(section, dict) else section
+    method = method_of(config)
+    if method is not None:
         raise QuantizationError(
             f"the source is already quantized (`{method}`)",
             hint="convert from the BF16 checkpoint",
@@ -170,21 +174,12 @@ def make_plan(
         del schemes["lm_head"]  # it stays the embedding
     steps = _steps(table, tensors, tied, schemes)
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
-    out_config = _untied(config) if schemes.get("lm_head") else dict(config)
+    out_config = untied(config) if schemes.get("lm_head") else dict(config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
     return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
-
-
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, saying everywhere an engine may look that the head has weights of its own."""
-    changed = {**config, TIED: False}
-    nested = config.get("text_config")
-    if isinstance(nested, dict) and TIED in nested:
-        changed["text_config"] = {**nested, TIED: False}
-    return changed
 
 
 def check_tensors(
@@ -273,24 +268,35 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 
 
 def vllm_verdict(plan: Plan) -> list[str]:
-    """Why vLLM could not load the result; empty where it can.
+    """Why vLLM could not load the result; empty where it can."""
+    return vllm_reasons(
+        (step.module, step.source.shape, step.scheme)
+        for step in plan.steps
+        if step.scheme is not None and step.module is not None
+    )
+
+
+def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list[str]:
+    """Why vLLM could not load packed linears; empty where it can.
 
     vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
     whole rows, N a multiple of 64 and K of 128.
+
+    Args:
+        linears: module, [N, K] and scheme of each.
     """
     reasons: dict[str, list[str]] = {}
-    for step in plan.steps:
-        if step.scheme is None or step.module is None:
-            continue
-        N, K = step.source.shape
-        if step.scheme.bits not in SERVED_BITS:
-            reasons.setdefault(f"{step.scheme.bits}-bit weights", []).append(step.module)
-        if step.scheme.group_size not in (None, 32, 64, 128):
-            reasons.setdefault(f"group size {step.scheme.group_size}", []).append(step.module)
+    for module, (N, K), scheme in linears:
+        if scheme.bits not in SERVED_BITS:
+            reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
+        if not scheme.symmetric:
+            reasons.setdefault("asymmetric weights", []).append(module)
+        if scheme.group_size not in (None, 32, 64, 128):
+            reasons.setdefault(f"group size {scheme.group_size}", []).append(module)
         if N % 64:
-            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(step.module)
+            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
         if K % 128:
-            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(step.module)
+            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
     return [f"{reason}: `{names[0]}`{_more(names)}" for reason, names in reasons.items()]
 
 

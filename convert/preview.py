@@ -13,7 +13,7 @@ from lowbit.convert.stream import worker_count
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
 from lowbit.formats.checkpoint import open_checkpoint
-from lowbit.formats.hub import HUB_ID, locate, remote_headers
+from lowbit.formats.hub import hub_id, locate, remote_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,14 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
     Raises:
         LowbitError: whatever would stop the conversion before it starts.
     """
-    if Path(source).exists() or not HUB_ID.fullmatch(source):
+    on_hub = None if Path(source).exists() else hub_id(source, revision)
+    if on_hub is None:
         folder = locate(source, revision).folder
         checkpoint = open_checkpoint(folder)
         config, tensors = checkpoint.config, checkpoint.tensors
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     else:
-        remote = remote_headers(source, revision)
+        remote = remote_headers(*on_hub)
         config, tensors, sizes = remote.config, remote.tensors, remote.other_files
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     sizes_of = read_config(config)

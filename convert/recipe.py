@@ -1,29 +1,24 @@
 """A recipe: which linear gets which scheme."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from lowbit.convert.calibration.method import RTN, Method
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.recipes import AS_STORED as AS_STORED
+from lowbit.formats.recipes import BITS_BY_ROLE, GROUP_SIZE
+from lowbit.formats.recipes import Base as Base
 from lowbit.formats.rtn import ScaleRule
 from lowbit.formats.scheme import BITS, GROUP_SIZES, Scheme
 
-Base = Literal["int4", "int8", "mixed"]
 Head = Literal["int4", "int8", "bf16"]
 
 VALUE = re.compile(r"(\d+)(?:g(\d+))?", re.ASCII)
-AS_STORED = 16  # `PATTERN=16` leaves a linear as it is
 
-# Bits by recipe and role. Published sensitivities put attention before MLP and the output of a
-# gated DeltaNet before all; multi-token prediction only drafts, and is small.
-BITS_BY_ROLE: dict[Base, dict[str, int]] = {
-    "int4": {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
-    "int8": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8, "mtp": AS_STORED},
-    "mixed": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
-}
 HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
 
 
@@ -88,14 +83,16 @@ class Recipe:
         head: bits of lm_head where they differ from the base recipe's.
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
+        method: how codes are chosen.
     """
 
     base: Base = "int4"
-    group_size: int | None = 128
+    group_size: int | None = GROUP_SIZE
     rule: ScaleRule = "signed"
     head: Head | None = None
     overrides: tuple[Override, ...] = ()
     drop_vision: bool = False
+    method: Method = RTN
 
     def __post_init__(self) -> None:
         """Refuse what no recipe has."""
@@ -110,6 +107,8 @@ class Recipe:
             )
         if self.rule not in get_args(ScaleRule):
             raise QuantizationError(f"scale rule `{self.rule}` is not known")
+        if self.method.calibrated and self.rule == "absmax":
+            raise QuantizationError(f"method `{self.method}` searches scales; `absmax` does not")
         if self.head is not None and self.head not in HEAD_BITS:
             raise QuantizationError(
                 f"head `{self.head}` is not known", hint=f"heads: {', '.join(HEAD_BITS)}"
@@ -119,13 +118,39 @@ class Recipe:
         """As written to lowbit.json."""
         return {
             "recipe": self.base,
-            "method": "rtn",
+            "method": str(self.method),
             "scales": self.rule,
             "group_size": self.group_size,
             "lm_head": self.head,
             "overrides": [str(override) for override in self.overrides],
             "drop_vision": self.drop_vision,
         }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
+        """What `to_json` wrote.
+
+        Raises:
+            QuantizationError: it was written by another release, or is no recipe.
+        """
+        try:
+            recipe = cls(
+                base=content["recipe"],
+                group_size=content["group_size"],
+                rule=content["scales"],
+                head=content["lm_head"],
+                overrides=tuple(Override.parse(text) for text in content["overrides"]),
+                drop_vision=content["drop_vision"],
+                method=Method.parse(content["method"]),
+            )
+        except (KeyError, TypeError, AttributeError):
+            recipe = None
+        if recipe is None or recipe.to_json() != content:
+            raise QuantizationError(
+                "the recipe in lowbit.json is not one of this release",
+                hint="use the release of lowbit that wrote it",
+            )
+        return recipe
 
     def schemes(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
         """The scheme of every linear module, None for those left as they are.
@@ -138,13 +163,7 @@ class Recipe:
         self._check_patterns(linears)
         schemes: dict[str, Scheme | None] = {}
         for spec in linears:
-            bits, group = BITS_BY_ROLE[self.base][spec.role], self.group_size
-            if spec.role == "head" and self.head is not None:
-                bits = HEAD_BITS[self.head]
-            for override in self.overrides:
-                if override.matches(spec):
-                    bits, group = override.bits, override.group_size or self.group_size
-            scheme = None if bits == AS_STORED else Scheme(bits, group)
+            scheme = self.scheme_of(spec)
             if scheme is not None:
                 scheme.groups(spec.module, spec.shape[1])
             schemes[spec.module] = scheme
@@ -154,6 +173,16 @@ class Recipe:
                 "the recipe quantizes nothing", hint="leave out a --bits PATTERN=16"
             )
         return schemes
+
+    def scheme_of(self, spec: TensorSpec) -> Scheme | None:
+        """The scheme of one linear, whether or not it fits; None where it is left as it is."""
+        bits, group = BITS_BY_ROLE[self.base][spec.role], self.group_size
+        if spec.role == "head" and self.head is not None:
+            bits = HEAD_BITS[self.head]
+        for override in self.overrides:
+            if override.matches(spec):
+                bits, group = override.bits, override.group_size or self.group_size
+        return None if bits == AS_STORED else Scheme(bits, group)
 
     def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:
         for override in self.overrides:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.markup import escape
+from rich.table import Table
 
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.plan import Plan, Step, runtime_verdict, vllm_verdict
@@ -18,9 +19,6 @@ from lowbit.convert.report.words import size
 from lowbit.convert.terminal import plain_table, stderr
 from lowbit.convert.verification import Verification
 from lowbit.formats.architectures import Part, part_of
-from lowbit.formats.checkpoint import TensorInfo
-from lowbit.formats.packed import PackedCheckpoint
-from lowbit.formats.scheme import Scheme
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
 PREFIX = re.compile(r"^model\.(language_model\.)?")
@@ -38,6 +36,8 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
     console.print(
         f"[bold green]✓[/] {escape(str(done.folder))} written in {done.seconds:.1f} s{resumed}"
     )
+    if done.calibration:
+        console.print(_calibration(done))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
     for what, reasons in (
         ("vLLM", vllm_verdict(done.plan)),
@@ -46,6 +46,16 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
         for text in reasons:
             console.print(f"[yellow]![/] {what} cannot load the result: {escape(text)}")
     console.print(f"[dim]report: {escape(str(done.folder / 'quality.html'))}[/]")
+
+
+def _calibration(done: Conversion) -> Table:
+    """What calibration bought, layer by layer."""
+    title = f"layer errors, {done.plan.recipe.method} against round-to-nearest"
+    table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
+    for row in done.calibration:
+        change = f"{row.chosen / row.rtn - 1:+.0%}" if row.rtn else ""
+        table.add_row(str(row.layer), f"{row.rtn:.4f}", f"{row.chosen:.4f}", change)
+    return table
 
 
 def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
@@ -57,6 +67,7 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
         "bits_per_weight": done.plan.bits_per_weight,
         "resumed_steps": done.resumed,
         "seconds": done.seconds,
+        "calibration": [asdict(row) for row in done.calibration],
         "quality": quality.to_json(),
     }
 
@@ -196,73 +207,6 @@ def _fate(step: Step) -> str:
     return "[yellow]dropped[/]" if step.fate == "dropped" else step.source.dtype_name
 
 
-def packed(opened: PackedCheckpoint) -> None:
-    """Show what a packed folder holds."""
-    console = stderr()
-    content = packed_json(opened)
-    title = escape(str(opened.checkpoint.folder))
-    table = plain_table(title, ("tensor", "shape", "stored as"), ("count", "size"))
-    for row in content["kinds"]:
-        shape = _shape(row["shape"])
-        table.add_row(row["name"], shape, row["stored"], str(row["count"]), size(row["bytes"]))
-    console.print(table)
-    console.print(f"{size(content['bytes'])}, {content['tensors']} tensors")
-    if opened.manifest is None:
-        console.print("[dim]no lowbit.json: written by another tool[/]")
-    else:
-        source = opened.manifest.source
-        origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
-        console.print(
-            f"[dim]lowbit {opened.manifest.lowbit_version}, from {origin}, weights "
-            f"{source.weights_sha256[:12]}; {_recipe(opened.manifest.recipe)}[/]"
-        )
-
-
-def _recipe(recipe: dict[str, Any]) -> str:
-    """`recipe int4, method rtn, scales signed, group_size 128`; what is not set is left out."""
-    given = {key: value for key, value in recipe.items() if value not in (None, [], False)}
-    return escape(", ".join(f"{key} {value}" for key, value in given.items()))
-
-
-def packed_json(opened: PackedCheckpoint) -> dict[str, Any]:
-    """The object of `inspect --json`."""
-    kinds: dict[Kind, dict[str, Any]] = {}
-
-    def add(
-        name: str, shape: tuple[int, ...], scheme: Scheme | None, infos: list[TensorInfo]
-    ) -> None:
-        stored = str(scheme or infos[0].dtype_name)
-        kind = _kind(part_of(config, name), name, shape, stored, scheme is None)
-        row = kinds.setdefault(
-            kind,
-            {
-                "name": kind.name,
-                "count": 0,
-                "shape": None if kind.shape is None else list(kind.shape),
-                "stored": stored,
-                "bytes": 0,
-            },
-        )
-        row["count"] += 1
-        row["bytes"] += sum(info.nbytes for info in infos)
-
-    config = opened.checkpoint.config
-    for spec in opened.specs:
-        add(spec.name, spec.shape, opened.schemes.get(spec.module), opened.tensors_of(spec))
-    for info in opened.carried:
-        add(info.name, info.shape, None, [info])
-    return {
-        "folder": str(opened.checkpoint.folder),
-        "model_type": opened.checkpoint.config["model_type"],
-        "tensors": len(opened.checkpoint.tensors),
-        "bytes": sum(info.nbytes for info in opened.checkpoint.tensors.values()),
-        "kinds": list(kinds.values()),
-        "lowbit_version": opened.manifest.lowbit_version if opened.manifest else None,
-        "recipe": opened.manifest.recipe if opened.manifest else None,
-        "source": asdict(opened.manifest.source) if opened.manifest else None,
-    }
-
-
 def verification(result: Verification) -> None:
     """Say what was checked."""
     console = stderr()
@@ -273,6 +217,12 @@ def verification(result: Verification) -> None:
     )
     if result.source_tensors is not None:
         console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")
+    if result.derived:
+        console.print(
+            "[bold green]✓[/] every byte follows from the source and the recipe: quantized again"
+        )
+    if result.not_derived is not None:
+        console.print(f"[yellow]![/] not quantized again: {escape(result.not_derived)}")
     if result.unlisted:
         console.print(f"[dim]not covered: {escape(', '.join(result.unlisted))}[/]")
 

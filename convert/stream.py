@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.journal import Finished, Journal
+from lowbit.convert.calibration.store import Calibrated
+from lowbit.convert.journal import Finished
 from lowbit.convert.plan import Plan, Step
 from lowbit.convert.quality.weights import WeightSums
 from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
@@ -71,24 +73,26 @@ class _Made:
 def stream(
     plan: Plan,
     source: Checkpoint,
-    folder: Path,
-    journal: Journal,
+    folder: Path | None,
+    record: Callable[[Finished], None],
     todo: Iterable[int],
     elements: int,
     device: torch.device,
     progress: Progress,
+    calibrated: Calibrated | None = None,
 ) -> None:
-    """Carry out steps of a plan into the shards of `folder`, recording each in the journal.
+    """Carry out steps of a plan into the shards of `folder`.
 
     Args:
         plan: decides everything.
         source: opened checkpoint.
-        folder: where the shards lie, created and sized.
-        journal: told of every finished step.
+        folder: where the shards lie, created and sized; None to hash without writing.
+        record: called with every finished step.
         todo: numbers of the steps to do, in order.
         elements: weights in a block.
         device: where codes are computed; the result does not depend on it.
         progress: called with the source bytes done.
+        calibrated: linears whose codes are chosen already.
 
     Raises:
         QuantizationError: a tensor holds NaN or Inf.
@@ -100,6 +104,7 @@ def stream(
         files = {
             shard.file: stack.enter_context((folder / shard.file).open("r+b", buffering=0))
             for shard in plan.shards
+            if folder is not None
         }
         stack.enter_context(_one_thread_an_operation())
         reader, hasher, writer = (stack.enter_context(_Pool(1)) for _ in range(3))
@@ -113,18 +118,20 @@ def stream(
                 start = 0 if name.endswith(SHAPE) else made.block.start
                 view = data.contiguous().view(-1).view(torch.uint8).numpy().data
                 work.hashes.setdefault(name, hashlib.sha256()).update(view)
-                write_at(files[info.file].fileno(), info.offset + start * info.row_bytes, view)
+                if files:
+                    write_at(files[info.file].fileno(), info.offset + start * info.row_bytes, view)
             work.sums.merge(made.sums)
             work.scale_min = min(work.scale_min, made.scales[0])
             work.scale_max = max(work.scale_max, made.scales[1])
             if made.block.last:
-                journal.append(_finished(work, places))
+                record(_finished(work, places))
 
         tasks = _tasks(plan, todo, elements)
         read = _overlap(reader, lambda task: _read(source, task), tasks)
         hashed = _overlap(hasher, _hash_source, read)
         rule = plan.recipe.rule
-        for made in _overlap(workers, lambda block: _make(block, source, rule, device), hashed):
+        make = partial(_make, source=source, rule=rule, device=device, calibrated=calibrated)
+        for made in _overlap(workers, make, hashed):
             writes.append(writer.submit(put, made))
             while len(writes) > READ_AHEAD:
                 writes.popleft().result()
@@ -206,7 +213,13 @@ def _hash_source(block: _Block) -> _Block:
     return block
 
 
-def _make(block: _Block, source: Checkpoint, rule: ScaleRule, device: torch.device) -> _Made:
+def _make(
+    block: _Block,
+    source: Checkpoint,
+    rule: ScaleRule,
+    device: torch.device,
+    calibrated: Calibrated | None,
+) -> _Made:
     """Quantize, pack and measure the rows of a block, or pass them on."""
     step = block.work.step
     # The sum is finite unless a value is not, or values are so large that only a closer look tells.
@@ -217,7 +230,12 @@ def _make(block: _Block, source: Checkpoint, rule: ScaleRule, device: torch.devi
         copied = tuple((name, block.rows) for name, _, _ in step.outputs)
         return _Made(block, copied, sums, (0.0, 0.0))
     w = block.rows.to(device)
-    codes, scale = quantize(w, step.scheme, rule)
+    if calibrated is not None and step.module is not None and step.module in calibrated.files:
+        rows = (block.start, block.start + len(w))
+        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *rows)
+        codes, scale = (part.to(device) for part in chosen)
+    else:
+        codes, scale = quantize(w, step.scheme, rule)
     packed = pack(codes, step.scheme.bits)
     # Measured on what a reader will decode, not on what was meant to be written.
     sums.add(w, dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale), scale)

@@ -10,10 +10,17 @@ from rich.table import Table
 
 WIDE = 120
 PHASES = {
+    "sensitivity": "measuring sensitivity",
+    "calibrate": "calibrating",
+    "distill": "distilling",
     "check": "checking what is done",
     "convert": "quantizing",
     "verify": "verifying",
+    "export": "writing",
+    "prove": "reading back",
     "source": "hashing the source",
+    "derive": "quantizing again",
+    "compare": "comparing",
     "weights": "comparing weights",
     "logits": "comparing logits",
 }

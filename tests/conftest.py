@@ -25,13 +25,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A loopback model hub which huggingface_hub talks to, with an empty cache and no token."""
     from huggingface_hub import close_session, constants
 
-    server = HubServer()
+    server = HubServer(tmp_path / "hub-objects")
     for name, value in {
         "ENDPOINT": server.endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
         "HF_TOKEN_PATH": str(tmp_path / "no-token"),
         "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,  # a transport that the loopback hub does not speak
     }.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.delenv("HF_TOKEN", raising=False)

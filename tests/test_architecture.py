@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
+IMPORTED_AS = {"pyyaml": "yaml"}  # distributions that are named otherwise
 MAY_IMPORT = {
     "formats": {"formats"},
     "convert": {"convert", "formats"},
@@ -64,7 +65,8 @@ def test_every_import_is_declared() -> None:
     for extra in project.get("optional-dependencies", {}).values():
         declared += extra
     names = {re.split(r"[<>=!~;\[ ]", requirement)[0] for requirement in declared}
-    known = {"lowbit", *sys.stdlib_module_names} | {name.replace("-", "_") for name in names}
+    modules = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
+    known = {"lowbit", *sys.stdlib_module_names} | modules
     imported = {name.split(".")[0] for path in sources(*ROOMS) for name in imports(path)}
     assert imported <= known
 

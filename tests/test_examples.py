@@ -23,6 +23,25 @@ def test_quickstart_converts_and_tells_a_story() -> None:
 
 
 @pytest.mark.slow
+def test_bits_table_prints_markdown(tmp_path: Path) -> None:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text[:3000], encoding="utf-8")
+    options = ("--methods", "absmax", "--bits", "3", "--eval-text", str(tmp_path / "text.txt"))
+    done = run(str(EXAMPLES / "bits_table.py"), *options)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| INT3 |")]
+    assert [row.split(" | ")[1] for row in rows] == ["absmax"]
+
+
+@pytest.mark.slow
+def test_bits_table_names_what_is_wrong() -> None:
+    done = run(str(EXAMPLES / "bits_table.py"), "nowhere", "--bits", "3")
+    assert done.returncode == 1
+    assert "Error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_random_checkpoints_explain_themselves() -> None:
     done = run(str(EXAMPLES / "make_random_checkpoint.py"), "--help")
     assert done.returncode == 0, done.stderr
@@ -36,3 +55,10 @@ def test_kernel_scripts_say_that_they_need_a_gpu(script: str) -> None:
     done = run(str(EXAMPLES / f"{script}.py"))
     assert done.returncode == 1
     assert done.stderr == f"{script} needs an NVIDIA GPU\n"
+
+
+@pytest.mark.slow
+def test_kills_leave_no_trace() -> None:
+    done = run(str(EXAMPLES / "kill_conversions.py"), "--kills", "3", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert "3 identical results" in done.stdout

@@ -100,7 +100,10 @@ def test_metadata(wheel: Path) -> None:
     ]
     assert "License-Expression: MIT\n" in metadata
     assert f"Requires-Python: {project['requires-python']}\n" in metadata
-    assert metadata.count("Requires-Dist: ") == len(project["dependencies"])
+    extras = project["optional-dependencies"]
+    assert metadata.count("Provides-Extra: ") == len(extras)
+    wanted = len(project["dependencies"]) + sum(len(extra) for extra in extras.values())
+    assert metadata.count("Requires-Dist: ") == wanted
     for name in project["license-files"]:
         assert f"{info}/licenses/{name}" in wheel_names(wheel)
 
@@ -111,6 +114,7 @@ def test_sdist_holds_what_tests_and_demo_need(sdist: Path) -> None:
     assert {"Makefile", "constraints.txt", "CHANGELOG.md", "pyproject.toml"} <= names
     assert {"tests/test_packaging.py", "tests/conftest.py"} <= names
     assert {"examples/models/tiny-qwen3/config.json", "examples/data/stories-eval.txt"} <= names
+    assert {"examples/tasks/stories_cloze.yaml", "examples/tasks/stories_cloze.jsonl"} <= names
     assert {
         f"tests/{path.relative_to(ROOT / 'tests')}" for path in (ROOT / "tests").rglob("*.py")
     } <= names

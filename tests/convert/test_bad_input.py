@@ -355,7 +355,7 @@ def test_interrupt(
     [
         (("--group-size", "100"), "'100' is not one of"),
         (("--recipe", "int5"), "'int5' is not one of"),
-        (("--method", "gptq"), "'gptq' is not one of"),
+        (("--method", "awq"), "method `awq` is not known"),
         (("--lm-head", "int2"), "'int2' is not one of"),
         (("--device", "tpu"), "'tpu' is not one of"),
         (("--max-ram", "abc"), "'abc' is not a size"),

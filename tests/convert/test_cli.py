@@ -134,13 +134,12 @@ def test_quantize_of_a_hub_id(
 
 def test_inspect(cli: "Cli", packed: Path) -> None:
     content = parsed(cli("inspect", packed, "--json"))
-    kinds = {row["name"]: row for row in content["kinds"]}
-    assert kinds["mlp.up_proj"]["stored"] == "INT4 g128"
-    assert kinds["mlp.up_proj"]["count"] == 2
-    assert kinds["lm_head"]["stored"] == "INT8 g128"
-    assert kinds["embed_tokens"]["stored"] == "BF16"
+    modules = {row["name"]: row for row in content["modules"]}
+    assert modules["model.layers.1.mlp.up_proj"]["stored"] == "INT4 g128"
+    assert modules["lm_head"]["stored"] == "INT8 g128"
+    assert modules["model.embed_tokens"]["stored"] == "BF16"
     assert content["tensors"] == len(open_checkpoint(packed).tensors)
-    assert content["bytes"] == sum(row["bytes"] for row in content["kinds"])
+    assert content["bytes"] == sum(row["bytes"] for row in content["modules"])
     result = cli("inspect", packed)
     assert (result.exit_code, result.stdout) == (0, "")
     assert "INT4 g128" in result.stderr
@@ -263,13 +262,13 @@ def test_vision_is_dropped_on_request(
     assert "11 dropped (vision tower: as the recipe says)" in said
     assert "text classes only" in said
     done = parsed(cli(hybrid, tmp_path / "out", "--drop-vision", "--bits", "mtp.*=8", "--json"))
-    kinds = {
-        row["name"]: row for row in parsed(cli("inspect", tmp_path / "out", "--json"))["kinds"]
-    }
-    assert "vision tower" not in kinds
-    assert kinds["mtp.fc"]["stored"] == "INT8 g128"
-    assert kinds["mtp.mlp.up_proj"]["shape"] == [768, 256]
-    assert kinds["multi-token prediction"]["count"] == 7  # norms
+    content = parsed(cli("inspect", tmp_path / "out", "--json"))
+    modules = {row["name"]: row for row in content["modules"]}
+    assert "vision tower" not in modules
+    assert modules["mtp.fc"]["stored"] == "INT8 g128"
+    assert modules["mtp.layers.0.mlp.up_proj"]["shape"] == [768, 256]
+    norms = [row for name, row in modules.items() if "mtp" in name and row["bits"] is None]
+    assert len(norms) == 7
     assert {row["name"] for row in done["quality"]["weights"]} >= {"mtp.fc", "lm_head"}
     recipe = json.loads((tmp_path / "out" / "lowbit.json").read_text())["recipe"]
     assert recipe["drop_vision"] is True
@@ -283,7 +282,7 @@ def test_vision_is_dropped_on_request(
 def test_inspect_of_a_hybrid_adds_up(cli: "Cli", hybrid: Path, tmp_path: Path) -> None:
     parsed(cli(hybrid, tmp_path / "out", "--json"))
     content = parsed(cli("inspect", tmp_path / "out", "--json"))
-    assert content["bytes"] == sum(row["bytes"] for row in content["kinds"])
+    assert content["bytes"] == sum(row["bytes"] for row in content["modules"])
     assert table_width(cli("inspect", tmp_path / "out").stderr) <= 80
 
 

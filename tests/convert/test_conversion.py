@@ -182,16 +182,20 @@ def test_manifest_tells_nothing_of_the_machine(tiny_int4: Conversion) -> None:
 
 
 def test_files_that_pass_and_files_that_do_not(tmp_path: Path, small: Path) -> None:
-    passed = ["LICENSE", "README.md", "chat_template.jinja", "merges.txt", "vocab.json"]
+    passed = ["LICENSE", "chat_template.jinja", "merges.txt", "vocab.json"]
     left = ["pytorch_model.bin", "model.gguf", "tf_model.h5", ".gitattributes", "quality.json"]
     left += ["quality.html", "lowbit.json", "pytorch_model.bin.index.json", "model.onnx"]
     for name in (*passed, *left):
         (small / name).write_bytes(name.encode())
+    (small / "README.md").write_text("the card of the original")
     (small / "original").mkdir()
     (small / "original" / "params.json").write_text("{}")
     done = convert(small, tmp_path / "out")
     made = {"config.json", "generation_config.json", "lowbit.json", "model.safetensors"}
-    assert {path.name for path in done.folder.iterdir()} == made.union(passed)
+    card = "SOURCE_README.md"
+    assert {path.name for path in done.folder.iterdir()} == made.union(passed, [card])
+    assert (done.folder / card).read_text() == "the card of the original"
+    assert card in {file.name for file in done.manifest.files}
     for name in passed:
         assert (done.folder / name).read_bytes() == name.encode()
     assert json.loads((done.folder / "lowbit.json").read_text())["format_version"] == 1

@@ -154,4 +154,5 @@ def test_what_passes_through() -> None:
     kept += ["tokenizer.json", "tokenizer.model", "config.yaml"]
     left = ["config.json", "lowbit.json", "quality.html", "quality.json", "model.safetensors"]
     left += ["x.safetensors.index.json", "pytorch_model.bin", "a.pt", "a.pth", "a.gguf", ".hidden"]
+    left += ["SOURCE_README.md"]
     assert passed_through([*left, *kept]) == sorted(kept)

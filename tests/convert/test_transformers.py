@@ -26,6 +26,28 @@ RECIPES = {
         overrides=(Override("model.layers.0.mlp.*", 8), Override("model.layers.1.*.o_proj", 16))
     ),
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "llama3": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 32,
+        "rope_scaling": LLAMA3,
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +93,9 @@ def test_bundled_model(tmp_path: Path, tiny: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe(tmp_path: Path, make_model: "MakeModel", recipe: str) -> None:
-    source = make_model(tmp_path / "source")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_recipe(tmp_path: Path, make_model: "MakeModel", architecture: str, recipe: str) -> None:
+    source = make_model(tmp_path / "source", **ARCHITECTURES[architecture])
     done = convert(source, tmp_path / "out", RECIPES[recipe], max_shard_bytes=150_000)
     assert_loads_exactly(done.folder)
 

@@ -19,6 +19,9 @@ RECIPES = {
     "int8": Recipe("int8", 64),
     "mixed-tied": Recipe("mixed", head="bf16"),
     "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
+    "absmax": Recipe("mixed", 64, rule="absmax"),
+    "positive": Recipe(rule="positive", head="int4"),
+    "rows": Recipe("mixed", group_size=None),
     "no-vision": Recipe(drop_vision=True),
     "layers-differ": Recipe(
         overrides=(Override("*.layers.0.mlp.*", 8), Override("*.layers.1.*.out_proj", 16), *MTP)
