@@ -69,7 +69,7 @@ def write_compressed(folder: Path, weights: dict[str, Any], dtype: torch.dtype) 
     )
     for module in model.modules():
         if hasattr(module, "weight_scale"):
-            rows = module.weight.float()
+            rows = module.weight.detach().float()
             groups = rows.view(len(rows), module.weight_scale.shape[1], -1)
             scale, zero = calculate_qparams(
                 groups.amin(-1), groups.amax(-1), module.quantization_scheme.weights
