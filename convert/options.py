@@ -146,7 +146,8 @@ def recipe_options(command: Command) -> Command:
             metavar="METHOD",
             help="rtn: searched scales. absmax: |w|max alone, faster and worse. Calibrated on a "
             "text: weighted (search weighted by the inputs), gptq (codes that make up for errors); "
-            "then +autoround (learned rounding), +distill (trained scales), as in gptq+distill.",
+            "then +autoround (rounding and scales learned layer by layer), +distill (learned against "
+            "the original's predictions), as in gptq+distill, the best and the slowest.",
         ),
         click.option(
             "--lm-head",
@@ -211,7 +212,7 @@ def calibration_options(command: Command) -> Command:
             "--calib",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help=".txt, or .jsonl with `text` or `messages`, for calibrated methods  "
+            help=".txt, or .jsonl with `text` or `messages`, for calibrated methods and targets  "
             "[default: a bundled mix].",
         ),
         click.option(
@@ -240,7 +241,7 @@ device_option = click.option(
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="Where to compute; the packed bytes are the same.",
+    help="Where to compute; of round-to-nearest the packed bytes are the same.",
 )
 eval_text_option = click.option(
     "--eval-text",

@@ -13,6 +13,7 @@ from lowbit.convert.budget.sets import FusedSet, fused_sets
 from lowbit.convert.plan import Plan, make_plan
 from lowbit.convert.recipe import Recipe
 from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import TensorInfo
 from lowbit.formats.errors import FormatError, QuantizationError
 from lowbit.formats.scheme import Scheme
@@ -122,7 +123,7 @@ def _candidates(
         members = [specs[module] for module in fused.modules]
         is_fixed = any(o.matches(spec) for o in recipe.overrides for spec in members)
         if is_fixed or (members[0].role == "head" and recipe.head is not None):
-            found.append([_Candidate(recipe.scheme_of(members[0]), 0.0)])
+            found.append([_Candidate(_one_scheme(recipe, members), 0.0)])
             continue
         if fused.name not in measured:
             raise FormatError(
@@ -132,6 +133,23 @@ def _candidates(
         given = [row for row in measured[fused.name] if math.isfinite(row.kl)]
         found.append([_Candidate(None, 0.0), *(_Candidate(row.scheme, row.kl) for row in given)])
     return found
+
+
+def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
+    """What a recipe says of a set that it names.
+
+    Raises:
+        QuantizationError: it names only a part of it.
+    """
+    schemes = {recipe.scheme_of(spec) for spec in members}
+    named = [spec for spec in members if any(o.matches(spec) for o in recipe.overrides)]
+    if len(schemes) > 1 or len(named) not in (0, len(members)):
+        raise QuantizationError(
+            f"`{members[0].module}` and `{members[-1].module}` are fused and need one scheme, "
+            "but --bits names only one of them, or gives them two",
+            hint="let the pattern cover the whole set, for example '*.self_attn.[qkv]_proj=8'",
+        )
+    return schemes.pop()
 
 
 def _under_bits(

@@ -10,6 +10,7 @@ from lowbit.convert.budget.lookup import (
     Progress,
     Settings,
     find_or_measure,
+    open_original,
     read_checked,
     rows_of,
 )
@@ -17,7 +18,6 @@ from lowbit.convert.budget.record import Row
 from lowbit.convert.budget.sensitivity import variants_of
 from lowbit.convert.budget.sets import fused_sets
 from lowbit.convert.recipe import Recipe
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.hub import locate
 
 
@@ -60,7 +60,7 @@ def meet_target(
         LowbitError: a target that cannot be met, and whatever stops a measurement or conversion.
     """
     folder = locate(source, revision).folder
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_original(folder).checkpoint
 
     def allocated(rows: Sequence[Row]) -> Allocation:
         config, tensors = checkpoint.config, checkpoint.tensors

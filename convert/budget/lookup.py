@@ -83,11 +83,7 @@ def find_or_measure(
         LowbitError: for anything that a file, an option or the machine causes.
     """
     device = open_device(settings.device)
-    weights = open_weights(folder)
-    if weights.quantization is not None:
-        raise QuantizationError(
-            f"`{folder}` is already quantized", hint="measure the BF16 checkpoint"
-        )
+    weights = open_original(folder)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
     variants = variants_of(sets, settings.groups)
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
@@ -105,6 +101,21 @@ def find_or_measure(
     found = Sensitivities(**identity, device=device.type, rows=rows)
     write_file(path, found.to_bytes())
     return Found(found, path, is_new=True)
+
+
+def open_original(folder: Path) -> Weights:
+    """A checkpoint that is not quantized yet.
+
+    Raises:
+        CheckpointError, FormatError: not a checkpoint.
+        QuantizationError: it is quantized.
+    """
+    weights = open_weights(folder)
+    if weights.quantization is not None:
+        raise QuantizationError(
+            f"`{folder}` is already quantized", hint="start from the BF16 checkpoint"
+        )
+    return weights
 
 
 def rows_of(variants: Sequence[Variant], figures: Sequence[float]) -> tuple[Row, ...]:
@@ -131,7 +142,7 @@ def read_checked(path: Path, folder: Path, progress: Progress) -> Found:
         FormatError: the file is malformed, or of another checkpoint.
     """
     found = read_sensitivities(path)
-    digest = _hash(open_weights(folder), progress)
+    digest = _hash(open_original(folder), progress)
     if found.weights_sha256 != digest:
         raise FormatError(
             f"`{path}` was measured on weights {found.weights_sha256[:12]}, "

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowbit.convert.budget.sets import BITS
+from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.records import load_object, record, records
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.scheme import GROUP_SIZES, Scheme
 
 SCHEMA = 1
 
@@ -101,6 +103,17 @@ def read_sensitivities(path: Path) -> Sensitivities:
         FormatError: malformed, or of a schema this release does not know.
         ResourceError: the file cannot be read.
     """
-    content = load_object(path, "schema", SCHEMA, "measure again with `lowbit-convert sensitivity`")
+    hint = "measure again with `lowbit-convert sensitivity`"
+    try:
+        content = load_object(path, "schema", SCHEMA, hint)
+    except OSError as error:
+        raise ResourceError(f"`{path}` cannot be read: {error.strerror}") from None
     content["rows"] = records(Row, content.get("rows"), f"{path}: rows")
+    for row in content["rows"]:
+        if row.bits not in BITS or row.group_size not in GROUP_SIZES:
+            raise FormatError(
+                f"`{path}`: `{row.name}` has {row.bits} bits in groups of {row.group_size}, "
+                "which are not to choose from",
+                hint=hint,
+            )
     return record(Sensitivities, content, str(path))

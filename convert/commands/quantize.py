@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     metavar="SIZE",
     default="2GB",
     show_default=True,
-    help="Resident memory not to exceed, whatever the model's size.",
+    help="Resident memory not to exceed, whatever the model's size; calibration before that needs "
+    "a decoder layer in FP32 and the text's activations.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the packed checkpoint at OUT.")
 @click.option("--report", is_flag=True, help="Compare logits with the original too.")

@@ -155,6 +155,14 @@ def test_sets_that_the_recipe_names_keep_their_schemes(hybrid: Path) -> None:
     assert found.plan.bits_per_weight <= 6
 
 
+@pytest.mark.parametrize("text", ["*.q_proj=8", "*.q_proj=4", "*.mlp.up_proj=16"])
+def test_a_part_of_a_set_cannot_be_named(tiny: Path, text: str) -> None:
+    checkpoint = open_checkpoint(tiny)
+    recipe = Recipe(overrides=(Override.parse(text),))
+    with pytest.raises(QuantizationError, match="are fused and need one scheme, but --bits names"):
+        run(checkpoint, plausible(checkpoint), FIVE, recipe)
+
+
 def test_a_damaging_scheme_is_never_taken(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     name = "model.layers.2.mlp.gate_up"

@@ -16,7 +16,7 @@ from lowbit.convert.budget.lookup import Settings, find_or_measure, read_checked
 from lowbit.convert.budget.record import Row, Sensitivities, read_sensitivities
 from lowbit.convert.conversion import convert
 from lowbit.formats.checkpoint import open_checkpoint
-from lowbit.formats.errors import FormatError, QuantizationError
+from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.manifest import read_manifest
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
@@ -121,6 +121,8 @@ def test_record_comes_back(tmp_path: Path) -> None:
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
+        ({"rows": [{**dataclasses.asdict(ROW), "bits": 5}]}, "`a.qkv` has 5 bits in groups of 32"),
+        ({"rows": [{**dataclasses.asdict(ROW), "group_size": 48}]}, "bits in groups of 48, which"),
         ({"windows": None}, "`windows` cannot be null"),
         ({"extra": 1}, "unknown keys"),
     ],
@@ -130,6 +132,11 @@ def test_hostile_records(tmp_path: Path, edit: dict[str, Any], message: str) -> 
     path.write_text(json.dumps({**RECORD.to_json(), **edit}))
     with pytest.raises(FormatError, match=message):
         read_sensitivities(path)
+
+
+def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"none.json` cannot be read: No such file"):
+        read_sensitivities(tmp_path / "none.json")
 
 
 def test_cache_is_below_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
