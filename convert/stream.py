@@ -238,7 +238,8 @@ def _make(
         codes, scale = quantize(w, step.scheme, rule)
     packed = pack(codes, step.scheme.bits)
     # Measured on what a reader will decode, not on what was meant to be written.
-    sums.add(w, dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale), scale)
+    read = dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale)
+    sums.add(w, read, scale, step.scheme)
     scales = (float(scale.min()), float(scale.max()))
     parts = [(f"{step.module}.{PACKED}", packed.cpu()), (f"{step.module}.{SCALE}", scale.cpu())]
     if block.last:

@@ -50,7 +50,7 @@ def measure_weights(
         sums = WeightSums()
         blocks = quantized.packed_rows(module, count, place)
         for (_, w), (_, p, scale) in zip(originals.rows(name, count, place), blocks, strict=True):
-            sums.add(w, p, scale)
+            sums.add(w, p, scale, scheme)
         rows.append(sums.finish(module, scheme))
         done += sizes[module]
         if progress is not None:

@@ -48,13 +48,14 @@ class WeightSums:
     clipped: int = 0
     weights: int = 0
 
-    def add(self, w: Tensor, packed: Tensor, scale: Tensor) -> None:
+    def add(self, w: Tensor, packed: Tensor, scale: Tensor, scheme: Scheme) -> None:
         """Add a block of rows.
 
         Args:
             w: [rows, K] source weights.
             packed: [rows, K] float32, as a reader dequantizes them.
             scale: [rows, K/G] stored scales.
+            scheme: code range; where it has zero points, clipping is not counted.
         """
         w = w.to(torch.float32)
         self.source += _dot(w, w)
@@ -62,11 +63,12 @@ class WeightSums:
         self.product += _dot(w, packed)
         error = packed - w
         self.error += _dot(error, error)
-        rows, groups = scale.shape
-        step = scale.to(torch.float32).abs_()[:, :, None]
-        # Rounding moves a weight by at most half a step; further away only clipping does.
-        beyond = error.abs_().view(rows, groups, -1) > step * 0.5000001
-        self.clipped += int(beyond.sum())
+        if scheme.symmetric:
+            rows, groups = scale.shape
+            # Not told from the error: a calibrated code may lie further than half a step away.
+            steps = w.view(rows, groups, -1) / scale.to(torch.float32)[:, :, None]
+            beyond = (steps > scheme.code_max + 0.5) | (steps < scheme.code_min - 0.5)
+            self.clipped += int(beyond.sum())
         self.weights += w.numel()
 
     def merge(self, other: "WeightSums") -> None:

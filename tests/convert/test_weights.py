@@ -27,7 +27,7 @@ def measure(w: Tensor, scheme: Scheme, rule: ScaleRule, rows: int) -> WeightQual
     for start in range(0, len(w), rows):
         block = slice(start, start + rows)
         sums = WeightSums()
-        sums.add(w[block], p[block], scale[block])
+        sums.add(w[block], p[block], scale[block], scheme)
         total.merge(sums)
     return total.finish("x", scheme)
 
@@ -71,11 +71,15 @@ def test_clipping_is_seen_by_brute_force() -> None:
     scale = torch.tensor([[1.0]])
     p = w.round().clamp(-8, 7)
     sums = WeightSums()
-    sums.add(w, p, scale)
+    sums.add(w, p, scale, Scheme(4))
     assert sums.clipped == 4  # 8.0, 7.51, -8.51 and 100
     negative = WeightSums()
-    negative.add(-w, -p, -scale)
+    negative.add(-w, p, -scale, Scheme(4))
     assert negative.clipped == 4
+    moved = WeightSums()  # codes chosen to make up for others clip nothing
+    inside = torch.tensor([[3.0, -2.0]])
+    moved.add(inside, torch.tensor([[5.0, -4.0]]), scale, Scheme(4))
+    assert moved.clipped == 0
 
 
 def test_rounding_half_a_step_is_no_clipping() -> None:
@@ -86,7 +90,7 @@ def test_rounding_half_a_step_is_no_clipping() -> None:
     w = torch.cat([middle, middle.nextafter(middle * 2), middle.nextafter(middle * 0)], dim=1)
     q = (w / scale.float()).round()
     sums = WeightSums()
-    sums.add(w, q * scale.float(), scale)
+    sums.add(w, q * scale.float(), scale, Scheme(8))
     assert sums.clipped == 0
 
 
