@@ -146,8 +146,8 @@ def recipe_options(command: Command) -> Command:
             metavar="METHOD",
             help="rtn: searched scales. absmax: |w|max alone, faster and worse. Calibrated on a "
             "text: weighted (search weighted by the inputs), gptq (codes that make up for errors); "
-            "then +autoround (rounding and scales learned layer by layer), +distill (learned against "
-            "the original's predictions), as in gptq+distill, the best and the slowest.",
+            "then +autoround (rounding and scales learned layer by layer), +distill (learned "
+            "against the original's predictions), as in gptq+distill, the best and the slowest.",
         ),
         click.option(
             "--lm-head",

@@ -11,16 +11,17 @@ Everyone gets the same 128 windows of 512 tokens and the same precisions: linear
 128, symmetric; the head and the embedding untouched. Of Qwen3.5, linear_attn.out_proj INT8 and
 in_proj_a, in_proj_b untouched. All other settings are each tool's defaults.
 
-Every result is loaded by transformers in FP32, which makes W = code * scale of it, and compared
-with the original in FP32 on all non-overlapping 512-token windows of the evaluation text. Seconds
-and peak memory are those of a whole process from its start to the written folder, imports and all;
-on a machine that does other work besides, the CPU seconds say more.
+The codes and scales of every result, W = code * scale, are put into transformers' model. That is
+compared with the original on all non-overlapping 512-token windows of the evaluation text, both in
+FP32. Seconds and peak memory are those of a whole process from its start to the written folder,
+imports and all; on a machine that does other work besides, the CPU seconds say more.
 """
 
 import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from torch import Tensor
 
 LENGTH = 512
@@ -123,7 +125,7 @@ def bench(arguments: argparse.Namespace, work: Path) -> list[Row]:
         run(row, command)
         if row.error is None:
             measure(original, row, arguments.source, out, windows)
-        console.print(*row.cells())
+        console.print(*row.cells(), soft_wrap=True)
         rows.append(row)
         if arguments.json:  # after every row: a peer may take hours
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -146,10 +148,11 @@ def run(row: Row, command: list[str]) -> None:
         process.returncode = os.waitstatus_to_exitcode(status)  # it has been waited for
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    message = next((line for line in reversed(lines) if "Error" in line), "no message")
     if process.returncode == 2 and row.tool == "lowbit":
-        row.error = f"skipped: the installed release does not know it ({lines[-1]})"
+        row.error = f"skipped: the installed release does not know it ({message})"
     elif process.returncode:
-        row.error = f"failed with {process.returncode}: {lines[-1] if lines else 'no output'}"
+        row.error = f"failed with {process.returncode}: {message}"
         Console(stderr=True).print("\n".join(lines[-30:]), highlight=False, markup=False)
 
 
@@ -206,19 +209,28 @@ def llm_compressor(model: Any, tokenizer: Any, samples: Tensor, out: str, method
 def auto_round(model: Any, tokenizer: Any, samples: Tensor, out: str) -> None:
     """Learned rounding and clipping by auto-round's defaults, in llm-compressor's format."""
     from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM
 
     eight = [name for name, _ in model.named_modules() if name.endswith(EIGHT_BITS)]
-    rounding = AutoRound(
-        model,
-        tokenizer=tokenizer,
-        scheme="W4A16",
-        layer_config={name: {"bits": 8} for name in eight},
-        ignore_layers=",".join(UNTOUCHED),
-        dataset=list(samples.split(8)),
-        nsamples=len(samples),
-        seqlen=LENGTH,
-    )
-    rounding.quantize_and_save(out, format="llm_compressor")
+    with tempfile.TemporaryDirectory() as temporary:
+        # From a folder that mentions a vision tower it would ask for an image processor.
+        text_only, made = Path(temporary, "text"), Path(temporary, "made")
+        model.save_pretrained(text_only)
+        tokenizer.save_pretrained(text_only)
+        rounding = AutoRound(
+            AutoModelForCausalLM.from_pretrained(text_only, dtype="auto"),
+            tokenizer=tokenizer,
+            scheme="W4A16",
+            layer_config={name: {"bits": 8} for name in eight},
+            ignore_layers=",".join(UNTOUCHED),
+            # Left to itself it makes a mask, which fits only one of Qwen3.5's two kinds of layers.
+            dataset=[{"input_ids": batch, "attention_mask": None} for batch in samples.split(8)],
+            nsamples=len(samples),
+            seqlen=LENGTH,
+        )
+        rounding.quantize_and_save(str(made), format="llm_compressor")
+        [folder] = made.iterdir()  # it names one after the model and the scheme
+        shutil.move(folder, out)
 
 
 def is_linear(module: Any) -> bool:
@@ -242,7 +254,7 @@ def measure(original: Row, row: Row, source: Path, folder: Path, windows: Tensor
 
     The first token of a window is not scored.
     """
-    reference, model = load(source), load(folder)
+    reference, model = load(source, source), load(source, folder)
     figures = []
     for window in windows.split(1):
         p = reference(window).logits[0, :-1].log_softmax(-1)
@@ -259,20 +271,51 @@ def measure(original: Row, row: Row, source: Path, folder: Path, windows: Tensor
     row.kl_error = float(kl.std() / len(kl) ** 0.5)
     row.kl_windows = tuple(kl.tolist())
     weights = {name: m.weight for name, m in reference.named_modules() if is_linear(m)}
-    changed = [n for n, m in model.named_modules() if n in weights and is_changed(m, weights[n])]
-    row.linears = len(changed)
+    linears = ((name, m) for name, m in model.named_modules() if is_linear(m))
+    row.linears = sum(not torch.equal(m.weight, weights[name]) for name, m in linears)
 
 
-def load(folder: Path) -> Any:
-    """A causal language model in FP32; packed linears are unpacked as they are used."""
+def load(source: Path, folder: Path) -> Any:
+    """The causal language model of `source` in FP32, with the weights of `folder`.
+
+    Raises:
+        SystemExit: a weight of the model is in no file.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    weights = dequantized(folder)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if set(missing) - tied:
+        sys.exit(f"{folder} lacks {', '.join(missing)}")
+    return model
 
 
-def is_changed(module: Any, original: Tensor) -> bool:
-    """Whether a linear holds other weights than the original's."""
-    return not hasattr(module, "weight") or not torch.equal(module.weight, original)
+def dequantized(folder: Path) -> dict[str, Tensor]:
+    """Weights in FP32, of packed linears W = code * scale, as compressed-tensors defines it.
+
+    transformers unpacks Qwen3.5 in BF16 whatever dtype is asked for, and so would add an error.
+    """
+    files: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        files |= load_file(path)
+    weights = {}
+    for name, tensor in files.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_packed":  # [N, K * bits / 32] int32, low bits first, plus 2^(bits - 1)
+            scale = files[f"{module}.weight_scale"].float()  # [N, K / group]
+            N, K = files[f"{module}.weight_shape"].tolist()
+            bits = 32 * tensor.shape[1] // K
+            shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+            fields = (tensor[:, :, None] >> shifts) & (2**bits - 1)
+            codes = fields.view(N, K) - 2 ** (bits - 1)
+            weights[f"{module}.weight"] = codes * scale.repeat_interleave(K // scale.shape[1], 1)
+        elif kind in ("weight_zero_point", "weight_g_idx"):
+            sys.exit(f"{folder}: {name} is not understood")
+        elif kind not in ("weight_scale", "weight_shape"):
+            weights[name] = tensor.float()
+    return {name.replace("language_model.", ""): weight for name, weight in weights.items()}
 
 
 def release(package: str) -> str:

@@ -144,8 +144,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     ):
         content[key] = records(kind, content.get(key), f"{where}: {key}")
     content["source"] = record(Source, content.get("source"), f"{where}: source")
-    if content.setdefault("calibration", None) is not None:
-        content["calibration"] = record(Calibration, content["calibration"], f"{where}: calibration")
+    made = content.setdefault("calibration", None)
+    if made is not None:
+        content["calibration"] = record(Calibration, made, f"{where}: calibration")
     manifest = record(Manifest, content, where)
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)

@@ -90,9 +90,7 @@ def _blocks(w: Tensor, G: int) -> Iterator[tuple[slice, Tensor]]:
         yield part, groups[part].to(torch.float32)
 
 
-def _scales(
-    w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor | None = None
-) -> Tensor:
+def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor | None = None) -> Tensor:
     """Scale of each group: [groups, 1] bfloat16, never zero."""
     high, low = w.amax(1, keepdim=True), w.amin(1, keepdim=True)
     extreme = torch.where(-low >= high, low, high)  # of largest magnitude, sign kept

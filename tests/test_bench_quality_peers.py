@@ -54,7 +54,7 @@ def test_failures_are_rows(text: Path, tmp_path: Path) -> None:
     assert refusing is not None
     found = tmp_path / "figures.json"
     none = str(tmp_path / "none")
-    for tool, message in ((refusing, "failed with 1: no output"), (none, "not run: ")):
+    for tool, message in ((refusing, "failed with 1: no message"), (none, "not run: ")):
         arguments = ("--lowbit-convert", tool, "--methods", "rtn", "--json", str(found))
         done = run(text, *arguments)
         assert done.returncode == 0, done.stderr
