@@ -1,7 +1,7 @@
 """What calibration is worth at 2, 3, 4 and 8 bits: cosines and KL of a model packed by each method.
 
 python examples/bits_table.py
-python examples/bits_table.py MODEL --methods rtn,gptq --bits 3,4 -- --calib FILE
+python examples/bits_table.py MODEL --methods rtn,gptq --bits 3 --calib FILE -- --group-size 64
 
 Every linear of the layers gets the same bits, the head stays as it is (2 and 3 bits are an
 experiment: packed and measured, not served). Prints the table, and the same in Markdown.
@@ -40,6 +40,8 @@ FIGURES = (
     "perplexity",
 )
 
+PLAIN = ("rtn", "absmax")  # methods that see no text
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -53,8 +55,13 @@ def parse() -> argparse.Namespace:
         "--eval-text", type=Path, default=HERE / "data" / "stories-eval.txt", metavar="FILE"
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the packed folders here")
-    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="more, to lowbit-convert")
-    return parser.parse_args()
+    parser.add_argument("--calib", metavar="FILE", help="text of calibrated methods")
+    # argparse of Python 3.11 does not find an optional MODEL before `--`.
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
+    given.options = words[end + 1 :]
+    return given
 
 
 def pack(
@@ -90,7 +97,9 @@ def measure(given: argparse.Namespace, folder: Path) -> list[tuple[str, ...]]:
         for method in given.methods.split(","):
             progress.print(f"INT{bits} {method}", style="dim")
             folders.append(folder / f"{method}-int{bits}")
-            pack(given.model, folders[-1], bits, method, given.eval_text, given.options)
+            text = () if given.calib is None or method in PLAIN else ("--calib", given.calib)
+            options = (*given.options, *text)
+            pack(given.model, folders[-1], bits, method, given.eval_text, options)
         table += [cells(bits, row) for row in compare(folders).rows]
     return table
 
