@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from lowbit.formats.packing import dequantize, unpack
 from lowbit.formats.scheme import Scheme
+from lowbit.runtime import delta_rule
 from lowbit.runtime.cache import KVCache
-from lowbit.runtime.delta_rule import delta_net as delta_net
+from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
+from lowbit.runtime.sampling import advance as advance
 
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_ROWS = 16  # the INT4 product wants N to be a multiple
@@ -130,9 +132,39 @@ def attention(
     gated: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, append k and v to the cache, attend causally: [M, Hq * D]."""
+    keys, values = cache.k[layer], cache.v[layer]
+    if cache.sequences == 1:
+        return _attended(qkv, q_norm, k_norm, eps, rope, keys, values, cache.length, gated)
+    parts = zip(
+        qkv[:, None],
+        keys.chunk(cache.sequences),
+        values.chunk(cache.sequences),
+        cache.position.tolist(),
+        strict=True,
+    )
+    return torch.cat(
+        [
+            _attended(token, q_norm, k_norm, eps, rope, own_keys, own_values, position, gated)
+            for token, own_keys, own_values, position in parts
+        ]
+    )
+
+
+def _attended(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rope: Rope,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    gated: bool,
+) -> Tensor:
+    """The M tokens from `start` on of one sequence, its keys and values [Hkv, T, D]."""
     M = qkv.shape[0]
-    _, Hkv, _, D = cache.k.shape
-    start, stop = cache.length, cache.length + M
+    Hkv, _, D = keys.shape
+    stop = start + M
     heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D], a gate beside each q
     q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
     if gated:
@@ -142,9 +174,9 @@ def attention(
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
     q = _rotate(q, rope, start, stop)
-    cache.k[layer, :, start:stop] = _rotate(k, rope, start, stop)
-    cache.v[layer, :, start:stop] = v
-    k, v = cache.k[layer, :, :stop], cache.v[layer, :, :stop]  # [Hkv, stop, D]
+    keys[:, start:stop] = _rotate(k, rope, start, stop)
+    values[:, start:stop] = v
+    k, v = keys[:, :stop], values[:, :stop]  # [Hkv, stop, D]
     mask = None
     if M > 1:
         mask = torch.ones(M, stop, dtype=torch.bool).tril(start)
@@ -153,6 +185,19 @@ def attention(
     )
     mixed = out[0] * torch.sigmoid(gate) if gated else out[0]
     return mixed.transpose(0, 1).reshape(M, -1)
+
+
+def delta_net(
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+) -> Tensor:
+    """Convolution, gates, delta rule, gated norm; see `Ops.delta_net`."""
+    if state.sequences == 1:
+        return delta_rule.delta_net(qkvz, ba, weights, eps, state, layer)
+    each = [
+        delta_rule.delta_net(qkvz[b : b + 1], ba[b : b + 1], weights, eps, state.of(b), layer)
+        for b in range(state.sequences)
+    ]
+    return torch.cat(each)
 
 
 def linear(x: Tensor, w: CpuLinear) -> Tensor:

@@ -8,38 +8,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime import sampling
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
+from lowbit.runtime.kernels.choose import can_choose, choose
 from lowbit.runtime.kernels.delta_decode import delta_decode
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.gemm import gemm
-from lowbit.runtime.kernels.gemv import gemv, gemv_swiglu
+from lowbit.runtime.kernels.gemv import gemv
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm, swiglu
+from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
+from lowbit.runtime.kernels.widen import gemm
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
-QUAD = 32  # codes that the kernels read at a time; no group may be smaller
+MOST_SHARED = 8  # rows of half a tile
+MOST_HEAD = 256  # what registers hold
+GEMV_TOKENS = 32  # up to here weights are widened on their way, above before
 
 
-def prepare(w: Linear) -> Linear:
-    """The linear itself, if the kernels can read it.
+def prepare(w: Linear, paired: bool = False) -> GpuLinear:
+    """The form of a linear that the kernels read.
 
     Raises:
         FormatError: rows or groups are not a multiple of 32 codes.
     """
-    if isinstance(w, PackedLinear) and (w.K % QUAD or w.group_size % QUAD):
-        raise FormatError(
-            f"packed linear: rows of {w.K} in groups of {w.group_size} codes have no GPU kernel, "
-            f"both must be multiples of {QUAD}",
-            hint="convert with another --group-size, or run on the CPU",
-        )
-    return w
+    return tiled(w, paired) if isinstance(w, PackedLinear) else w
 
 
 def check_heads(**dims: int) -> None:
@@ -57,22 +56,39 @@ def check_heads(**dims: int) -> None:
             )
 
 
+def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None:
+    """Refuse attention that the decode kernel has no place for.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    check_heads(head_dim=head_dim)
+    shared = heads // kv_heads
+    for wrong, what in (
+        (shared > MOST_SHARED, f"{shared} query heads on one kv head, at most {MOST_SHARED}"),
+        (rotary_dim % LEAST_HEAD, f"{rotary_dim} rotated dimensions, not a multiple of 16"),
+        (head_dim > MOST_HEAD, f"head_dim = {head_dim}, at most {MOST_HEAD}"),
+    ):
+        if wrong:
+            raise UnsupportedModelError(
+                f"attention has no GPU kernel: {what}", hint="run on the CPU with --device cpu"
+            )
+
+
 def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, w: Linear, bias: Tensor | None = None
+    x: Tensor, norm: Tensor, eps: float, w: GpuLinear, bias: Tensor | None = None
 ) -> Tensor:
     """`rms_norm(x) * norm @ w.T + bias`; see `Ops.norm_linear`."""
+    added = None if bias is None else bias[None]
     if x.shape[0] == 1:
-        added = None if bias is None else bias[None]
         if isinstance(w, DenseLinear):
             return dense_gemv(x, w.weight, norm=norm, eps=eps, residual=added)
-        return gemv(x, w, norm=norm, eps=eps, residual=added)
-    if isinstance(w, DenseLinear):
-        return linear(rms_norm(x, norm, eps), w.weight, bias)
-    added = None if bias is None else bias.expand(x.shape[0], -1)
-    return gemm(rms_norm(x, norm, eps), w, added)
+        return gemv(x, w, norm=norm, eps=eps, added=added)
+    x = rms_norm(x, norm, eps)
+    return linear(x, w.weight, bias) if isinstance(w, DenseLinear) else _product(x, w, added)
 
 
-def norm_logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
+def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
     """`rms_norm(x) * norm @ w.T` in float32, for a head: [M, K] to [M, N].
 
     Sums are returned as they are, but for a dense head of several tokens: those are rounded first.
@@ -81,31 +97,39 @@ def norm_logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
         if isinstance(w, DenseLinear):
             return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
         return gemv(x, w, norm=norm, eps=eps, dtype=torch.float32)
+    x = rms_norm(x, norm, eps)
     if isinstance(w, DenseLinear):
-        return linear(rms_norm(x, norm, eps), w.weight).float()
-    return gemm(rms_norm(x, norm, eps), w, dtype=torch.float32)
+        return linear(x, w.weight).float()
+    return _product(x, w, dtype=torch.float32)
 
 
-def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: GpuLinear) -> Tensor:
     """`silu(gate) * up` of the normed x; see `Ops.norm_swiglu`."""
     if x.shape[0] == 1:
         if isinstance(gate_up, DenseLinear):
             return swiglu(dense_gemv(x, gate_up.weight, norm=norm, eps=eps))
-        return gemv_swiglu(x, norm, eps, gate_up)
+        return gemv(x, gate_up, norm=norm, eps=eps)
+    x = rms_norm(x, norm, eps)
     if isinstance(gate_up, DenseLinear):
-        return swiglu(linear(rms_norm(x, norm, eps), gate_up.weight))
-    return swiglu(gemm(rms_norm(x, norm, eps), gate_up))
+        return swiglu(linear(x, gate_up.weight))
+    return gemv(x, gate_up) if x.shape[0] <= GEMV_TOKENS else swiglu(gemm(x, gate_up))
 
 
-def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
     """`residual + x @ w.T`; see `Ops.linear_add`."""
+    if isinstance(w, TiledLinear):
+        return _product(x, w, residual)
     if x.shape[0] == 1:
-        if isinstance(w, DenseLinear):
-            return dense_gemv(x, w.weight, residual=residual)
-        return gemv(x, w, residual=residual)
-    if isinstance(w, DenseLinear):
-        return residual + linear(x, w.weight)
-    return gemm(x, w, residual)
+        return dense_gemv(x, w.weight, residual=residual)
+    return residual + linear(x, w.weight)
+
+
+def _product(
+    x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`added + x @ w.T`, by the kernel for so many tokens."""
+    multiply = gemv if x.shape[0] <= GEMV_TOKENS else gemm
+    return multiply(x, w, added=added, dtype=dtype)
 
 
 def attention(
@@ -119,7 +143,8 @@ def attention(
     gated: bool = False,
 ) -> Tensor:
     """Norm, rotate, append, attend; see `Ops.attention`."""
-    attend = attention_decode if qkv.shape[0] == 1 else attention_prefill
+    decoding = qkv.shape[0] == 1 or cache.sequences > 1
+    attend = attention_decode if decoding else attention_prefill
     return attend(qkv, q_norm, k_norm, eps, rope, cache, layer, gated)
 
 
@@ -127,5 +152,19 @@ def delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
     """Convolution, gates, delta rule, gated norm; see `Ops.delta_net`."""
+    if state.sequences > 1:
+        each = [
+            delta_decode(qkvz[b : b + 1], ba[b : b + 1], weights, eps, state.of(b), layer)
+            for b in range(state.sequences)
+        ]
+        return torch.cat(each)
     advance = delta_decode if qkvz.shape[0] == 1 else delta_prefill
     return advance(qkvz, ba, weights, eps, state, layer)
+
+
+def advance(logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor) -> None:
+    """Choose the next token and move on; see `Ops.advance`."""
+    if can_choose(sampler.params):
+        choose(logits, sampler, token, position)
+    else:
+        sampling.advance(logits, sampler, token, position)

@@ -40,15 +40,26 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """What linear layers remember of one sequence; its size does not grow with the length.
+    """What linear layers remember of a sequence; its size does not grow with the length.
 
     Attributes:
-        conv: [L, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU.
-        memory: [L, Hv, Dk, Dv] float32.
+        conv: [L, B * (W - 1), C] the last inputs of the convolution, oldest first, before it and
+            SiLU.
+        memory: [L, B * Hv, Dk, Dv] float32.
+        sequences: B, 1 but for a batch.
     """
 
     conv: Tensor
     memory: Tensor
+    sequences: int = 1
+
+    def of(self, index: int) -> "DeltaState":
+        """The part of one sequence, in the same memory."""
+        rows, heads = self.conv.shape[1] // self.sequences, self.memory.shape[1] // self.sequences
+        return DeltaState(
+            self.conv[:, index * rows : (index + 1) * rows],
+            self.memory[:, index * heads : (index + 1) * heads],
+        )
 
     def clear(self) -> None:
         """Back to the state before the first token."""
@@ -62,7 +73,7 @@ class DeltaState:
 
     def clone(self) -> "DeltaState":
         """A copy in memory of its own."""
-        return DeltaState(self.conv.clone(), self.memory.clone())
+        return DeltaState(self.conv.clone(), self.memory.clone(), self.sequences)
 
 
 def no_delta_state() -> DeltaState:
@@ -71,12 +82,13 @@ def no_delta_state() -> DeltaState:
 
 
 def new_delta_state(
-    layers: int, weights: DeltaWeights, dtype: torch.dtype, device: str
+    layers: int, weights: DeltaWeights, dtype: torch.dtype, device: str, sequences: int = 1
 ) -> DeltaState:
     """The state before the first token, for a number of linear layers of the same sizes."""
     channels, taps = weights.conv.shape
-    sizes = (layers, weights.value_heads, weights.key_dim, weights.value_dim)
+    sizes = (layers, sequences * weights.value_heads, weights.key_dim, weights.value_dim)
     return DeltaState(
-        conv=torch.zeros(layers, taps - 1, channels, dtype=dtype, device=device),
+        conv=torch.zeros(layers, sequences * (taps - 1), channels, dtype=dtype, device=device),
         memory=torch.zeros(sizes, dtype=torch.float32, device=device),
+        sequences=sequences,
     )

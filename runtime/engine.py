@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.graphs import aside, recorded
 from lowbit.runtime.loader import Decoder
 from lowbit.runtime.sampling import Sampler, SamplingParams, sample
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 1024
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Engine:
     reused: int = 0
     _rewinds: int = 0
     _running: bool = False  # stays set where a change of the cache was interrupted halfway
-    _graph: "torch.cuda.CUDAGraph | None" = None
+    _graphs: "dict[int, torch.cuda.CUDAGraph]" = field(default_factory=dict)  # by the cache's reach
     _graph_shape: tuple[bool, int, bool] | None = None
 
     @property
@@ -105,8 +106,9 @@ class Engine:
         self.reused = shared if shared < len(prompt) else 0
         self._rewind(self.reused)
         self.sampler.configure(params)  # the step that `_capture` runs divides by the temperature
-        if self.on_gpu and count > 1:
-            self._capture()
+        if self._graph_shape != self.sampler.shape:
+            self._graphs.clear()
+            self._graph_shape = self.sampler.shape
         self.seed = self.sampler.start(params, prompt, count)
         kept = len(prompt) - 1 if kept is None else min(kept, len(prompt) - 1)
         if self.cache.recurrent and kept > self.reused:
@@ -144,44 +146,37 @@ class Engine:
     def _launch(self) -> None:
         """Run one step: `token` is appended to the cache and replaced by the next one."""
         self._running = True
-        if self._graph is None:
-            self._step()
+        self.cache.reach = self.cache.reach_for(self.cache.length + 1)
+        if self.on_gpu:
+            if self.cache.reach not in self._graphs:
+                self._capture()
+            self._graphs[self.cache.reach].replay()
         else:
-            self._graph.replay()
+            self._step()
         self.cache.length += 1
         self._running = False
 
     def _step(self) -> None:
         hidden = self.decoder.hidden(self.token, self.cache)
-        self.token.copy_(sample(self.decoder.logits(hidden), self.sampler))
-        self.cache.position.add_(1)
+        self.decoder.ops.advance(
+            self.decoder.logits(hidden), self.sampler, self.token, self.cache.position
+        )
 
     def _capture(self) -> None:
-        """Record a step as a graph, unless the one at hand does the same operations.
+        """Record a step of the cache's reach as a graph.
 
-        The rows it writes lie beyond what the cache holds; counters and the state of linear layers
-        are set again afterwards.
+        A step is run first; the row it writes lies beyond what the cache holds, and whatever else
+        it changes is set again.
         """
-        if self._graph is not None and self._graph_shape == self.sampler.shape:
-            return
-        self._running = True
-        torch.cuda.synchronize()  # the last step of a request that was left may still run
-        self._graph = None
-        length = self.cache.length
-        self.sampler.drawn.zero_()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with aside():
             before = self.cache.delta.clone()
+            sampler, token = self.sampler.snapshot(), self.token.clone()
             self._step()  # compiles kernels, which cannot happen during the capture
-            self.cache.truncate(length)
+            self.cache.position.fill_(self.cache.length)
             self.cache.delta.copy_(before)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph, self._graph_shape = graph, self.sampler.shape
-        self._running = False
+            self.sampler.restore(sampler)
+            self.token.copy_(token)
+        self._graphs[self.cache.reach] = recorded(self._step, self._graphs)
 
     def _forward(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """Append ids to the cache in chunks; yields the hidden states [M, h] of each."""
@@ -189,6 +184,7 @@ class Engine:
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = slice(start, start + PREFILL_CHUNK)
             self._running = True
+            self.cache.reach = self.cache.reach_for(self.cache.length + len(ids[chunk]))
             hidden = self.decoder.hidden(tokens[chunk], self.cache)
             self.held.extend(ids[chunk])
             self.cache.advance(len(tokens[chunk]))

@@ -17,7 +17,7 @@ from lowbit.formats.packing import SCALE
 from lowbit.formats.recipes import Base
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.runtime import cpu
-from lowbit.runtime.linear import Linear
+from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.dense import Dense
 from lowbit.runtime.models.dense import build as build_dense
 from lowbit.runtime.models.qwen3_5 import Qwen35
@@ -27,7 +27,7 @@ from lowbit.runtime.quantized import quantized
 from lowbit.runtime.weights import Weights, served
 
 W = TypeVar("W")
-Decoder = Dense[cpu.CpuLinear] | Dense[Linear] | Qwen35[cpu.CpuLinear] | Qwen35[Linear]
+Decoder = Dense[cpu.CpuLinear] | Dense[GpuLinear] | Qwen35[cpu.CpuLinear] | Qwen35[GpuLinear]
 WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
 
 
@@ -109,20 +109,27 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens."""
     if device == "cpu":
         to_cpu = Weights(
-            opened.checkpoint, opened.schemes, device, dtype, lambda w: cpu.prepare(w, dtype)
+            opened.checkpoint, opened.schemes, device, dtype, lambda w, _: cpu.prepare(w, dtype)
         )
         return _build(opened, to_cpu, cpu, context)
     from lowbit.runtime import cuda  # needs triton and a GPU
 
     config = opened.config
-    cuda.check_heads(head_dim=config.head_dim)
+    cuda.check_attention(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rotary_dim if isinstance(config, Qwen35Config) else config.head_dim,
+    )
     if isinstance(config, Qwen35Config):
         cuda.check_heads(
             linear_key_head_dim=config.linear_key_head_dim,
             linear_value_head_dim=config.linear_value_head_dim,
         )
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
-    return _build(opened, to_cuda, cuda, context)
+    decoder = _build(opened, to_cuda, cuda, context)
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return decoder
 
 
 def _build(

@@ -43,6 +43,35 @@ def choose_context(opened: OpenedModel, device: str, dtype: torch.dtype, asked: 
     )
 
 
+def check_batch(
+    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, tokens: int
+) -> None:
+    """Refuse a batch whose caches do not fit beside what is loaded.
+
+    Args:
+        opened: the model.
+        device: `cpu` or `cuda`.
+        dtype: of keys and values.
+        sequences: decoded together.
+        tokens: of each, prompt and output.
+
+    Raises:
+        ResourceError: they do not fit.
+    """
+    if device != "cpu":
+        torch.cuda.empty_cache()  # what earlier batches took is free, but not to the system
+    free = free_bytes(device)
+    each = int((opened.kv_bytes(tokens, dtype) + opened.state_bytes(dtype)) * HEADROOM)
+    if free is None or sequences * each <= free:
+        return
+    fits = free // each
+    raise ResourceError(
+        f"needs {gigabytes(sequences * each)} for {sequences} sequences of {tokens} tokens, free "
+        f"on {device}: {gigabytes(free)}",
+        hint=f"{fits} of them fit" if fits > 0 else "not one of them fits: use fewer tokens",
+    )
+
+
 def gigabytes(size_bytes: int) -> str:
     """`1.23 GB`, in units of 1e9 bytes; small sizes in MB."""
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.formats.architectures.dense import Llama3Rope
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
+from lowbit.runtime.sampling import Sampler
 
 W = TypeVar("W", contravariant=True)
 
@@ -97,6 +98,7 @@ class Ops(Protocol[W]):
             eps: of the norms.
             rope: tables for every position of the context.
             cache: [L, Hkv, T, D]; token m takes row `length + m` (host) = `position + m` (device).
+                Of several sequences, token m is the next one of sequence m.
             layer: which of the cache's L layers.
             gated: multiply each head's output by the sigmoid of its gate.
 
@@ -120,9 +122,12 @@ class Ops(Protocol[W]):
             ba: [M, 2 * Hv], b of every value head, then a.
             weights: of this layer.
             eps: of the norm.
-            state: brought forward by M tokens, in place.
+            state: brought forward by M tokens, in place; of several sequences, by one each.
             layer: which of the state's L layers.
 
         Returns:
             [M, Hv * Dv].
         """
+
+    def advance(self, logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) -> None:
+        """Choose the next token from logits [1, V] into token [1]; position [1] moves on by one."""

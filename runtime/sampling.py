@@ -152,6 +152,15 @@ class Sampler:
         """What decides which operations `sample` runs; a captured graph is good for one shape."""
         return self.params.temperature == 0.0, self.params.top_k, self.params.penalized
 
+    def snapshot(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of what a step changes."""
+        return self.drawn.clone(), self.seen.clone(), self.produced.clone()
+
+    def restore(self, snapshot: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Go back to a snapshot."""
+        for now, before in zip((self.drawn, self.seen, self.produced), snapshot, strict=True):
+            now.copy_(before)
+
     def configure(self, params: SamplingParams) -> None:
         """Take over parameters; from here on `sample` runs the operations of their shape."""
         self.params = params
@@ -224,6 +233,12 @@ def sample(logits: Tensor, sampler: Sampler) -> Tensor:
         sampler.seen.index_fill_(0, token, True)
         sampler.produced.index_fill_(0, token, True)
     return token
+
+
+def advance(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) -> None:
+    """`sample` into token [1] int64, with position [1] moved on by one."""
+    token.copy_(sample(logits, sampler))
+    position.add_(1)
 
 
 def penalize(scores: Tensor, sampler: Sampler) -> Tensor:

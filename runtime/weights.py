@@ -49,14 +49,14 @@ class Weights(Generic[W]):
         schemes: of every linear module; None, or no entry, where its weight is dense.
         device: where the model lives.
         dtype: of its dense tensors and activations.
-        prepare: what the backend makes of a linear.
+        prepare: what the backend makes of a linear, and of one whose two halves are paired.
     """
 
     checkpoint: Checkpoint
     schemes: Mapping[str, Scheme | None]
     device: str
     dtype: torch.dtype
-    prepare: Callable[[Linear], W]
+    prepare: Callable[[Linear, bool], W]
     _staging: list["_PinnedBlock"] = field(default_factory=list)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -68,14 +68,17 @@ class Weights(Generic[W]):
 
     def dense(self, weight: Tensor) -> W:
         """A linear over a tensor already read, such as a tied embedding; shares it."""
-        return self.prepare(DenseLinear(weight))
+        return self.prepare(DenseLinear(weight), False)
 
-    def linear(self, *modules: str) -> W:
-        """One linear over the rows of several modules of one scheme, in the given order."""
+    def linear(self, *modules: str, paired: bool = False) -> W:
+        """One linear over the rows of several modules of one scheme, in the given order.
+
+        paired: two modules, gate and up, whose rows meet one by one.
+        """
         scheme = self.schemes.get(modules[0])
         if scheme is None:
             weight = self._stacked([f"{module}.weight" for module in modules], self.dtype)
-            return self.prepare(DenseLinear(weight))
+            return self.prepare(DenseLinear(weight), paired)
         if scheme.symmetric:
             codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
         else:
@@ -88,7 +91,7 @@ class Weights(Generic[W]):
             bits=bits,
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
-        return self.prepare(packed)
+        return self.prepare(packed, paired)
 
     def _widened(self, modules: Sequence[str], scheme: Scheme) -> Tensor:
         """Codes q - z of asymmetric modules in one buffer of 8-bit codes, some rows at a time."""

@@ -3,25 +3,53 @@
     q, k  = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)      (per head, FP32)
     out_h = softmax(q_h . k[0 .. position] / sqrt(D)) @ v[0 .. position]     (* sigmoid(gate_h))
 
-Layout  qkv [1, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
-        [Hkv, T, D] bf16, position [1] int32 on the device: the row the token takes; out [1, Hq * D]
+Layout  qkv [B, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
+        [B * Hkv, T, D] bf16, position [B] int32 on the device: the row each token takes;
+        out [B, Hq * D]
 Bytes   4 * Hkv * D * position; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at 4.56 TB/s
-Plan    a program per kv head and split of the cache; it holds the Hq / Hkv query heads that share
-        the kv head as rows of a tensor-core tile. Split 0 also owns the new token. The number of
-        splits is fixed by the context, the rows of a split follow the position: splits without rows
-        return at once. A second kernel joins the splits in order; no atomics, so bit-reproducible
+Plan    a program per kv head and split of the cache, for the Hq / Hkv query heads that share the kv
+        head: rows of one tensor-core tile, keys its columns, read from the cache as fragments.
+        Every warp has keys and an online softmax of its own, joined in order at the end.
+        Split 0 also owns the new token. The number of splits is fixed by the cache's reach, the
+        rows of a split follow the position: splits without rows return at once. The program that
+        comes last joins the splits, in order, so bit-reproducible. Keys and values of earlier steps
+        are on their way before the kernel waits for its predecessor
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.cache import KVCache
-from lowbit.runtime.kernels.device import on_gpu, programmatic_launch
-from lowbit.runtime.kernels.launch import attention_launch, join_warps
-from lowbit.runtime.kernels.rotate import rotated, rotated_ref
+from lowbit.runtime.kernels.attention_fragments import (
+    add_values,
+    key_scores,
+    load_keys,
+    load_values,
+    online_softmax,
+    stage_queries,
+)
+from lowbit.runtime.kernels.attention_join import join_splits, put_gated
+from lowbit.runtime.kernels.attention_rotate import rotated_fragments
+from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.launch import attention_launch, join_bytes
+from lowbit.runtime.kernels.mma import (
+    across,
+    as_float,
+    as_word,
+    barrier,
+    declaration,
+    load16,
+    load_shared16,
+    prefetch,
+    shared_buffer,
+    store16,
+    store_shared8,
+    store_shared16,
+)
+from lowbit.runtime.kernels.rotate import rotated_ref
 from lowbit.runtime.ops import Rope
 
 LOG2_E = 1.4426950408889634
@@ -62,127 +90,187 @@ def attention_decode_ref(
     return (torch.einsum("ht,htd->hd", scores, values) * gate).view(1, -1), k, v
 
 
-@triton.jit
-def _split_rows(position, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Cache rows of one split, a multiple of BLOCK_T, for the tokens before `position`."""
-    return tl.cdiv(tl.cdiv(position, SPLITS), BLOCK_T) * BLOCK_T
-
-
-@triton.jit
+@gluon.jit
 def _attention_kernel(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_ptr,
-    v_ptr,
-    position_ptr,
-    part_ptr,
-    state_ptr,
-    T,
-    eps,
-    score_scale,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    NATIVE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    head, split = tl.program_id(0), tl.program_id(1)
-    Hkv = tl.num_programs(0)
-    offs_h = tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, D)
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position_ptr,
+    part_ptr, state_ptr, arrived_ptr, out_ptr, T, eps, score_scale,
+    SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
+    SPLITS: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
+    SETS: gl.constexpr = (D + 63) // 64
+    FP32: gl.constexpr = q_norm_ptr is not None and q_norm_ptr.dtype.element_ty == gl.float32
+    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
+    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    g = lane // 4
+    t = lane % 4
+    head, split, token = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    Hkv = gl.num_programs(0)
+    QUERY: gl.constexpr = 2 * D if GATED else D  # from one query to the next
+    qkv_ptr += token * Hkv * (SHARED * QUERY + 2 * D)
+    out_ptr += token * Hkv * SHARED * D
+    if SPLITS > 1:
+        part_ptr += token * Hkv * SHARED * SPLITS * D
+        state_ptr += token * Hkv * SHARED * SPLITS * 2
+        arrived_ptr += token * Hkv
+    position = gl.load(position_ptr + token)  # of an earlier step, like the cache: before the wait
+    split_rows = gl.cdiv(gl.cdiv(position, SPLITS), WARPS * KEYS) * (WARPS * KEYS)
+    start = split * split_rows
+    end = gl.minimum(start + split_rows, position)
+    row = start + warp * KEYS
+    cache = (token * Hkv + head).to(gl.int64) * T * (2 * D)
+    k_base = k_ptr.to(gl.int64, bitcast=True) + cache
+    v_base = v_ptr.to(gl.int64, bitcast=True) + cache
+    WIDE: gl.constexpr = D > 128  # too many registers for keys and values before the rotation
+    keys = load_keys(k_base, row + g, end, t, D, BLOCKS, WIDE)
+    values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS, WIDE)
+    cos = cos_ptr.to(gl.int64, bitcast=True)
+    sin = sin_ptr.to(gl.int64, bitcast=True)
+    prefetch(cos + (position * (R // 2) + lane % (R // 2)).to(gl.int64) * 4)
+    prefetch(sin + (position * (R // 2) + lane % (R // 2)).to(gl.int64) * 4)
+    q_gain = zero.to(gl.int64)
+    k_gain = q_gain
+    if q_norm_ptr is not None:
+        q_gain += q_norm_ptr.to(gl.int64, bitcast=True)
+        k_gain += k_norm_ptr.to(gl.int64, bitcast=True)
+        prefetch(
+            gl.where(lane % 2 == 0, q_gain, k_gain) + (lane // 2 * 64 % (4 * D if FP32 else 2 * D))
+        )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    position = tl.load(position_ptr)
-    split_rows = _split_rows(position, SPLITS, BLOCK_T)
-    start = split * split_rows
-    end = tl.minimum(start + split_rows, position)
     if (start >= end) & (split > 0):
         return
 
-    q_heads = head * SHARED + offs_h
-    is_q = offs_h < SHARED
-    QUERY: tl.constexpr = 2 * D if GATED else D  # from one query to the next
-    starts = q_heads * QUERY
-    q = rotated(qkv_ptr, q_norm_ptr, cos_ptr, sin_ptr, starts, is_q, position, eps, D, R)
-    operand = k_ptr.dtype.element_ty if NATIVE else tl.float32  # the interpreter's dot: FP32 only
-    q = q.to(k_ptr.dtype.element_ty)  # [BLOCK_H, D]
-    cache = head.to(tl.int64) * T * D
+    NEW: gl.constexpr = SHARED if SHARED < 8 else 0  # row g that holds the new key
+    qkv = qkv_ptr.to(gl.int64, bitcast=True)
+    key = Hkv * SHARED * QUERY + head * D
+    value = key + Hkv * D
+    is_q = g < SHARED
+    at = gl.where(is_q, (head * SHARED + g) * QUERY, key)
+    new_values = ()
+    for j in gl.static_range(SETS):
+        chunk = gl.minimum(8 * j + g, D // 8 - 1)
+        new_values = new_values + (load16(qkv + (value + chunk * 8).to(gl.int64) * 2),)
+    q = rotated_fragments(
+        qkv + at.to(gl.int64) * 2, gl.where(is_q, q_gain, k_gain), cos, sin, position, t, none,
+        eps, q_norm_ptr is not None, FP32, D, R,
+    )  # fmt: skip
+    new_key = q
+    if SHARED >= 8:
+        new_key = rotated_fragments(
+            qkv + (key + zero).to(gl.int64) * 2, k_gain, cos, sin, position, t, none, eps,
+            q_norm_ptr is not None, FP32, D, R,
+        )  # fmt: skip
+    owner = (warp == 0) & (split == 0)  # of the new token
+    new_row = position.to(gl.int64) * (2 * D)
+    for j in gl.static_range((D + 31) // 32):
+        mine = owner & (g == NEW) & (4 * j + t < D // 8)
+        store16(k_base + new_row + (4 * j + t) * 16, new_key[j], mine)
+    for j in gl.static_range(SETS):
+        mine = owner & (t == 0) & (8 * j + g < D // 8)
+        store16(v_base + new_row + (8 * j + g) * 16, new_values[j], mine)
 
-    starts = Hkv * SHARED * QUERY + head * D + tl.zeros([1], tl.int32)
-    always = starts >= 0
-    k_new = rotated(qkv_ptr, k_norm_ptr, cos_ptr, sin_ptr, starts, always, position, eps, D, R)
-    k_new = k_new.to(k_ptr.dtype.element_ty)  # [1, D]
-    v_new = tl.load(qkv_ptr + (starts + Hkv * D)[:, None] + offs_d[None, :])  # [1, D]
-    first = split == 0
-    new = cache + position * D + offs_d[None, :]
-    if first:
-        tl.store(k_ptr + new, k_new)
-        tl.store(v_ptr + new, v_new)
+    buffer = shared_buffer(BUFFER) + zero
+    first = key_scores(q, new_key, none, D, 1, False)
+    if WIDE:
+        stage_queries(buffer + lane * 16, q, warp, zero, D)
+        barrier()
+        q = buffer + lane * 16
+        keys = load_keys(k_base, row + g, end, t, D, BLOCKS)
+        values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS)
+    acc = ()
+    for i in gl.static_range(4 * SETS):
+        acc = acc + ((none, none, none, none),)
+    hidden = none + float("-inf")
+    held = owner & (t == NEW // 2)
+    first_scores = ()
+    for i in gl.static_range(2):
+        first_scores = first_scores + (
+            gl.where(held, first[i] * score_scale, hidden) if i == NEW % 2 else hidden,
+        )
+    top, total, first_fade, first_p = online_softmax(hidden, none, first_scores, 1)
+    acc = add_values(acc, first_fade, first_p, new_values + new_values, none, t, D, 1)
+    for _ in range(start, end, WARPS * KEYS):
+        raw = key_scores(q, keys, none, D, BLOCKS, WIDE)
+        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, D, BLOCKS)
+        scores = ()
+        for i in gl.static_range(2 * BLOCKS):
+            inside = row + i // 2 * 8 + 2 * t + i % 2 < end
+            scores = scores + (gl.where(inside, raw[i] * score_scale, hidden),)
+        top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
+        acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
+        row += WARPS * KEYS
+        values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS)
+    total += across(total, 1)
+    total += across(total, 2)
 
-    s_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * score_scale
-    top = tl.where(first, s_new, float("-inf"))  # [BLOCK_H], in powers of two
-    total = tl.where(first, 1.0, 0.0) + tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.where(first, v_new.to(tl.float32), 0.0) + tl.zeros([BLOCK_H, D], tl.float32)
-    for t in tl.range(start, end, BLOCK_T):
-        offs_t = t + tl.arange(0, BLOCK_T)
-        inside = offs_t < end
-        rows = cache + offs_t[:, None] * D + offs_d[None, :]
-        k = tl.load(k_ptr + rows, mask=inside[:, None], other=0.0)  # [BLOCK_T, D]
-        v = tl.load(v_ptr + rows, mask=inside[:, None], other=0.0)
-        s = tl.dot(q.to(operand), tl.trans(k.to(operand))) * score_scale
-        s = tl.where(inside[None, :], s, float("-inf"))  # [BLOCK_H, BLOCK_T]
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(p, axis=1)
-        p = p.to(v_ptr.dtype.element_ty).to(operand)
-        acc = acc * fade[:, None] + tl.dot(p, v.to(operand))
-        top = new_top
-
-    part = q_heads * SPLITS + split
-    tl.store(part_ptr + part[:, None] * D + offs_d[None, :], acc, mask=is_q[:, None])
-    tl.store(state_ptr + part * 2, top, mask=is_q)
-    tl.store(state_ptr + part * 2 + 1, total, mask=is_q)
-
-
-@triton.jit
-def _join_kernel(
-    part_ptr,
-    state_ptr,
-    position_ptr,
-    qkv_ptr,
-    out_ptr,
-    GATED: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    head = tl.program_id(0)
-    offs_s = tl.arange(0, SPLITS)
-    offs_d = tl.arange(0, D)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    position = tl.load(position_ptr)
-    held = (offs_s == 0) | (offs_s * _split_rows(position, SPLITS, BLOCK_T) < position)
-    part = head * SPLITS + offs_s
-    top = tl.load(state_ptr + part * 2, mask=held, other=float("-inf"))
-    total = tl.load(state_ptr + part * 2 + 1, mask=held, other=0.0)
-    acc = tl.load(part_ptr + part[:, None] * D + offs_d[None, :], mask=held[:, None], other=0.0)
-    weight = tl.exp2(top - tl.max(top, axis=0))  # [SPLITS]
-    out = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    if GATED:
-        out *= tl.sigmoid(tl.load(qkv_ptr + (2 * head + 1) * D + offs_d).to(tl.float32))
-    tl.store(out_ptr + head * D + offs_d, out.to(out_ptr.dtype.element_ty))
+    QUADS: gl.constexpr = 4 * SETS  # of sums a lane
+    PAIRS: gl.constexpr = (SHARED + 1) // 2  # of heads: lanes from there on hold nothing
+    QUAD: gl.constexpr = 128 * PAIRS  # bytes
+    if WIDE:
+        buffer += 1024 * (D // 32)  # after the queries
+    heads = buffer + warp * 64 + g * 8
+    store_shared8(heads, (as_word(top), as_word(total)), t == 0)
+    sums_at = buffer + WARPS * 64 + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+    for quad in gl.static_range(QUADS):
+        c = acc[quad]
+        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
+        store_shared16(sums_at + (warp * QUADS + quad) * QUAD, words, t < PAIRS)
+    barrier()
+    tops = ()
+    totals = ()
+    highest = (hidden, hidden)
+    for w in gl.static_range(WARPS):
+        state = load_shared16(buffer + w * 64 + t * 16)  # of two heads
+        tops = tops + ((as_float(state[0]), as_float(state[2])),)
+        totals = totals + ((as_float(state[1]), as_float(state[3])),)
+        highest = (gl.maximum(highest[0], tops[w][0]), gl.maximum(highest[1], tops[w][1]))
+    weights = ()
+    whole = (none, none)
+    for w in gl.static_range(WARPS):
+        weights = weights + ((gl.exp2(tops[w][0] - highest[0]), gl.exp2(tops[w][1] - highest[1])),)
+        whole = (
+            whole[0] + weights[w][0] * totals[w][0],
+            whole[1] + weights[w][1] * totals[w][1],
+        )
+    for first_quad in gl.static_range(0, QUADS, WARPS):
+        quad = first_quad + warp
+        sums = (none, none, none, none)
+        for w in gl.static_range(WARPS):
+            part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * QUAD)
+            sums = (
+                sums[0] + weights[w][0] * as_float(part[0]),
+                sums[1] + weights[w][1] * as_float(part[1]),
+                sums[2] + weights[w][0] * as_float(part[2]),
+                sums[3] + weights[w][1] * as_float(part[3]),
+            )
+        for i in gl.static_range(4):
+            q_head = head * SHARED + 2 * t + i % 2
+            d = (quad // 4 * 8 + g) * 8 + quad % 4 * 2 + i // 2
+            stored = (quad < QUADS) & (2 * t + i % 2 < SHARED) & (d < D)
+            if SPLITS == 1:
+                put_gated(sums[i] / whole[i % 2], qkv_ptr, out_ptr, q_head, d, stored, D, GATED)
+            else:
+                gl.store(part_ptr + (q_head * SPLITS + split) * D + d, sums[i], mask=stored)
+    if SPLITS > 1:
+        for i in gl.static_range(2):
+            stored = (warp == 0) & (g == 0) & (2 * t + i < SHARED)
+            state_at = state_ptr + ((head * SHARED + 2 * t + i) * SPLITS + split) * 2
+            gl.store(state_at, highest[i], mask=stored)
+            gl.store(state_at + 1, whole[i], mask=stored)
+        barrier()  # what all threads have stored goes before the count
+        running = gl.maximum(gl.cdiv(position, gl.maximum(split_rows, 1)), 1)
+        if gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == running - 1:
+            gl.store(arrived_ptr + head, 0)  # for the next layer
+            join_splits(
+                part_ptr, state_ptr, qkv_ptr, out_ptr, head, running, warp, lane, none,
+                SHARED, GATED, D, SPLITS, WARPS,
+            )  # fmt: skip
 
 
 def attention_decode(
@@ -195,20 +283,23 @@ def attention_decode(
     layer: int,
     gated: bool = False,
 ) -> Tensor:
-    """Attention of one token at the cache's device position; see `Ops.attention`.
+    """Attention of one token of each of the cache's B sequences; see `Ops.attention`.
 
     Returns:
-        [1, Hq * D] in the dtype of qkv.
+        [B, Hq * D] in the dtype of qkv.
     """
-    _, Hkv, T, D = cache.k.shape
+    B = qkv.shape[0]
+    Hkv, T, D = cache.k.shape[1] // B, *cache.k.shape[2:]
     Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
-    launch = attention_launch(Hkv, T)
-    part = torch.empty((Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
-    state = torch.empty((Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
-    out = torch.empty((1, Hq * D), dtype=qkv.dtype, device=qkv.device)
-    pdl = programmatic_launch(qkv)
     shared = Hq // Hkv
-    _attention_kernel[(Hkv, launch.splits)](
+    launch = attention_launch(B * Hkv, shared, cache.reach or T, D)
+    part = state = None
+    if launch.splits > 1:
+        part = torch.empty((B * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
+        state = torch.empty((B * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((B, Hq * D), dtype=qkv.dtype, device=qkv.device)
+    pdl = programmatic_launch(qkv)
+    _attention_kernel[(Hkv, launch.splits, B)](
         qkv,
         q_norm,
         k_norm,
@@ -219,6 +310,8 @@ def attention_decode(
         cache.position,
         part,
         state,
+        cache.arrived,
+        out,
         T,
         eps,
         D**-0.5 * LOG2_E,
@@ -227,27 +320,11 @@ def attention_decode(
         D=D,
         R=2 * rope.cos.shape[1],
         SPLITS=launch.splits,
-        BLOCK_H=max(16, triton.next_power_of_2(shared)),
-        BLOCK_T=launch.block_t,
-        NATIVE=on_gpu(qkv),
+        BLOCKS=launch.blocks,
+        WARPS=launch.warps,
+        BUFFER=declaration(join_bytes(shared, D, launch.warps)),
         PDL=pdl,
-        num_warps=4,
-        num_stages=3 if D <= 128 else 2,
-        launch_pdl=pdl,
-        enable_fp_fusion=True,
-    )
-    _join_kernel[(Hq,)](
-        part,
-        state,
-        cache.position,
-        qkv,
-        out,
-        GATED=gated,
-        D=D,
-        SPLITS=launch.splits,
-        BLOCK_T=launch.block_t,
-        PDL=pdl,
-        num_warps=join_warps(launch.splits, D),
+        num_warps=launch.warps,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )

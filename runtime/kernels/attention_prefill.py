@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.rotate import rotated, rotated_ref
@@ -144,7 +143,7 @@ def attention_prefill(
             q.transpose(0, 1)[None],
             keys[None, :, : past + M],
             values[None, :, : past + M],
-            attn_mask=causal_lower_right(M, past + M) if past else None,
+            attn_mask=_after(M, past) if past else None,
             is_causal=past == 0,
             enable_gqa=True,
         )
@@ -153,3 +152,10 @@ def attention_prefill(
         gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
         mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
     return mixed.reshape(M, Hq * D)
+
+
+def _after(M: int, past: int) -> Tensor:
+    """The causal mask of M tokens after others; its import costs what few first prompts need."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(M, past + M)

@@ -62,7 +62,7 @@ def _taps(taps_ptr, channels, W: tl.constexpr):
     taps = ()
     for tap in tl.static_range(W):
         one = tl.load(taps_ptr + channels * W + tap).to(tl.float32)
-        taps = taps + (one,)  # type: ignore[assignment] # noqa: RUF005
+        taps = taps + (one,)
     return taps
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch
-from lowbit.runtime.kernels.gemv import normed_ref
 from lowbit.runtime.kernels.launch import dense_gemv_launch
+from lowbit.runtime.kernels.rows import rms_norm_ref
 
 
 def dense_gemv_ref(
@@ -27,7 +27,8 @@ def dense_gemv_ref(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The value `dense_gemv` approximates: [1, N] float64."""
-    y = normed_ref(x, norm, eps) @ w.double().T
+    x = x.double() if norm is None else rms_norm_ref(x, norm, eps)
+    y = x @ w.double().T
     return y if residual is None else y + residual.double()
 
 

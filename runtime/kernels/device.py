@@ -12,7 +12,8 @@ def on_gpu(x: Tensor) -> bool:
 def programmatic_launch(x: Tensor) -> bool:
     """Whether a kernel may start before the one that feeds it ends (Hopper and later).
 
-    Every kernel of a decode step waits for its predecessor before it touches anything that a
-    kernel writes, and only then lets its successor start; so each wait covers all earlier kernels.
+    Every kernel of a decode step waits for its predecessor before it touches what a kernel of the
+    step writes, and none ends before it has waited; so each wait covers all earlier kernels. What
+    earlier steps wrote may be read before the wait: the cache, the position.
     """
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)

@@ -1,78 +1,59 @@
 """Launch sizes: one literal table, by bits and shape class.
 
-Chosen from the machine code for sm_90: no spills, two programs or more for each of 132
-multiprocessors, several 16-byte loads in flight in each thread.
+Measured on an H200 (LOG.md); elsewhere the same: no kernel needs more registers or shared memory
+than compute capability 8.0 to 12.0 all have.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class GemvLaunch:
-    """Tile of one GEMV program.
+    """Share of one GEMV program.
 
     Attributes:
-        block_n: rows a program computes.
-        block_q: quads of packed words (16 bytes) it holds of each row at a time, one a thread.
-        num_warps: warps of a program.
+        tiles: of 16 rows.
+        steps: of each tile that a warp has in flight at a time.
+        warps: of a program; they share the steps of a tile.
+        early: whether the next kernel may start before this one has its input.
+        registers: of a thread at most; None leaves the compiler to spill for occupancy's sake.
+        raw: codes enter with the constant of their place, which the sums begin without: a third
+            fewer instructions, but sums of x to make first. Else they are exact.
     """
 
-    block_n: int
-    block_q: int
-    num_warps: int
+    tiles: int
+    steps: int
+    warps: int
+    early: bool = False
+    registers: int | None = None
+    raw: bool = False
 
 
-# (bits, at least this many bytes of codes, rows a program); the first that fits counts.
-GEMV_ROWS = (
-    (4, 1 << 25, 16),
-    (4, 1 << 22, 8),
-    (4, 0, 4),
-    (8, 1 << 22, 8),
-    (8, 0, 4),
+# (at least this many KB of codes, at least this many steps, share); the first that fits counts.
+GEMV_SHARES = (
+    (40_000, 128, GemvLaunch(1, 4, 8, early=True, raw=True)),
+    (40_000, 64, GemvLaunch(1, 4, 4, early=True, registers=176, raw=True)),
+    (40_000, 0, GemvLaunch(2, 2, 4, early=True, registers=168, raw=True)),
+    (10_000, 64, GemvLaunch(1, 3, 8, early=True, registers=128, raw=True)),
+    (10_000, 32, GemvLaunch(1, 4, 4, early=True, registers=168, raw=True)),
+    (10_000, 0, GemvLaunch(2, 1, 8)),
+    (0, 33, GemvLaunch(1, 6, 8)),
+    (0, 16, GemvLaunch(1, 4, 8, registers=128)),
+    (0, 0, GemvLaunch(1, 2, 4)),
 )
-ROWS_OF_TWO_TILES = 8  # where a row takes several tiles, two are held: more would spill
-BLOCK_QS = (32, 64, 128)
+MANY_TOKENS = GemvLaunch(1, 1, 8, registers=255)  # more than one block of eight
 
 
-def gemv_launch(bits: int, N: int, K: int) -> GemvLaunch:
-    """The tile for one token times a packed [N, K]."""
-    quads = K * bits // 128
-    block_n = next(n for b, least, n in GEMV_ROWS if b == bits and N * quads * 16 >= least)
-    if quads < BLOCK_QS[0]:
-        block_q = _power_of_two(quads)
-    else:  # leave the fewest lanes idle at the end of a row; take the largest of equals
-        block_q = min(BLOCK_QS, key=lambda size: (-(-quads // size) * size, -size))
-    if quads > block_q:
-        block_n = min(block_n, ROWS_OF_TWO_TILES)
-    return GemvLaunch(block_n, block_q, max(1, block_q // 32))
-
-
-@dataclass(frozen=True, slots=True)
-class GemmLaunch:
-    """Tile of one GEMM program: tokens, rows and depth, and how many tiles are in flight."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-# (up to this many tokens, tile); the first that fits counts.
-GEMM_TILES = (
-    (16, GemmLaunch(16, 32, 128, 4, 4)),
-    (32, GemmLaunch(32, 64, 128, 4, 4)),
-    (64, GemmLaunch(64, 64, 128, 4, 3)),
-    (512, GemmLaunch(128, 64, 64, 4, 3)),
-    (1 << 62, GemmLaunch(256, 64, 64, 8, 3)),
-)
-
-
-def gemm_launch(M: int, group_size: int) -> GemmLaunch:
-    """The tile for M tokens; its depth divides the group size."""
-    tile = next(tile for most, tile in GEMM_TILES if most >= M)
-    return replace(tile, block_k=math.gcd(tile.block_k, group_size))
+def gemv_launch(tiles: int, steps: int, tokens: int) -> GemvLaunch:
+    """The share of a program, for so many tokens times a weight of tiles by steps."""
+    if tokens > 8:
+        return MANY_TOKENS
+    share = next(
+        share for size, depth, share in GEMV_SHARES if tiles * steps >= size and steps >= depth
+    )
+    if tokens == 1:
+        return share
+    return replace(share, steps=min(share.steps, 2), registers=None)  # x takes registers too
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +61,42 @@ class AttentionLaunch:
     """Split of the cache for one decoded token.
 
     Attributes:
-        splits: programs for each kv head, a power of two; fixed for a context, so that one CUDA
-            graph serves every position.
-        block_t: cache rows a program holds at a time.
+        splits: programs for each kv head, a power of two.
+        warps: of a program.
+        blocks: of 8 keys that a warp takes at a time, 1 or 2.
     """
 
     splits: int
-    block_t: int
+    warps: int
+    blocks: int
 
 
-ATTENTION_BLOCK_T = 32
-ATTENTION_PROGRAMS = 256  # about two on each of 132 multiprocessors
+STATIC_SHARED = 48 << 10  # bytes
+KEYS_OF_ONE = 256  # up to here one program takes a whole kv head
+KEYS_OF_MANY = 128  # of a program beyond, until there are enough programs
+ATTENTION_PROGRAMS = {False: 256, True: 128}  # about two or one on each multiprocessor; wide heads
 
 
-def attention_launch(kv_heads: int, context: int) -> AttentionLaunch:
-    """The split of a cache of `context` rows."""
-    blocks = -(-context // ATTENTION_BLOCK_T)
-    splits = min(_power_of_two(blocks), _power_of_two(max(1, ATTENTION_PROGRAMS // kv_heads)))
-    return AttentionLaunch(splits, ATTENTION_BLOCK_T)
+def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> AttentionLaunch:
+    """The split of the first `reach` rows, for so many query heads that share a kv head."""
+    wide = head_dim > 128
+    blocks = 1 if wide else 2
+    if reach <= KEYS_OF_ONE and wide:
+        return AttentionLaunch(2, 4, blocks)
+    if reach <= KEYS_OF_ONE:
+        fits = join_bytes(shared, head_dim, 8) <= STATIC_SHARED
+        return AttentionLaunch(1, 8 if fits else 4, blocks)
+    most = power_of_two(max(1, ATTENTION_PROGRAMS[wide] // kv_heads))
+    return AttentionLaunch(min(power_of_two(-(-reach // KEYS_OF_MANY)), most), 4, blocks)
 
 
-JOIN_SUMS = 4096  # FP32 sums a warp holds, 128 registers a thread: more would spill
+def join_bytes(shared: int, head_dim: int, warps: int) -> int:
+    """Shared memory in which the warps of an attention program meet; wide queries lie before."""
+    queries = 32 * head_dim if head_dim > 128 else 0
+    return queries + warps * (64 + 4 * -(-head_dim // 64) * 128 * -(-shared // 2))
 
 
-def join_warps(splits: int, head_dim: int) -> int:
-    """Warps of the program that joins the splits of a head."""
-    return min(32, max(4, splits * head_dim // JOIN_SUMS))
-
-
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
 
@@ -151,4 +139,4 @@ DENSE_GEMV_TILES = (
 def dense_gemv_launch(N: int, K: int) -> DenseGemvLaunch:
     """The tile for one token times a dense [N, K]."""
     tile = next(tile for least, tile in DENSE_GEMV_TILES if least <= N)
-    return replace(tile, block_k=min(tile.block_k, _power_of_two(K)))
+    return replace(tile, block_k=min(tile.block_k, power_of_two(K)))

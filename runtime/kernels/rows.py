@@ -1,7 +1,7 @@
 """The small row-wise ops around the linears: embedding lookup, RMS norm and SwiGLU of M tokens.
 
-A decode step uses `embed` alone (norm and SwiGLU are fused into its GEMVs), so that one takes part
-in programmatic launch.
+A decode step of one token uses `embed` alone (norm and SwiGLU are fused into its GEMVs), one of
+several sequences `rms_norm` too, so those take part in programmatic launch.
 """
 
 import torch
@@ -45,11 +45,16 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, h, BLOCK: tl.constexpr, PDL: tl.c
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, gain_ptr, y_ptr, K, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, gain_ptr, y_ptr, K, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * K
     offs = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row + offs, mask=offs < K, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row + offs, mask=offs < K, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * gain
     tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=offs < K)
 
@@ -79,8 +84,18 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * gain` of each row of x [M, K]: [M, K]."""
     M, K = x.shape
     y = torch.empty_like(x)
+    pdl = programmatic_launch(x)
     _rms_norm_kernel[(M,)](
-        x, gain, y, K, eps, BLOCK=triton.next_power_of_2(K), num_warps=8, enable_fp_fusion=True
+        x,
+        gain,
+        y,
+        K,
+        eps,
+        BLOCK=triton.next_power_of_2(K),
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
     )
     return y
 

@@ -41,17 +41,20 @@ class Dense(Generic[W]):
     rope: Rope
     ops: Ops[W]
 
-    def new_cache(self, context: int, dtype: torch.dtype, device: str) -> KVCache:
-        """An empty cache for one sequence of up to `context` tokens."""
+    def new_cache(
+        self, context: int, dtype: torch.dtype, device: str, sequences: int = 1
+    ) -> KVCache:
+        """An empty cache for one sequence, or several, of up to `context` tokens."""
         config = self.config
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return new_cache(layers, heads, config.head_dim, context, dtype, device)
+        return new_cache(layers, heads, config.head_dim, context, dtype, device, sequences)
 
     def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
 
         Args:
-            ids: [M] int64 on the model's device; they follow the tokens already in the cache.
+            ids: [M] int64 on the model's device; they follow the tokens already in the cache, of
+                several sequences one each.
             cache: written at rows `position .. position + M - 1`; its counters are the caller's.
 
         Returns:
@@ -87,7 +90,7 @@ def build(config: DenseConfig, weights: Weights[W], ops: Ops[W], context: int) -
                 qkv=weights.linear(*qkv),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
-                gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", paired=True),
                 down=weights.linear(f"{mlp}.down_proj"),
                 qkv_bias=(
                     torch.cat([weights.tensor(f"{module}.bias") for module in qkv])

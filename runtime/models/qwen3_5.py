@@ -76,22 +76,29 @@ class Qwen35(Generic[W]):
     rope: Rope
     ops: Ops[W]
 
-    def new_cache(self, context: int, dtype: torch.dtype, device: str) -> KVCache:
-        """Empty keys, values and states for one sequence of up to `context` tokens."""
+    def new_cache(
+        self, context: int, dtype: torch.dtype, device: str, sequences: int = 1
+    ) -> KVCache:
+        """Empty keys, values and states for one sequence, or several, of up to `context` tokens.
+
+        Those of several have no second state: they do not go back.
+        """
         config = self.config
         full, heads = config.layer_types.count(FULL), config.num_key_value_heads
-        cache = new_cache(full, heads, config.head_dim, context, dtype, device)
+        cache = new_cache(full, heads, config.head_dim, context, dtype, device, sequences)
         deltas = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
         if deltas:
-            cache.delta = new_delta_state(len(deltas), deltas[0], dtype, device)
-            cache.saved = cache.delta.clone()
+            cache.delta = new_delta_state(len(deltas), deltas[0], dtype, device, sequences)
+            if sequences == 1:
+                cache.saved = cache.delta.clone()
         return cache
 
     def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run M tokens through the layers; keys, values and states are brought forward.
 
         Args:
-            ids: [M] int64 on the model's device; they follow the tokens already in the cache.
+            ids: [M] int64 on the model's device; they follow the tokens already in the cache, of
+                several sequences one each.
             cache: of `new_cache`; its counters are the caller's.
 
         Returns:
@@ -150,7 +157,7 @@ def build(
                     else _delta_net(config, weights, f"{p}.linear_attn", index)
                 ),
                 post_norm=_gain(weights, f"{p}.post_attention_layernorm.weight"),
-                gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj"),
+                gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj", paired=True),
                 down=weights.linear(f"{p}.mlp.down_proj"),
             )
         )

@@ -1,26 +1,33 @@
-"""The GPU backend under a random two-layer Qwen3: decoding step by step against prefill."""
+"""The GPU backend under a random two-layer Qwen3: decoding step by step against prefill.
 
-from collections.abc import Callable
+Without a GPU, dense linears and prefill run in the interpreter of the kernels.
+"""
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.packing import pack
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache, new_cache
-from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.kernels.rows import rms_norm_ref
+from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, dequantized
+from lowbit.runtime.linear import DenseLinear, PackedLinear
 from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.ops import rope_tables
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels' interpreter
-# BF16 activations: prefill rounds the normed x, decode does not; measured 6e-3 of the norm.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = pytest.mark.gpu
+# Activations are BF16 everywhere; the weights of a long prompt are rounded to it as well.
 ERROR = 0.02
+EPS = 1e-6
 
 SMALL = DenseConfig(33, 64, 64, 1, 2, 1, 32, 1e-6, 1e6, 32, False)
 LARGE = DenseConfig(5000, 2048, 6144, 2, 16, 8, 128, 1e-6, 1e6, 4096, False)
+PACKED = [pytest.param(kind, marks=GPU) for kind in ("int4", "int8")]
 
 
 def packed(N: int, K: int, bits: int, G: int) -> PackedLinear:
@@ -34,20 +41,32 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16().to(DEVICE)
 
 
-def random_model(config: DenseConfig, linear: Callable[[int, int], Linear]) -> Dense[Linear]:
+def linear(kind: str, N: int, K: int, paired: bool = False) -> GpuLinear:
+    """A random linear: int4, int8 or dense."""
+    if kind == "dense":
+        return DenseLinear(randn(N, K) * K**-0.5)
+    return cuda.prepare(packed(N, K, 4 if kind == "int4" else 8, 32), paired)
+
+
+def weight_of(w: GpuLinear) -> Tensor:
+    """Its exact weight in float64, in the order of the checkpoint's rows."""
+    return (dequantized(w) if isinstance(w, TiledLinear) else w.weight).double()
+
+
+def random_model(config: DenseConfig, kind: str) -> Dense[GpuLinear]:
     torch.manual_seed(0)
     h, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     layers = tuple(
         Layer(
             input_norm=1 + 0.1 * randn(h),
-            qkv=linear(q + 2 * kv, h),
+            qkv=linear(kind, q + 2 * kv, h),
             q_norm=1 + 0.1 * randn(D),
             k_norm=1 + 0.1 * randn(D),
-            o=linear(h, q),
+            o=linear(kind, h, q),
             post_norm=1 + 0.1 * randn(h),
-            gate_up=linear(2 * inner, h),
-            down=linear(h, inner),
+            gate_up=linear(kind, 2 * inner, h, paired=True),
+            down=linear(kind, h, inner),
         )
         for _ in range(config.num_hidden_layers)
     )
@@ -56,7 +75,7 @@ def random_model(config: DenseConfig, linear: Callable[[int, int], Linear]) -> D
         embedding=randn(config.vocab_size, h),
         layers=layers,
         norm=1 + 0.1 * randn(h),
-        head=linear(config.vocab_size, h),
+        head=linear(kind, config.vocab_size, h),
         rope=rope_tables(config.max_position_embeddings, D, config.rope_theta, DEVICE),
         ops=cuda,
     )
@@ -73,73 +92,97 @@ def cache_for(config: DenseConfig) -> KVCache:
     )
 
 
+def relative_error(y: Tensor, ref: Tensor) -> float:
+    return float((y.double() - ref.double()).norm() / ref.double().norm())
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["int4", "int8", "dense"])
 @pytest.mark.parametrize(
-    ("config", "tokens", "kind"),
-    [
-        (SMALL, 3, "int4"),
-        pytest.param(SMALL, 3, "int8", marks=pytest.mark.slow),
-        (SMALL, 3, "dense"),
-        *(pytest.param(LARGE, 40, k, marks=pytest.mark.gpu) for k in ("int4", "int8", "dense")),
-    ],
+    ("config", "tokens"),
+    [(SMALL, 3), (LARGE, 8), (LARGE, 20), (LARGE, 40)],
+    ids=["small-3", "large-8", "large-20", "large-40"],
 )
 def test_decode_follows_prefill(config: DenseConfig, tokens: int, kind: str) -> None:
-    def linear(N: int, K: int) -> Linear:
-        if kind == "dense":
-            return DenseLinear(randn(N, K) * K**-0.5)
-        return packed(N, K, 4 if kind == "int4" else 8, 32)
-
-    model = random_model(config, linear)
+    model = random_model(config, kind)
     ids = torch.randint(config.vocab_size, (tokens,)).to(DEVICE)
 
     at_once = model.hidden(ids, cache_for(config))
     cache, steps = cache_for(config), []
     for m in range(tokens):
         steps.append(model.hidden(ids[m : m + 1], cache))
-        cache.truncate(cache.length + 1)
+        cache.advance(1)
     one_by_one = torch.cat(steps)
     a, b = model.logits(at_once), torch.cat([model.logits(step) for step in steps])
 
     for x, y in ((one_by_one, at_once), (b, a)):
         assert x.shape == y.shape
-        assert float((x.double() - y.double()).norm() / y.double().norm()) < ERROR
+        assert relative_error(x, y) < ERROR
 
 
-def test_chunks_follow_each_other() -> None:
+@pytest.mark.parametrize("kind", ["dense", *PACKED])
+def test_chunks_follow_each_other(kind: str) -> None:
     """A prompt in two chunks leaves the cache and the result of one chunk."""
-    model = random_model(SMALL, lambda N, K: packed(N, K, 4, 32))
+    model = random_model(SMALL, kind)
     ids = torch.randint(SMALL.vocab_size, (9,)).to(DEVICE)
     whole, parts = cache_for(SMALL), cache_for(SMALL)
     expected = model.hidden(ids, whole)
     model.hidden(ids[:4], parts)
-    parts.truncate(4)
+    parts.advance(4)
     got = model.hidden(ids[4:], parts)
     assert float((got.double() - expected[4:].double()).norm() / expected.norm()) < ERROR
     torch.testing.assert_close(parts.k, whole.k, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("M", [1, 3])
+MANY = cuda.GEMV_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["dense", *PACKED])
+@pytest.mark.parametrize("M", [1, 3, MANY, MANY + 1])
+def test_linears_of_any_number_of_tokens(kind: str, M: int) -> None:
+    """Whatever kernel so many tokens take, each op is the same product."""
+    torch.manual_seed(1)
+    x, norm, bias, residual = randn(M, 96), 1 + 0.1 * randn(96), 5 * randn(50), randn(M, 50)
+    w, gate_up = linear(kind, 50, 96), linear(kind, 100, 96, paired=True)
+    normed = rms_norm_ref(x, norm, EPS)
+    biased = normed @ weight_of(w).T + bias.double()
+    assert relative_error(cuda.norm_linear(x, norm, EPS, w, bias), biased) < ERROR
+    assert relative_error(cuda.norm_linear(x, norm, EPS, w), biased - bias.double()) < ERROR
+    added = x.double() @ weight_of(w).T + residual.double()
+    assert relative_error(cuda.linear_add(x, w, residual), added) < ERROR
+    gate, up = (normed @ weight_of(gate_up).T).chunk(2, dim=1)
+    assert relative_error(cuda.norm_swiglu(x, norm, EPS, gate_up), silu(gate) * up) < ERROR
+    logits = cuda.norm_logits(x, norm, EPS, w)
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, normed @ weight_of(w).T) < ERROR
+
+
+@GPU
+@pytest.mark.parametrize("M", [1, 3, MANY + 1])
 def test_logits_are_not_rounded(M: int) -> None:
-    x, norm, w = randn(M, 64), randn(64), packed(33, 64, 8, 32)
-    y = cuda.norm_logits(x, norm, 1e-6, w)
-    assert y.dtype == torch.float32
+    x, norm, w = randn(M, 64), randn(64), cuda.prepare(packed(33, 64, 8, 32))
+    y = cuda.norm_logits(x, norm, EPS, w)
     assert bool((y != y.bfloat16().float()).any())
-    rounded = cuda.norm_linear(x, norm, 1e-6, w).float()
+    rounded = cuda.norm_linear(x, norm, EPS, w).float()
     assert bool(((y - rounded).abs() <= 2.0**-7 * y.abs()).all())
-    dense = DenseLinear(w.dequantized().bfloat16())
-    close = cuda.norm_logits(x, norm, 1e-6, dense)
-    assert close.dtype == torch.float32
-    assert float((y - close).norm() / y.norm()) < ERROR
+
+
+def test_prepare_gives_tiles() -> None:
+    w = packed(40, 64, 8, 32)
+    for paired in (False, True):
+        tiled = cuda.prepare(w, paired)
+        assert isinstance(tiled, TiledLinear)
+        assert tiled.paired == paired
+        assert torch.equal(dequantized(tiled), w.dequantized())
+    dense = DenseLinear(randn(4, 64))
+    assert cuda.prepare(dense, True) is dense
 
 
 def test_prepare_refuses_small_groups() -> None:
-    w = packed(4, 64, 4, 16)
     with pytest.raises(FormatError, match="groups of 16 codes have no GPU kernel"):
-        cuda.prepare(w)
-    w = packed(4, 48, 8, 48)
+        cuda.prepare(packed(4, 64, 4, 16))
     with pytest.raises(FormatError, match="rows of 48"):
-        cuda.prepare(w)
-    w = packed(4, 64, 8, 32)
-    assert cuda.prepare(w) is w
+        cuda.prepare(packed(4, 48, 8, 48))
 
 
 @pytest.mark.parametrize("size", [0, 8, 48, 96])
@@ -147,3 +190,23 @@ def test_head_sizes_without_a_kernel_are_named(size: int) -> None:
     cuda.check_heads(head_dim=64, linear_key_head_dim=128)
     with pytest.raises(UnsupportedModelError, match=f"head_dim = {size} has no GPU kernel"):
         cuda.check_heads(head_dim=size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ((32, 2, 128, 128), "16 query heads"),
+        ((16, 8, 32, 24), "24 rotated dimensions"),
+        ((16, 8, 32, 8), "8 rotated dimensions"),
+        ((8, 1, 512, 512), "head_dim = 512"),
+        ((8, 1, 96, 96), "head_dim = 96"),
+    ],
+)
+def test_attention_without_a_kernel_is_refused(sizes: tuple[int, ...], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        cuda.check_attention(*sizes)
+
+
+def test_attention_of_real_models_has_a_kernel() -> None:
+    for sizes in ((16, 8, 128, 128), (64, 8, 128, 128), (8, 2, 256, 64), (32, 8, 64, 64)):
+        cuda.check_attention(*sizes)

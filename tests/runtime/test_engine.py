@@ -2,24 +2,21 @@
 
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine import Engine, _Outbox
+from lowbit.runtime.cache import KVCache
+from lowbit.runtime.models.dense import Dense
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 GREEDY = lowbit.SamplingParams()
 PROMPT = [10, 20, 30, 40, 50, 60]
-
-
-def cpu_outbox() -> _Outbox:
-    return _Outbox(torch.zeros(2, dtype=torch.int64), ())
 
 
 @pytest.fixture
@@ -74,25 +71,27 @@ def test_a_request_that_lost_its_place_says_so(load: Callable[[], lowbit.Model])
     assert [begun, *second] == list(load().engine.generate([5, 6, 7], GREEDY, 10))
 
 
-def test_a_step_before_the_request_knows_its_parameters(
+def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
     load: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph is captured from such a step."""
-    model, seen = load(), []
+    """Decode kernels sum by the reach: the same token must get the same one in every request."""
+    monkeypatch.setattr("lowbit.runtime.cache.FIRST_REACH", 8)
+    model, seen = load(), set()
+    hidden = Dense.hidden
 
-    def step(engine: Engine) -> None:
-        seen.append(engine.sampler.knobs.tolist())
-        engine._step()
-        engine.cache.truncate(engine.cache.length)
+    def noted(decoder: Dense[Any], ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        if len(ids) == 1:
+            seen.add((cache.length, cache.reach))
+        return hidden(decoder, ids, cache)
 
-    monkeypatch.setattr(Engine, "_capture", step)
-    monkeypatch.setattr(Engine, "on_gpu", True)
-    monkeypatch.setattr("lowbit.runtime.engine._Outbox.new", lambda on_gpu: cpu_outbox())
-    hot = lowbit.SamplingParams(0.8, 5, 0.9, 0.1, seed=1)
-    got = list(model.engine.generate(PROMPT, hot, 10))
-    assert seen == [[0.8, 0.9, 0.1, 1.0, 0.0]]
-    monkeypatch.undo()
-    assert got == list(load().engine.generate(PROMPT, hot, 10))
+    monkeypatch.setattr(Dense, "hidden", noted)
+    for prompt, count in (([5], 64), (PROMPT, 50), ([5], 1), (PROMPT, 1), ([*PROMPT, 7], 1)):
+        list(model.engine.generate(prompt, GREEDY, count))
+    assert model.engine.reused == len(PROMPT)
+    model.logits([6])
+    reaches = dict(seen)
+    assert len(reaches) == len(seen) == 64
+    assert [reaches[length] for length in (0, 7, 8, 31, 32, 63)] == [8, 8, 32, 32, 64, 64]
 
 
 def test_an_abandoned_request_leaves_the_engine_usable(load: Callable[[], lowbit.Model]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
-from lowbit.runtime import engine
+from lowbit.runtime import engine, sampling
 from lowbit.runtime.chat import ChatTemplate
 from lowbit.runtime.reasoning import Begin, Splitter, begin_of
 from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -133,7 +133,8 @@ def thinker(make_qwen3_5: Make) -> lowbit.Model:
 def saying(model: lowbit.Model, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the model choose the tokens of a text, then the end of its turn."""
     left = [*model.tokenizer.encode(text), *model.tokenizer.encode("<|im_end|>")]
-    monkeypatch.setattr(engine, "sample", lambda logits, sampler: torch.tensor([left.pop(0)]))
+    for module in (engine, sampling):  # the first token, and those of steps
+        monkeypatch.setattr(module, "sample", lambda logits, sampler: torch.tensor([left.pop(0)]))
 
 
 def test_a_generation_holds_both_parts(

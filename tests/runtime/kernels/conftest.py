@@ -8,10 +8,12 @@ from torch import Tensor
 
 from lowbit.formats.packing import pack
 from lowbit.runtime.cache import KVCache, new_cache
+from lowbit.runtime.kernels.tiles import TiledLinear, tiled
 from lowbit.runtime.linear import PackedLinear
 from lowbit.runtime.ops import Rope, rope_tables
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
+MakeTiled = Callable[..., TiledLinear]
 MakeCache = Callable[..., KVCache]
 
 
@@ -55,6 +57,26 @@ def make_packed(device: str) -> MakePacked:
         codes[-1, 0], codes[-1, -1] = low, high
         scales = 0.3 / 2**bits * torch.randn(N, K // G, device=device)
         return PackedLinear(pack(codes, bits), scales.bfloat16(), bits, G)
+
+    return make
+
+
+@pytest.fixture
+def make_tiled(device: str) -> MakeTiled:
+    """(bits, N, K, G, paired, dtype of scales) to a random weight as the GPU keeps it."""
+
+    def make(
+        bits: int,
+        N: int,
+        K: int,
+        G: int,
+        paired: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> TiledLinear:
+        shape = (N, K * bits // 32)
+        codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
+        scales = 0.3 / 2**bits * torch.randn(N, K // G, device=device)
+        return tiled(PackedLinear(codes, scales.to(dtype), bits, G), paired)
 
     return make
 

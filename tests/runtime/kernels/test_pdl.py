@@ -1,6 +1,10 @@
-"""Programmatic launch: a kernel that starts early must not read what its producer still writes."""
+"""Programmatic launch: a kernel that starts early must not read what its producer still writes.
+
+What earlier steps wrote (the position, the rows of the cache before it) may be read early.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,16 +16,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
-from lowbit.runtime.linear import DenseLinear, PackedLinear
+from lowbit.runtime.kernels import gemv as gemv_module
+from lowbit.runtime.kernels.choose import choose
+from lowbit.runtime.kernels.gemv import gemv
+from lowbit.runtime.kernels.launch import gemv_launch
+from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.linear import DenseLinear
 from lowbit.runtime.ops import Rope
+from lowbit.runtime.sampling import SamplingParams, new_sampler
 
-MakePacked = Callable[[int, int, int, int], PackedLinear]
+MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
-
-pytestmark = pytest.mark.gpu
 
 DELAY_NS = 300_000
 EPS = 1e-6
+BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("programmatic launch needs compute capability 9.0")
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+@pytest.fixture(params=[False, True], ids=["late", "early"])
+def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether every GEMV lets its successor start before it has waited itself."""
+    chosen = bool(request.param)
+    monkeypatch.setattr(
+        gemv_module, "gemv_launch", lambda *sizes: replace(gemv_launch(*sizes), early=chosen)
+    )
+    return chosen
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,6 +65,15 @@ def _late_copy_kernel(source_ptr, target_ptr, n, delay_ns, BLOCK: tl.constexpr):
     tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < n), mask=offs < n)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _hasty_copy_kernel(source_ptr, target_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What no kernel may be: it reads, and then waits."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source_ptr + offs, mask=offs < n)
+    gdc_wait()
+    tl.store(target_ptr + offs, values, mask=offs < n)
+
+
 def late_copy(source: Tensor, target: Tensor) -> None:
     """Fill target from source, late."""
     n = source.numel()
@@ -45,59 +82,104 @@ def late_copy(source: Tensor, target: Tensor) -> None:
     )
 
 
-@pytest.fixture
-def hopper() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("programmatic launch needs compute capability 9.0")
-
-
-def check_waits(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """`op(x)` is the same when x is written late by the kernel just before it."""
+def waits(op: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether `op(x)` is the same each time x is written late by the kernel just before it."""
     expected = op(x)
+    same = []
     for _ in range(3):
         target = torch.full_like(x, 1)
         torch.cuda.synchronize()
         late_copy(x, target)
-        assert torch.equal(op(target), expected)
+        same.append(torch.equal(op(target), expected))
+    return all(same)
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_gemvs_wait(make_packed: MakePacked, randn: Randn, bits: int) -> None:
-    w, norm, residual = make_packed(bits, 2048, 2048, 128), randn(2048), randn(1, 2048)
-    x = randn(1, 2048)
-    check_waits(lambda x: cuda.norm_linear(x, norm, EPS, w), x)
-    check_waits(lambda x: cuda.norm_swiglu(x, norm, EPS, w), x)
-    check_waits(lambda x: cuda.linear_add(x, w, residual), x)
-    check_waits(lambda residual: cuda.linear_add(x, w, residual), residual)
+def test_a_kernel_that_reads_early_is_noticed(randn: Randn) -> None:
+    def hasty_copy(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        _hasty_copy_kernel[(2,)](x, out, 2048, BLOCK=1024, launch_pdl=True, enable_fp_fusion=True)
+        return out
+
+    assert not waits(hasty_copy, randn(2048))
 
 
-@pytest.mark.usefixtures("hopper")
+@BITS
+@pytest.mark.usefixtures("early")
+def test_gemvs_wait(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
+    w, norm, bias = make_tiled(bits, 2048, 2048, 128), randn(2048), randn(2048)
+    x, residual = randn(1, 2048), randn(1, 2048)
+    assert waits(lambda x: gemv(x, w), x)
+    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w), x)
+    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
+    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
+    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
+    assert waits(lambda x: cuda.norm_logits(x, norm, EPS, w), x)
+    gate_up = make_tiled(bits, 4096, 2048, 128, True)
+    assert waits(lambda x: cuda.norm_swiglu(x, norm, EPS, gate_up), x)
+
+
+@BITS
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("tokens", [2, 8, 20])
+def test_gemvs_of_several_tokens_wait(
+    make_tiled: MakeTiled, randn: Randn, bits: int, tokens: int
+) -> None:
+    w, x, residual = make_tiled(bits, 2048, 2048, 128), randn(tokens, 2048), randn(tokens, 2048)
+    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
+    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
+    gate_up = make_tiled(bits, 4096, 2048, 128, True)
+    assert waits(lambda x: gemv(x, gate_up), x)
+
+
+@pytest.mark.parametrize(("N", "K"), [(4096, 12288), (24576, 4096), (1024, 2048), (151936, 1024)])
+def test_gemvs_as_they_are_launched_wait(
+    make_tiled: MakeTiled, randn: Randn, N: int, K: int
+) -> None:
+    """Of weights of every size class."""
+    w, residual = make_tiled(4, N, K, 128), randn(1, N)
+    assert waits(lambda x: cuda.linear_add(x, w, residual), randn(1, K))
+
+
 def test_embed_waits(randn: Randn) -> None:
     table = randn(100, 2048)
-    check_waits(lambda ids: cuda.embed(ids, table), torch.tensor([77], device="cuda"))
+    assert waits(lambda ids: cuda.embed(ids, table), torch.tensor([77], device="cuda"))
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("reach", [256, 4096])
 def test_attention_waits(
-    randn: Randn, make_cache: Callable[..., KVCache], make_rope: Callable[[int, int], Rope]
+    randn: Randn,
+    make_cache: Callable[..., KVCache],
+    make_rope: Callable[[int, int], Rope],
+    reach: int,
+    gated: bool,
 ) -> None:
-    q_norm, k_norm, rope = randn(128), randn(128), make_rope(4096, 128)
-    cache = make_cache(1, 8, 128, 4096, 3000)
-    check_waits(
-        lambda qkv: cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0), randn(1, 32 * 128)
-    )
+    """Whatever it reads of the cache before, the new token is complete: queries, key, value, gate.
+
+    The row of the new token is written by the call and must not be what a call reads early.
+    """
+    Hq, Hkv, D, R = (16, 4, 256, 64) if gated else (32, 8, 128, 128)
+    q_norm, k_norm, rope = randn(D), randn(D), make_rope(4096, R)
+    cache = make_cache(1, Hkv, D, 4096, min(3000, reach - 6))
+    cache.reach = reach
+    row = int(cache.position)
+
+    def attend(qkv: Tensor) -> Tensor:
+        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0, gated)
+        return torch.cat([part.flatten() for part in (out, cache.k[0, :, row], cache.v[0, :, row])])
+
+    assert waits(attend, randn(1, ((2 if gated else 1) * Hq + 2 * Hkv) * D))
+    assert not cache.arrived.any()
 
 
-@pytest.mark.usefixtures("hopper")
 def test_dense_gemv_waits(randn: Randn) -> None:
     w, norm, bias = DenseLinear(randn(64, 2048)), randn(2048).float(), randn(64)
-    x = randn(1, 2048)
-    check_waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
-    check_waits(lambda residual: cuda.linear_add(x, w, residual), randn(1, 64))
+    x, residual = randn(1, 2048), randn(1, 64)
+    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
+    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
+    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
 
 
-@pytest.mark.usefixtures("hopper")
 def test_delta_net_waits(randn: Randn) -> None:
     """Neither the inputs nor the state is read before the kernel ahead has written them."""
     Hk, Hv, D = 16, 32, 128
@@ -112,8 +194,10 @@ def test_delta_net_waits(randn: Randn) -> None:
     )
     inputs = [randn(1, C + Hv * D), randn(1, 2 * Hv), randn(1, Hv, D, D).float(), randn(1, 3, C)]
 
-    def step(qkvz: Tensor, ba: Tensor, memory: Tensor, window: Tensor) -> Tensor:
-        return cuda.delta_net(qkvz, ba, weights, EPS, DeltaState(window, memory), 0)
+    def step(qkvz: Tensor, ba: Tensor, memory: Tensor, window: Tensor) -> list[Tensor]:
+        """The result and the state after it."""
+        out = cuda.delta_net(qkvz, ba, weights, EPS, DeltaState(window, memory), 0)
+        return [out, memory, window]
 
     expected = step(*(x.clone() for x in inputs))
     for late in (0, 1, 2, 3) * 3:
@@ -121,13 +205,31 @@ def test_delta_net_waits(randn: Randn) -> None:
         given[late].fill_(1)
         torch.cuda.synchronize()
         late_copy(inputs[late], given[late])
-        assert torch.equal(step(*given), expected)
+        assert all(torch.equal(*pair) for pair in zip(step(*given), expected, strict=True))
 
 
-@pytest.mark.usefixtures("hopper")
-def test_a_wait_covers_earlier_kernels(make_packed: MakePacked, randn: Randn) -> None:
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20)], ids=["greedy", "hot"]
+)
+def test_choosing_waits(randn: Randn, params: SamplingParams) -> None:
+    sampler = new_sampler(151936, 16, "cuda")
+    sampler.start(params, [1], 16)
+    sampler.uniforms.fill_(0.7)  # the same for every call
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    position = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def chosen(logits: Tensor) -> Tensor:
+        choose(logits, sampler, token, position)
+        return token.clone()
+
+    assert waits(chosen, 5 * randn(1, 151936).float())
+    assert int(position) == int(sampler.drawn) == 4
+
+
+@pytest.mark.usefixtures("early")
+def test_a_wait_covers_earlier_kernels(make_tiled: MakeTiled, randn: Randn) -> None:
     """Three kernels on, what the first of them writes late is complete, in a graph too."""
-    w, norm, x = make_packed(4, 2048, 2048, 128), randn(2048), randn(1, 2048)
+    w, norm, x = make_tiled(4, 2048, 2048, 128), randn(2048), randn(1, 2048)
     residual, late = randn(1, 2048), torch.zeros(1, 2048, device="cuda", dtype=torch.bfloat16)
 
     def chain(residual: Tensor) -> Tensor:

@@ -6,42 +6,60 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from lowbit.runtime.kernels.gemm import gemm, gemm_ref
-from lowbit.runtime.kernels.gemv import gemv, gemv_ref, gemv_swiglu, gemv_swiglu_ref
+from lowbit.runtime.kernels.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.tiles import TiledLinear, tiled
+from lowbit.runtime.kernels.widen import widen, widen_ref
 from lowbit.runtime.linear import PackedLinear
 
+pytestmark = pytest.mark.gpu
+
 MakePacked = Callable[[int, int, int, int], PackedLinear]
+MakeScaled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
-ERROR = {4: 2e-5, 8: 1e-6}  # FP32 rounding; a scale rounded to BF16 would be off by 1e-3
+
+SUMS = 1e-5  # see test_gemv
+ERROR = 1e-6  # FP32 rounding; a scale rounded to BF16 would be off by 1e-3
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+BITS = pytest.mark.parametrize("bits", [4, 8])
 
 
 @pytest.fixture
-def make_scaled(make_packed: MakePacked) -> Callable[[int, torch.dtype], PackedLinear]:
-    """(bits, dtype) to a weight whose scales BF16 cannot hold."""
+def make_scaled(make_packed: MakePacked) -> MakeScaled:
+    """(bits, dtype, paired) to a weight whose scales BF16 cannot hold."""
 
-    def make(bits: int, dtype: torch.dtype) -> PackedLinear:
+    def make(bits: int, dtype: torch.dtype, paired: bool = False) -> TiledLinear:
         w = make_packed(bits, 34, 256, 64)
         scales = (w.scales.float() * 1.0029).to(dtype)
-        assert not torch.equal(scales.bfloat16().to(dtype), scales)
-        return replace(w, scales=scales)
+        rounded = replace(w, scales=scales.bfloat16())
+        w = replace(w, scales=scales)
+        # The bound below can tell one from the other.
+        off = (rounded.dequantized() - w.dequantized()).norm() / w.dequantized().norm()
+        assert float(off) > 10 * SUMS
+        return tiled(w, paired)
 
     return make
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_kernels_take_scales_of_other_dtypes(
-    make_scaled: Callable[[int, torch.dtype], PackedLinear],
-    randn: Randn,
-    bits: int,
-    dtype: torch.dtype,
-) -> None:
-    w, x, several = make_scaled(bits, dtype), randn(1, 256), randn(5, 256)
-    close(gemv(x, w, dtype=torch.float32), gemv_ref(x, w), ERROR[bits])
-    close(gemm(several, w, dtype=torch.float32), gemm_ref(several, w), ERROR[bits])
-    norm = 1 + randn(256)
-    close(gemv_swiglu(x, norm, 1e-6, w), gemv_swiglu_ref(x, norm, 1e-6, w), 2.0**-7)
+@BITS
+@DTYPES
+def test_gemv(make_scaled: MakeScaled, randn: Randn, bits: int, dtype: torch.dtype) -> None:
+    w = make_scaled(bits, dtype)
+    for tokens in (1, 5):
+        x = randn(tokens, 256)
+        close(gemv(x, w, dtype=torch.float32), gemv_ref(x, w), SUMS)
+        pair = make_scaled(bits, dtype, paired=True)
+        gate, up = gemv_ref(x, pair).chunk(2, -1)
+        close(gemv(x, pair, dtype=torch.float32), silu(gate) * up, 2 * SUMS)
+
+
+@BITS
+@DTYPES
+def test_widen(make_scaled: MakeScaled, bits: int, dtype: torch.dtype) -> None:
+    """One rounding, of the product: not of the scale before it."""
+    w = make_scaled(bits, dtype)
+    assert torch.equal(widen(w), widen_ref(w))
 
 
 def close(y: Tensor, ref: Tensor, bound: float) -> None:

@@ -1,0 +1,147 @@
+"""Device functions of attention over one block of keys: scores, online softmax, weighted values.
+
+Lanes are those of `mma`: lane 4 * g + t. Query heads are rows of A and keys columns of B, both read
+as chunks of 8 elements in natural order; scores then lie in the lanes as the B fragment that the
+values multiply: lane's head g, keys 2 * t and 2 * t + 1 of each block of 8.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.mma import (
+    across,
+    bf16_pair,
+    from_lane,
+    halves_of,
+    load_shared16,
+    mma,
+    prefetch,
+    store_shared16,
+    stream16,
+)
+
+
+@gluon.jit
+def load_keys(
+    base, row, end, t, D: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr = False
+):  # fmt: skip
+    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements.
+
+    AHEAD: only as far as the L2 cache.
+    """
+    keys = ()
+    for b in gl.static_range(BLOCKS):
+        at = base + gl.maximum(gl.minimum(row + b * 8, end - 1), 0).to(gl.int64) * (2 * D)
+        for j in gl.static_range((D + 31) // 32):
+            chunk = at + gl.minimum(4 * j + t, D // 8 - 1) * 16
+            if AHEAD:
+                prefetch(chunk)
+            else:
+                keys = keys + (stream16(chunk),)
+    return keys
+
+
+@gluon.jit
+def load_values(
+    base, row, end, g, D: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr = False
+):  # fmt: skip
+    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
+
+    AHEAD: only as far as the L2 cache.
+    """
+    values = ()
+    for b in gl.static_range(BLOCKS):
+        for i in gl.static_range(2):
+            at = base + gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0).to(gl.int64) * (2 * D)
+            for j in gl.static_range((D + 63) // 64):
+                chunk = at + gl.minimum(8 * j + g, D // 8 - 1) * 16
+                if AHEAD:
+                    prefetch(chunk)
+                else:
+                    values = values + (stream16(chunk),)
+    return values
+
+
+@gluon.jit
+def key_scores(q, keys, none, D: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr):
+    """Products of head g of this lane with keys 2 * t, 2 * t + 1 of each block.
+
+    q: words of the chunks; where STAGED the shared memory of `stage_queries`.
+    """
+    CHUNKS: gl.constexpr = (D + 31) // 32
+    zero = none.to(gl.int32)
+    scores = ()
+    for b in gl.static_range(BLOCKS):
+        s = (none, none, none, none)
+        for j in gl.static_range(CHUNKS):
+            k = keys[b * CHUNKS + j]
+            if STAGED:
+                first = load_shared16(q + 1024 * j)
+                second = load_shared16(q + 1024 * j + 512)
+                s = mma(s, first[0], first[1], first[2], first[3], k[0], k[1])
+                s = mma(s, second[0], second[1], second[2], second[3], k[2], k[3])
+            else:
+                s = mma(s, q[j][0], zero, q[j][1], zero, k[0], k[1])
+                s = mma(s, q[j][2], zero, q[j][3], zero, k[2], k[3])
+        scores = scores + (s[0], s[1])
+    return scores
+
+
+@gluon.jit
+def stage_queries(buffer, q, warp, zero, D: gl.constexpr):
+    """Put queries into shared memory as A fragments, for all warps: they are many registers."""
+    for j in gl.static_range((D + 31) // 32):
+        store_shared16(buffer + 1024 * j, (q[j][0], zero, q[j][1], zero), warp == 0)
+        store_shared16(buffer + 1024 * j + 512, (q[j][2], zero, q[j][3], zero), warp == 0)
+
+
+@gluon.jit
+def online_softmax(top, total, scores, BLOCKS: gl.constexpr):
+    """Online softmax over new scores, in powers of two: top, total of this lane, fade, p."""
+    new_top = top
+    for i in gl.static_range(2 * BLOCKS):
+        new_top = gl.maximum(new_top, scores[i])
+    new_top = gl.maximum(new_top, across(new_top, 1))
+    new_top = gl.maximum(new_top, across(new_top, 2))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key so far
+    fade = gl.exp2(top - base)
+    total = total * fade
+    p = ()
+    for i in gl.static_range(2 * BLOCKS):
+        one = gl.exp2(scores[i] - base)
+        total += one
+        p = p + (one,)
+    return new_top, total, fade, p
+
+
+@gluon.jit
+def add_values(acc, fade, p, values, none, t, D: gl.constexpr, BLOCKS: gl.constexpr):
+    """Acc * fade + v^T @ p: elements 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
+
+    p, as the scores lie in the lanes, is a B fragment; fade is of head g.
+    """
+    SETS: gl.constexpr = (D + 63) // 64
+    zero = none.to(gl.int32)
+    b0 = bf16_pair(p[0], p[1])
+    b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
+    even = from_lane(fade, t * 8)
+    odd = from_lane(fade, t * 8 + 4)
+    new = ()
+    for j in gl.static_range(SETS):
+        for u in gl.static_range(4):
+            first = values[j][u]
+            second = values[SETS + j][u]
+            a0 = halves_of(first, second, 0x5410)
+            a1 = halves_of(first, second, 0x7632)
+            if BLOCKS == 2:
+                third = values[2 * SETS + j][u]
+                fourth = values[3 * SETS + j][u]
+                a2 = halves_of(third, fourth, 0x5410)
+                a3 = halves_of(third, fourth, 0x7632)
+            else:
+                a2 = zero
+                a3 = zero
+            c = acc[4 * j + u]
+            c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
+            new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
+    return new

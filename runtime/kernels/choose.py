@@ -1,0 +1,171 @@
+"""choose: the next token of one sequence, as `lowbit.runtime.sampling.sample` chooses it.
+
+Layout  logits [1, V] fp32 -> token [1] int64; position and the sampler's counter move on by one
+Bytes   4*V; V = 151936: 0.6 MB, from L2
+Plan    a program per block of the vocabulary keeps its K best logits as sortable keys, value before
+        id; where many are left, a second round does the same with the keys; one program then takes
+        the K best of all and draws among them in the sampler's exact integers. K is 1 for the
+        likeliest token, else top_k rounded up. No atomics
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.sampling import MASS_BITS, Sampler, SamplingParams
+
+BLOCK = 1024  # logits or keys of a program
+MOST = 64  # candidates
+
+
+def can_choose(params: SamplingParams) -> bool:
+    """Whether the kernels cover the parameters: greedy, or few candidates; no penalties."""
+    return not params.penalized and (params.temperature == 0.0 or 0 < params.top_k <= MOST)
+
+
+@triton.jit
+def _keys(x, ids):
+    """Keys that order by value, then by the lower id: [BLOCK] int64."""
+    bits = x.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _id(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best_kernel(logits_ptr, keys_ptr, V, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
+    keys = _keys(x, ids)
+    if K == 1:
+        tl.store(keys_ptr + tl.program_id(0), tl.max(keys, axis=0))
+    else:
+        tl.store(keys_ptr + tl.program_id(0) * K + tl.arange(0, K), tl.topk(keys, K))
+
+
+@triton.jit
+def _best_of_best_kernel(
+    keys_ptr, out_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
+    tl.store(out_ptr + tl.program_id(0) * K + tl.arange(0, K), tl.topk(keys, K))
+
+
+@triton.jit
+def _choose_kernel(
+    keys_ptr,
+    knobs_ptr,
+    uniforms_ptr,
+    drawn_ptr,
+    position_ptr,
+    token_ptr,
+    count,
+    V,
+    top_k,
+    K: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    at = tl.arange(0, KEYS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
+    drawn = tl.load(drawn_ptr)
+    if K == 1:
+        chosen = _id(tl.max(keys, axis=0))
+    else:
+        best = tl.topk(keys, K)
+        rank = tl.arange(0, K)
+        inside = rank < top_k
+        temperature = tl.load(knobs_ptr)
+        top_p = tl.load(knobs_ptr + 1)
+        min_p = tl.load(knobs_ptr + 2)
+        wide = _value(best).to(tl.float64)
+        highest = tl.sum(tl.where(rank == 0, wide, 0.0), axis=0)
+        odds = tl.exp((wide - highest) / temperature)
+        rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
+        mass = tl.where(inside, rounded, 0.0).to(tl.int64)
+        total = tl.cumsum(mass, axis=0)
+        whole = tl.sum(mass, axis=0)
+        by_top_p = inside & ((total - mass).to(tl.float64) < top_p * whole.to(tl.float64))
+        by_min_p = inside & (odds >= min_p)
+        kept = tl.minimum(
+            tl.sum(by_top_p.to(tl.int32), axis=0), tl.sum(by_min_p.to(tl.int32), axis=0)
+        )
+        kept = tl.maximum(kept, 1)
+        limit = tl.sum(tl.where(rank == kept - 1, total, 0), axis=0)
+        uniform = tl.load(uniforms_ptr + drawn)
+        target = tl.minimum((uniform * limit.to(tl.float64)).to(tl.int64), limit - 1)
+        place = tl.sum((inside & (total <= target)).to(tl.int32), axis=0)
+        place = tl.minimum(place, kept - 1)
+        chosen = tl.sum(tl.where(rank == place, _id(best), 0), axis=0)
+    tl.store(token_ptr, tl.minimum(tl.maximum(chosen, 0), V - 1))  # whatever the logits are
+    tl.store(drawn_ptr, drawn + 1)
+    tl.store(position_ptr, tl.load(position_ptr) + 1)
+
+
+def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) -> None:
+    """Put the next token into `token` and move on, without a host in between.
+
+    Args:
+        logits: [1, V] float32; columns from the sampler's vocabulary on are ignored.
+        sampler: started for the request, with parameters that `can_choose` accepts.
+        token: [1] int64, written.
+        position: [1] int32, one is added.
+    """
+    params, V = sampler.params, sampler.vocabulary
+    K = 1 if params.temperature == 0.0 else max(2, power_of_two(min(params.top_k, V)))
+    count = triton.cdiv(V, BLOCK) * K
+    keys = torch.empty(count, dtype=torch.int64, device=logits.device)
+    pdl = programmatic_launch(logits)
+    _best_kernel[(count // K,)](
+        logits, keys, V, K=K, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    while count > BLOCK:
+        left = triton.cdiv(count, BLOCK) * K
+        fewer = torch.empty(left, dtype=torch.int64, device=logits.device)
+        _best_of_best_kernel[(left // K,)](
+            keys, fewer, count, K=K, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+        keys, count = fewer, left
+    _choose_kernel[(1,)](
+        keys,
+        sampler.knobs,
+        sampler.uniforms,
+        sampler.drawn,
+        position,
+        token,
+        count,
+        V,
+        min(params.top_k, V),
+        K=K,
+        KEYS=max(2, power_of_two(count)),
+        MASS=2.0**MASS_BITS,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )

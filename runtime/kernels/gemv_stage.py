@@ -1,0 +1,84 @@
+"""Device functions of the GEMV: x on its way to shared memory, times the gain of a norm."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.mma import (
+    across,
+    as_float,
+    bf16_pair,
+    high_half,
+    load16,
+    low_half,
+    store_shared4,
+    store_shared16,
+)
+
+
+@gluon.jit
+def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
+    """The gains of the chunks that this thread stages: four pairs of FP32 for each."""
+    gains = ()
+    if gain_ptr is not None:
+        for first in gl.static_range(0, K // 8, STRIDE):
+            chunk = gl.minimum(first + at, K // 8 - 1)
+            if gain_ptr.dtype.element_ty == gl.float32:
+                a = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 32)
+                b = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 32 + 16)
+                gains = gains + ((_floats(a[0], a[1]), _floats(a[2], a[3]),
+                                  _floats(b[0], b[1]), _floats(b[2], b[3])),)  # fmt: skip
+            else:
+                w = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 16)
+                gains = gains + ((_halves(w[0]), _halves(w[1]), _halves(w[2]), _halves(w[3])),)
+    return gains
+
+
+@gluon.jit
+def _floats(a, b):
+    return as_float(a), as_float(b)
+
+
+@gluon.jit
+def _halves(word):
+    return low_half(word), high_half(word)
+
+
+@gluon.jit
+def stage_x(
+    x_ptr, gains, buffer, at, none, K: gl.constexpr, STRIDE: gl.constexpr, NORM: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """Put x into shared memory, times the gain where there is one; its squares, per thread.
+
+    SUMS: after x, K / 32 sums of 32 elements, FP32, of x as it is stored.
+    """
+    squares = none
+    loaded = ()
+    for first in gl.static_range(0, K // 8, STRIDE):
+        chunk = gl.minimum(first + at, K // 8 - 1)  # past the end: the last one again
+        loaded = loaded + (load16(x_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 16),)
+    for first in gl.static_range(0, K // 8, STRIDE):
+        inside = first + at < K // 8
+        chunk = gl.minimum(first + at, K // 8 - 1)
+        words = loaded[first // STRIDE]
+        if NORM:
+            scaled = ()
+            for j in gl.static_range(4):
+                low = low_half(words[j])
+                high = high_half(words[j])
+                gain = gains[first // STRIDE][j]
+                square = low * low + high * high
+                if first + STRIDE > K // 8:
+                    square = gl.where(inside, square, 0.0)
+                squares += square
+                scaled = scaled + (bf16_pair(low * gain[0], high * gain[1]),)
+            words = scaled
+        store_shared16(buffer + chunk * 16, words, inside)
+        if SUMS:
+            total = none
+            for j in gl.static_range(4):
+                total += low_half(words[j]) + high_half(words[j])
+            total += across(total, 1)  # four lanes have the chunks of 32 elements
+            total += across(total, 2)
+            store_shared4(buffer + 2 * K + chunk // 4 * 4, total, inside & (at % 4 == 0))
+    return squares

@@ -1,0 +1,317 @@
+"""Device functions of the tensor-core GEMV: loads, codes to BF16 pairs, one `mma`.
+
+Values are what the lanes of a warp hold in registers: tensors [warps, 32] in a layout of one
+element a thread, so that inline PTX sees exactly the fragments that the PTX manual lays out for
+`mma.m16n8k16`: lane 4 * g + t holds rows g and g + 8 of A, and column g of B.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def load16(address):
+    """16 bytes at an address of each lane, as four words.
+
+    A weak load: what a kernel writes may be read after it; the compiler keeps it on its side of a
+    programmatic wait.
+    """
+    return gl.inline_asm_elementwise(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stream16(address):
+    """`load16` of what is read once: it takes no room in L1."""
+    return gl.inline_asm_elementwise(
+        "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def mma(c, a0, a1, a2, a3, b0, b1):
+    """C + a @ b of 16 x 16 by 16 x 8 in BF16, summed in FP32."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pairs(word, EVEN: gl.constexpr, ODD: gl.constexpr):
+    """The nibbles of a word as four pairs of BF16: (0, 4), (1, 5), (2, 6), (3, 7).
+
+    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n; EVEN and ODD, two BF16 in a
+    word, are added to it: to pairs 0 and 2, and to 1 and 3.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, mask, one, p0, p1, p2, p3;
+        mov.b32 one, 0x3f803f80;
+        shr.u32 t, $4, 4;
+        lop3.b32 p0, $4, $5, $6, 0xea;
+        lop3.b32 p1, t, $5, $6, 0xea;
+        shr.u32 t, $4, 8;
+        lop3.b32 p2, t, $5, $6, 0xea;
+        shr.u32 t, $4, 12;
+        lop3.b32 p3, t, $5, $6, 0xea;
+        fma.rn.bf16x2 $0, p0, one, $7;
+        fma.rn.bf16x2 $1, p1, one, $8;
+        fma.rn.bf16x2 $2, p2, one, $7;
+        fma.rn.bf16x2 $3, p3, one, $8;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [word, 0x000F000F, 0x43004300, EVEN, ODD],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def raw_pairs(word):
+    """`pairs` with nothing added: 128 + n."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        shr.u32 t, $4, 4;
+        lop3.b32 $0, $4, $5, $6, 0xea;
+        lop3.b32 $1, t, $5, $6, 0xea;
+        shr.u32 t, $4, 8;
+        lop3.b32 $2, t, $5, $6, 0xea;
+        shr.u32 t, $4, 12;
+        lop3.b32 $3, t, $5, $6, 0xea;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [word, 0x000F000F, 0x43004300],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def times16(pair):
+    """Two BF16 times 16, exactly."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, 0x41804180, -0x7FFF8000],  # 16 and -0, which leaves every product as it is
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def bf16_pair(low, high):
+    """Two FP32 rounded to BF16, in one word."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;",
+        "=r,f,f",
+        [high, low],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def low_half(word):
+    """The lower BF16 of a word, in FP32."""
+    return (word << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def high_half(word):
+    """The upper BF16 of a word, in FP32."""
+    return ((word >> 16) << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def shared_buffer(DECLARATION: gl.constexpr):
+    """The address of shared memory that lanes address themselves; see `declaration`."""
+    return gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def declaration(size_bytes: int) -> str:
+    """What `shared_buffer` takes for so many bytes, at most 48 KB; once a kernel."""
+    return f".shared .align 16 .b8 staged[{size_bytes}]; mov.b32 $0, staged;"
+
+
+@gluon.jit
+def store_shared16(address, words, inside):
+    """Four words of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
+        "@p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
+        "=r,r,r,r,r,r,r",
+        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_shared4(address, x, inside):
+    """An FP32 of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0;}",
+        "=r,r,f,r",
+        [address, x, inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared4(address):
+    """An FP32 of shared memory for each lane."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_shared8(address, words, inside):
+    """Two words of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
+        "=r,r,r,r,r",
+        [address, words[0], words[1], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared16(address):
+    """16 bytes of shared memory for each lane, as four words."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def barrier():
+    """Every thread of the program waits for the others."""
+    gl.inline_asm_elementwise(
+        "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store16(address, words, inside):
+    """Four words of each lane that is inside, to global memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
+        "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r",
+        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpacked_scales(raw, KIND: gl.constexpr):
+    """Scales of the two rows of a lane in FP32, from a word of two or from two words."""
+    if KIND == "fp32":
+        low = raw[0].to(gl.float32, bitcast=True)
+        high = raw[1].to(gl.float32, bitcast=True)
+    elif KIND == "bf16":
+        low = low_half(raw)
+        high = high_half(raw)
+    else:
+        low = raw.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        high = (raw >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def across(x, DISTANCE: gl.constexpr):
+    """The value of the lane whose number differs in one bit, 1, 2, 4..."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+        "=f,f,r",
+        [x, DISTANCE],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def from_lane(x, lane):
+    """The value of some lane for each."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
+        "=f,f,r",
+        [x, lane],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def halves_of(first, second, SELECTOR: gl.constexpr):
+    """Two halves of two words: the lower ones where SELECTOR is 0x5410, the upper for 0x7632."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [first, second, SELECTOR],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def prefetch(address):
+    """Bring the line of each lane's address into the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def as_word(x):
+    """The bits of an FP32."""
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def as_float(word):
+    """The FP32 of a word."""
+    return word.to(gl.float32, bitcast=True)

@@ -1,0 +1,125 @@
+"""Prefill attention against float64: plain, gated, partly rotated, without norms."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.cache import KVCache
+from lowbit.runtime.kernels.attention_prefill import attention_prefill, attention_prefill_ref
+from lowbit.runtime.ops import Rope
+
+Randn = Callable[..., Tensor]
+MakeCache = Callable[..., KVCache]
+MakeRope = Callable[[int, int], Rope]
+
+EPS = 1e-6
+# Softmax weights and the result are rounded to bfloat16, queries too (and the interpreter truncates
+# them, the reference rounds); the result of a gated head is rounded before the gate as well.
+# Relative to the norm of the result, in units of one such rounding.
+ROUNDINGS = {False: 2, True: 3}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Heads(NamedTuple):
+    Hq: int
+    Hkv: int
+    D: int
+    R: int
+    gated: bool = False
+    gain: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        gain = str(self.gain).removeprefix("torch.")
+        return f"{self.Hq}x{self.Hkv}x{self.D}-r{self.R}{'-gated' * self.gated}-{gain}"
+
+
+QWEN3 = [Heads(4, 2, 64, 64, gain=BF16), Heads(8, 1, 128, 128, gain=BF16)]
+SMALL = [
+    Heads(4, 2, 64, 16, gated=True, gain=FP32),
+    Heads(3, 3, 32, 24, gain=FP32),  # rotated dimensions not a power of two
+    Heads(7, 1, 32, 32),
+    Heads(8, 1, 64, 32, gated=True),
+]
+REAL = [
+    Heads(16, 8, 128, 128, gain=BF16),  # Qwen3 0.6B
+    Heads(32, 8, 128, 128, gain=BF16),  # 8B
+    Heads(8, 2, 256, 64, gated=True, gain=FP32),  # Qwen3.5 2B
+    Heads(16, 4, 256, 64, gated=True, gain=FP32),  # 9B
+    Heads(24, 4, 256, 64, gated=True, gain=FP32),  # 27B
+    Heads(32, 8, 64, 64),  # Llama 3.2 1B
+    Heads(28, 4, 128, 128),  # Qwen2.5 7B
+]
+CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
+CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
+ON_GPU = [(heads, 8192, past, M) for heads in REAL for past, M in ((0, 777), (1000, 129))]
+
+
+def gains(
+    D: int, dtype: torch.dtype | None, device: str
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Of queries and keys; some softmax weights dominate."""
+    if dtype is None:
+        return None, None
+    q, k = (1.5 + 0.3 * torch.randn(2, D, device=device)).to(dtype)
+    return q, k
+
+
+@pytest.mark.parametrize(
+    ("heads", "T", "past", "M"),
+    CASES + [pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU],
+    ids=str,
+)
+def test_prefill(
+    randn: Randn,
+    make_cache: MakeCache,
+    make_rope: MakeRope,
+    bf16_error: float,
+    device: str,
+    heads: Heads,
+    T: int,
+    past: int,
+    M: int,
+) -> None:
+    Hq, Hkv, D, R, gated, gain = heads
+    q_norm, k_norm = gains(D, gain, device)
+    qkv, rope = randn(M, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(T, R)
+    cache = make_cache(2, Hkv, D, T, past)
+    before = cache.k.clone(), cache.v.clone()
+    ref = attention_prefill_ref(qkv, q_norm, k_norm, EPS, rope, cache, 1, gated)
+    out = attention_prefill(qkv, q_norm, k_norm, EPS, rope, cache, 1, gated)
+    error = float((out.double() - ref).norm() / ref.norm())
+    assert error < ROUNDINGS[gated] * bf16_error
+    new = slice(past, past + M)
+    assert torch.equal(cache.v[1, :, new], qkv.view(M, -1, D)[:, -Hkv:].transpose(0, 1))
+    for rows, old in zip((cache.k, cache.v), before, strict=True):
+        old[1, :, new] = rows[1, :, new]
+        assert torch.equal(rows.view(torch.int16), old.view(torch.int16))
+
+
+def test_a_closed_gate_gives_nothing(
+    randn: Randn, make_cache: MakeCache, make_rope: MakeRope
+) -> None:
+    """The gate of a head is what follows its query: closing one silences that head alone."""
+    Hq, Hkv, D, M = 4, 2, 32, 5
+    qkv, cache = randn(M, (2 * Hq + 2 * Hkv) * D), make_cache(1, Hkv, D, 64, 9)
+    heads = qkv.view(M, -1, D)
+    heads[:, 1 : 2 * Hq : 2] = 100.0  # open
+    heads[:, 2 * 2 + 1] = -float("inf")  # of head 2
+    out = attention_prefill(qkv, None, None, EPS, make_rope(64, 16), cache, 0, True)
+    silent = (out.view(M, Hq, D) == 0).all(dim=-1)
+    assert silent.tolist() == [[False, False, True, False]] * M
+
+
+def test_the_rest_of_a_head_is_not_rotated(
+    randn: Randn, make_cache: MakeCache, make_rope: MakeRope
+) -> None:
+    Hkv, D, R, M = 2, 32, 8, 3
+    qkv, cache = randn(M, 4 * Hkv * D), make_cache(1, Hkv, D, 64, 40)
+    attention_prefill(qkv, None, None, EPS, make_rope(64, R), cache, 0)
+    given = qkv.view(M, -1, D)[:, 2 * Hkv : 3 * Hkv].transpose(0, 1)
+    stored = cache.k[0, :, 40 : 40 + M]
+    assert torch.equal(stored[..., R:], given[..., R:])
+    assert not torch.equal(stored[..., :R], given[..., :R])

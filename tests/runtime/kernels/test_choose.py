@@ -1,0 +1,80 @@
+"""The fused choice of a token against the same choice by PyTorch."""
+
+import pytest
+import torch
+
+from lowbit.runtime.kernels.choose import MOST, can_choose, choose
+from lowbit.runtime.sampling import SamplingParams, new_sampler, sample
+
+VOCABULARY = 3000  # three blocks; the logits have padding beyond
+PARAMS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
+    SamplingParams(temperature=1.5, top_k=1, seed=2),
+    SamplingParams(temperature=1.0, top_k=5, min_p=0.2, seed=3),
+    SamplingParams(temperature=0.1, top_k=64, top_p=0.99, min_p=0.01, seed=4),
+)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
+    ours, theirs = (new_sampler(VOCABULARY, 8, device) for _ in range(2))
+    ours.start(params, [1], 8)
+    theirs.start(params, [1], 8)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    position = torch.full((1,), 5, dtype=torch.int32, device=device)
+    for step in range(8 if device == "cuda" else 3):
+        logits = torch.randn(1, VOCABULARY + 100, device=device) * 3
+        logits[:, VOCABULARY:] = 1e9  # padding is never chosen
+        choose(logits, ours, token, position)
+        assert int(token) == int(sample(logits, theirs))
+        assert int(ours.drawn) == step + 1 == int(theirs.drawn)
+        assert int(position) == 6 + step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [151669, 248077])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_a_real_vocabulary(vocabulary: int, params: SamplingParams) -> None:
+    """Two rounds of the best before the last."""
+    ours, theirs = (new_sampler(vocabulary, 20, "cuda") for _ in range(2))
+    ours.start(params, [1], 20)
+    theirs.start(params, [1], 20)
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    position = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for _ in range(20):
+        logits = torch.randn(1, vocabulary + 200, device="cuda") * 3
+        choose(logits, ours, token, position)
+        assert int(token) == int(sample(logits, theirs))
+
+
+def test_of_equals_the_first(device: str) -> None:
+    sampler = new_sampler(VOCABULARY, 1, device)
+    sampler.start(SamplingParams(), [1], 1)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = torch.full((1, VOCABULARY), -2.0, device=device)
+    logits[0, [2500, 2900]] = -1.0
+    choose(logits, sampler, token, torch.zeros(1, dtype=torch.int32, device=device))
+    assert int(token) == 2500
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "params", [PARAMS[0], pytest.param(PARAMS[1], marks=pytest.mark.gpu)], ids=["greedy", "sampled"]
+)
+def test_any_logits_give_a_token_of_the_vocabulary(
+    device: str, params: SamplingParams, value: float
+) -> None:
+    sampler = new_sampler(VOCABULARY, 1, device)
+    sampler.start(params, [1], 1)
+    token = torch.full((1,), -1, dtype=torch.int64, device=device)
+    logits = torch.full((1, VOCABULARY), value, device=device)
+    choose(logits, sampler, token, torch.zeros(1, dtype=torch.int32, device=device))
+    assert 0 <= int(token) < VOCABULARY
+
+
+def test_what_it_covers() -> None:
+    assert all(can_choose(params) for params in PARAMS)
+    assert not can_choose(SamplingParams(temperature=1.0))
+    assert not can_choose(SamplingParams(temperature=1.0, top_k=MOST + 1))
+    assert not can_choose(SamplingParams(presence_penalty=0.5))

@@ -1,0 +1,212 @@
+"""The order of a weight for the tensor cores, against a warp emulated from the PTX manual.
+
+The round trip cannot see a wrong order, only a lost code. So a warp is played by hand: each lane
+loads what the GEMV's lanes load, widens words as the kernel does, and puts the values where the
+manual's pictures of `mma.m16n8k16` (BF16) say: lane 4 * g + t holds, of A, rows g and g + 8 at
+columns 2 * t, 2 * t + 1 and 8 more; of B, the same rows at column g.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import unpack
+from lowbit.runtime.kernels import tiles
+from lowbit.runtime.kernels.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.linear import PackedLinear
+
+MakePacked = Callable[[int, int, int, int], PackedLinear]
+
+SHAPES = [(16, 128, 128), (19, 256, 32), (1, 96, 32), (33, 768, 768), (40, 160, 160)]
+SHAPES += [(50, 512, 256), (34, 1024, 512), (9, 384, 64), (18, 192, 96)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("N", "K", "G"), SHAPES)
+def test_round_trip(
+    make_packed: MakePacked, bits: int, N: int, K: int, G: int, paired: bool, dtype: torch.dtype
+) -> None:
+    w = make_packed(bits, N + N % 2 if paired else N, K, G)
+    w = replace(w, scales=w.scales.to(dtype))
+    t = tiled(w, paired)
+    assert torch.equal(dequantized(t), w.dequantized())
+    assert (t.N, t.K, t.bits, t.group_size, t.paired) == (w.N, w.K, bits, G, paired)
+    assert t.scales.dtype == dtype
+    assert t.words.is_contiguous()
+    assert t.scales.is_contiguous()
+    assert t.tiles == -(-t.N // 16)
+    assert t.steps == -(-K * bits // 512)
+    assert t.words.nbytes == t.tiles * t.steps * 1024
+    assert t.size_bytes == t.words.nbytes + t.scales.nbytes
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
+def test_rows_rearranged_in_blocks(
+    make_packed: MakePacked, monkeypatch: pytest.MonkeyPatch, paired: bool
+) -> None:
+    """A large weight goes through in blocks of tiles; no seam shows."""
+    w = make_packed(4, 182, 256, 64)
+    whole = tiled(w, paired)
+    monkeypatch.setattr(tiles, "BLOCK_WORDS", 16 * 2 * 16 * 5)  # five tiles
+    parts = tiled(w, paired)
+    assert torch.equal(parts.words, whole.words)
+    assert torch.equal(parts.scales, whole.scales)
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_padding_weighs_nothing(make_packed: MakePacked, bits: int, paired: bool) -> None:
+    """What lies past N and K is zero, code and scale, wherever the order puts it."""
+    w = make_packed(bits, 38, 160, 32)
+    t = tiled(w, paired)
+    whole = replace(t, N=16 * t.tiles, K=512 // bits * t.steps, group_size=512 // bits * t.steps)
+    ones = torch.ones_like(t.scales[:, :1])
+    codes = dequantized(replace(whole, scales=ones))
+    assert int((codes != 0).sum()) == int((unpack(w.codes, bits, w.K) != 0).sum())
+    assert int((t.scales != 0).sum()) == int((w.scales != 0).sum())
+
+
+def fragment_a(low: list[Tensor], high: list[Tensor]) -> Tensor:
+    """A [..., 16, 16] of what lanes hold: pairs [..., 32, 2] at the first and last 8 columns."""
+    a = low[0].new_full((*low[0].shape[:-2], 16, 16), torch.nan)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for i in range(2):
+            for block in range(2):
+                a[..., g, 8 * block + 2 * t + i] = low[block][..., lane, i]
+                a[..., g + 8, 8 * block + 2 * t + i] = high[block][..., lane, i]
+    return a
+
+
+def fragment_b(pairs: list[Tensor]) -> Tensor:
+    """B [..., 16, 8] of what lanes hold: pairs [..., 32, 2] of the first and last 8 rows."""
+    b = pairs[0].new_full((*pairs[0].shape[:-2], 16, 8), torch.nan)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for i in range(2):
+            for block in range(2):
+                b[..., 8 * block + 2 * t + i, g] = pairs[block][..., lane, i]
+    return b
+
+
+def widened(word: Tensor) -> list[Tensor]:
+    """Four pairs [..., 2] of unsigned nibbles: a shift and the mask 0x000f000f each."""
+    words = [word >> shift & 0x000F000F for shift in (0, 4, 8, 12)]
+    return [torch.stack([w & 0xFFFF, w >> 16], -1).double() for w in words]
+
+
+def warp_product(t: TiledLinear, x: Tensor) -> Tensor:
+    """[8, N] float64 of x [8, K] and the weight, as the lanes of a warp see it."""
+    step_k = 512 // t.bits
+    x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
+    lanes = torch.arange(32, device=x.device)
+    loads = t.words.reshape(t.tiles, t.steps, 2, 32, 4)  # two loads of 512 bytes, 16 a lane
+    scales = t.scales.reshape(t.tiles, -1, 8, 2).double()
+    total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
+    for step in range(t.steps):
+        for q in range(16 // t.bits):
+            start = step * step_k + 32 * q
+            if start >= t.K:
+                continue
+            # [32, 8]: of column lane // 4, chunk lane % 4 of the 32 columns.
+            chunk = x[:, start : start + 32].view(8, 4, 8)[lanes // 4, lanes % 4].view(32, 4, 2)
+            products: Tensor | float = 0.0
+            for i in range(t.bits // 4):
+                low = widened(loads[:, step, 0, :, t.bits // 4 * q + i])
+                high = widened(loads[:, step, 1, :, t.bits // 4 * q + i])
+                if t.bits == 4:
+                    for k in (0, 2):
+                        a = fragment_a([p - 8 for p in low[k:][:2]], [p - 8 for p in high[k:][:2]])
+                        products = products + a @ fragment_b([chunk[:, k], chunk[:, k + 1]])
+                    continue
+                for k in (0, 2):  # low nibble + 16 * (high nibble - 8)
+                    a = fragment_a([low[k], low[k + 1] - 8], [high[k], high[k + 1] - 8])
+                    pair = chunk[:, 2 * i + k // 2]
+                    products = products + a @ fragment_b([pair, 16 * pair])
+            of_rows = scales[:, start // t.group_size]  # [tiles, 8, 2]
+            total += of_rows.transpose(1, 2).reshape(-1, 16, 1) * products
+    if t.paired:
+        halves = total.view(t.tiles, 2, 8, 8).transpose(0, 1).reshape(2, -1, 8)
+        return halves[:, : t.N // 2].reshape(t.N, 8).T
+    return total.view(-1, 8)[: t.N].T
+
+
+def exact_product(w: PackedLinear, x: Tensor) -> Tensor:
+    scales = w.scales.double().repeat_interleave(w.group_size, 1)
+    return x @ (unpack(w.codes, w.bits, w.K) * scales).T
+
+
+@pytest.fixture
+def integers(device: str) -> Callable[[int], Tensor]:
+    """K to x [8, K] float64 of small integers: sums of products are exact in any order."""
+    return lambda K: torch.randint(-9, 10, (8, K), device=device).double()
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("N", "K", "G"), [(16, 128, 128), (38, 160, 32), (20, 512, 256)])
+def test_lanes_find_their_codes(
+    make_packed: MakePacked,
+    integers: Callable[[int], Tensor],
+    bits: int,
+    N: int,
+    K: int,
+    G: int,
+    paired: bool,
+) -> None:
+    w, x = make_packed(bits, N, K, G), integers(K)
+    assert torch.equal(warp_product(tiled(w, paired), x), exact_product(w, x))
+
+
+@pytest.mark.parametrize(
+    ("bits", "places"),
+    [
+        (4, (0, 1, 2, 3, 4, 5, 6, 7)),
+        (4, (0, 4, 2, 6, 1, 5, 3, 7)),
+        (4, (4, 0, 5, 1, 6, 2, 7, 3)),
+        (8, (0, 1, 2, 3)),
+        (8, (2, 0, 3, 1)),
+        (8, (1, 3, 0, 2)),
+    ],
+)
+def test_any_other_order_is_noticed(
+    make_packed: MakePacked,
+    integers: Callable[[int], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    places: tuple[int, ...],
+) -> None:
+    """The check above can fail, where the round trip cannot."""
+    w, x = make_packed(bits, 16, 128, 128), integers(128)
+    monkeypatch.setattr(tiles, "_places", lambda bits: places)
+    t = tiled(w)
+    assert torch.equal(dequantized(t), w.dequantized())
+    error = warp_product(t, x) - exact_product(w, x)
+    assert float(error.norm() / exact_product(w, x).norm()) > 0.1
+
+
+def test_scales_lie_beside_each_other(make_packed: MakePacked) -> None:
+    """A lane reads those of its two rows in one word: row g in the lower half."""
+    w = make_packed(4, 32, 256, 64)
+    words = tiled(w).scales.view(torch.int32)  # [tiles, groups, 8, 1]
+    for tile, group, g in ((0, 0, 0), (1, 3, 7), (0, 2, 5)):
+        word = int(words[tile, group, g, 0])
+        pair = torch.tensor([word & 0xFFFF, word >> 16 & 0xFFFF]).to(torch.int16)
+        rows = w.scales[[16 * tile + g, 16 * tile + g + 8], group].cpu()
+        assert torch.equal(pair.view(torch.bfloat16), rows)
+
+
+@pytest.mark.parametrize(("bits", "K", "G"), [(4, 48, 48), (4, 64, 16), (8, 80, 80), (8, 64, 8)])
+def test_refuses_groups_that_no_kernel_reads(
+    make_packed: MakePacked, bits: int, K: int, G: int
+) -> None:
+    with pytest.raises(FormatError, match=f"rows of {K} in groups of {G} codes") as caught:
+        tiled(make_packed(bits, 16, K, G))
+    assert caught.value.hint is not None
+    assert "--group-size" in caught.value.hint
