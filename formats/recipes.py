@@ -21,11 +21,13 @@ BITS_BY_ROLE: dict[Base, dict[str, int]] = {
 }
 
 
-def base_schemes(base: Base, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
+def base_schemes(
+    base: Base, table: Sequence[TensorSpec], group_size: int = GROUP_SIZE
+) -> dict[str, Scheme | None]:
     """The scheme of every linear module by a base recipe alone, None for those left as they are.
 
     Raises:
-        QuantizationError: no such recipe, or its group size does not divide K.
+        QuantizationError: no such recipe, or the group size does not divide K.
     """
     if base not in BITS_BY_ROLE:
         raise QuantizationError(
@@ -36,10 +38,10 @@ def base_schemes(base: Base, table: Sequence[TensorSpec]) -> dict[str, Scheme | 
         if not spec.quantizable:
             continue
         bits = BITS_BY_ROLE[base][spec.role]
-        scheme = None if bits == AS_STORED else Scheme(bits, GROUP_SIZE)
-        if scheme is not None and spec.shape[1] % GROUP_SIZE:
+        scheme = None if bits == AS_STORED else Scheme(bits, group_size)
+        if scheme is not None and spec.shape[1] % group_size:
             raise QuantizationError(
-                f"`{spec.module}`: groups of {GROUP_SIZE} do not divide K = {spec.shape[1]}",
+                f"`{spec.module}`: groups of {group_size} do not divide K = {spec.shape[1]}",
                 hint="convert with another --group-size and run the result",
             )
         schemes[spec.module] = scheme

@@ -1,4 +1,4 @@
-"""`lowbit-run`: the group of its commands, with generate, chat and bench."""
+"""`lowbit-run`: the group of its commands, with generate and chat."""
 
 import sys
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import click
 from click_default_group import DefaultGroup
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.commands.bench import bench
 from lowbit.runtime.commands.evaluate import evaluate
 from lowbit.runtime.options import (
     Failure,
@@ -168,63 +169,6 @@ def chat(
         note(summary(generation))
     if as_json:
         print_json({"messages": messages, "turns": turns, "quantized_at_load": quantize})
-
-
-@click.command()
-@model_argument
-@load_options
-@quantize_option
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
-@json_option
-@reported
-def bench(
-    *,
-    name: str,
-    context: int | None,
-    device: str | None,
-    threads: int | None,
-    quantize: "Base | None",
-    prompt_tokens: int,
-    new_tokens: int,
-    runs: int,
-    as_json: bool,
-) -> None:
-    """Measure load time, time to first token, decode speed, memory and share of the roofline."""
-    from lowbit.runtime.bench import bench as measure
-
-    model = load_model(name, device, context, threads, quantize)
-    result = measure(model, prompt_tokens, new_tokens, runs)
-    if as_json:
-        print_json({**asdict(result), "quantized_at_load": quantize})
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from lowbit.runtime.memory import gigabytes
-
-    title = f"{escape(name)} on {result.device}"
-    table = Table("what", "measured", title=title, title_justify="left", box=SIMPLE_HEAD)
-    rows = (
-        ("load", f"{result.load_s:.2f} s"),
-        (f"first token after {prompt_tokens} tokens", f"{result.first_token_s * 1e3:.1f} ms"),
-        (f"decode, {new_tokens} tokens", f"{result.decode_tokens_per_s:.1f} tok/s"),
-        ("weights", gigabytes(result.weight_bytes)),
-        (f"cache for {result.context} tokens", gigabytes(result.cache_bytes)),
-        ("peak memory", gigabytes(result.peak_bytes)),
-        ("read per token", gigabytes(result.step_bytes)),
-        ("read bandwidth", f"{gigabytes(int(result.bandwidth))}/s"),
-        (
-            "share of the roofline",
-            f"{100 * result.roofline_share:.1f} % of read bandwidth / bytes per token",
-        ),
-    )
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True).print(table)
 
 
 def summary(generation: "Generation") -> str:

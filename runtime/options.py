@@ -12,6 +12,7 @@ import click
 import torch
 
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
+from lowbit.formats.recipes import GROUP_SIZE
 
 if TYPE_CHECKING:
     from lowbit.formats.recipes import Base
@@ -157,6 +158,7 @@ def load_model(
     context: int | None,
     threads: int | None,
     quantize: "Base | None" = None,
+    group_size: int = GROUP_SIZE,
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say."""
     group = click.get_current_context().find_root().command
@@ -167,9 +169,16 @@ def load_model(
     from lowbit.formats.hub import locate
     from lowbit.runtime.model import load
 
-    model = load(locate(name).folder, device=device, context=context, quantize=quantize)
+    model = load(
+        locate(name).folder,
+        device=device,
+        context=context,
+        quantize=quantize,
+        group_size=group_size,
+    )
     if quantize is not None:
-        note(f"quantized at load: {quantize}, {model.load_s:.1f} s")
+        groups = "" if group_size == GROUP_SIZE else f" in groups of {group_size}"
+        note(f"quantized at load: {quantize}{groups}, {model.load_s:.1f} s")
     if model.device == "cpu":
         _set_threads(model, threads)
     return model

@@ -17,19 +17,20 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.packed import check_packed
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
 from lowbit.formats.quantization_config import KEY, method_of, write_quantization_config
-from lowbit.formats.recipes import Base, base_schemes
+from lowbit.formats.recipes import GROUP_SIZE, Base, base_schemes
 from lowbit.formats.rtn import SCALE_DTYPE, quantize
 from lowbit.formats.scheme import Scheme
 
 DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 
 
-def quantized(source: Checkpoint, base: Base) -> Checkpoint:
+def quantized(source: Checkpoint, base: Base, group_size: int = GROUP_SIZE) -> Checkpoint:
     """The checkpoint as lowbit-convert packs it by a base recipe, without calibration.
 
     Args:
         source: BF16, F16 or F32.
         base: decides the bits of every linear.
+        group_size: weights that share a scale.
 
     Raises:
         QuantizationError: it is quantized already, or a group size does not divide a row.
@@ -43,7 +44,7 @@ def quantized(source: Checkpoint, base: Base) -> Checkpoint:
         )
     check_packed(source, None)
     table = tensor_table(source.config, source.tensors)
-    schemes = base_schemes(base, table)
+    schemes = base_schemes(base, table, group_size)
     tied = is_tied(source.config)
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     tensors = dict(source.tensors)

@@ -211,39 +211,6 @@ def test_chat_ends_with_its_input_and_survives_a_full_context(run: Run) -> None:
     assert len(result.stdout.splitlines()) >= 1
 
 
-def test_bench_reports_every_figure(run: Run) -> None:
-    options = ("--prompt-tokens", "9", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
-    result = run("bench", BUNDLED, "--json", *options)
-    assert result.exit_code == 0
-    measured = json.loads(result.stdout)
-    assert measured["schema"] == 1
-    assert measured.pop("quantized_at_load") is None
-    assert all(measured[key] > 0 for key in measured if key != "device")
-    assert measured["step_bytes"] > measured["weight_bytes"]
-    table = run("bench", BUNDLED, *options)
-    assert table.stdout == ""
-    assert "share of the roofline" in table.stderr
-
-
-def test_bench_does_not_count_its_own_buffer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def measure(name: str) -> Callable[[str], int]:
-        return lambda device: calls.append(name) or 1  # type: ignore[func-returns-value]
-
-    for name in ("peak_bytes", "read_bandwidth"):
-        monkeypatch.setattr(f"lowbit.runtime.bench.{name}", measure(name))
-    options = ("--prompt-tokens", "3", "--new-tokens", "2", "--runs", "1", "--device", "cpu")
-    assert run("bench", BUNDLED, *options).exit_code == 0
-    assert calls == ["peak_bytes", "read_bandwidth"]
-
-
-def test_bench_refuses_what_does_not_fit(run: Run) -> None:
-    result = run("bench", BUNDLED, "--context", "10", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "128 + 128 tokens do not fit the context of 10" in result.stderr
-
-
 def test_a_model_is_run_from_the_hub(run: Run, hub: HubServer) -> None:
     hub.add("some/model", Path(BUNDLED))
     result = run(
