@@ -11,10 +11,11 @@ from lowbit.formats.errors import ResourceError
 DEFAULT_MAX_RAM = 2_000_000_000
 
 # Bytes per weight of a block: the 12 blocks of FP32 rows that `stream` may hold between its stages,
-# and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words). Checked
-# by measuring the peak.
+# and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words; on a GPU
+# only rows and results are in RAM). Checked by measuring the peak.
 QUEUED_BYTES = 4 * 12
 WORKER_BYTES = 4 + 32
+CUDA_WORKER_BYTES = 4 + 4
 SLACK_BYTES = 96 << 20  # what the allocator keeps, hashes, thread stacks, code paged in
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
@@ -34,8 +35,9 @@ def block_elements(max_ram: int, workers: int, device: torch.device) -> int:
         ResourceError: the interpreter and torch alone leave too little.
     """
     base = resident_bytes() + SLACK_BYTES
-    each = QUEUED_BYTES + workers * WORKER_BYTES
-    most = CUDA_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS
+    on_gpu = device.type == "cuda"
+    each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
+    most = CUDA_ELEMENTS if on_gpu else CPU_ELEMENTS
     elements = min(most, (max_ram - base) // each)
     if elements < LEAST_ELEMENTS:
         least = base + LEAST_ELEMENTS * each
