@@ -1,13 +1,14 @@
 """Time launch sizes on this GPU beside those of the table in `lowbit.runtime.kernels.launch`.
 
-Run: python examples/tune_kernels.py gemv | attention | gemm
+Run: python examples/tune_kernels.py gemv | attention
 Prints a line a shape: what the table takes, then the fastest sizes. What wins is put into the table
-by hand, with the figures in the change.
+by hand, with the figures in `runtime/kernels/LOG.md`.
 """
 
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,32 +16,36 @@ import triton
 from bench_kernels import graph_us, packed, randn
 
 from lowbit.runtime.cache import new_cache
-from lowbit.runtime.kernels import attention_decode, gemm, gemv
+from lowbit.runtime.kernels import attention_decode, gemv
 from lowbit.runtime.kernels.launch import (
     AttentionLaunch,
-    GemmLaunch,
     GemvLaunch,
     attention_launch,
-    gemm_launch,
     gemv_launch,
 )
+from lowbit.runtime.kernels.tiles import TiledLinear
 from lowbit.runtime.ops import rope_tables
 
-# the linears of Qwen3-0.6B, 1.7B and 8B: (N, K)
+# the linears of Qwen3-0.6B, 1.7B, 4B and 8B: (N, K)
 INT4_SHAPES = (
     *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
     *((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)),
+    *((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)),
     *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
 )
 INT8_SHAPES = ((151936, 1024), (151936, 2048), (151936, 4096), (6144, 4096), (4096, 12288))
 ROTATED_BYTES = 300e6  # more than the L2 cache, so that weights come from memory
 SHOWN = 5
-OUT_OF_RESOURCES = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError)
+OUT_OF_RESOURCES = (
+    triton.runtime.errors.OutOfResources,
+    triton.runtime.errors.PTXASError,
+    triton.compiler.errors.CompilationError,
+)
+
+Sizes = tuple[Any, ...]
 
 
-def ranked(
-    candidates: list[tuple[int, ...]], time_us: Callable[[tuple[int, ...]], float]
-) -> list[tuple[float, tuple[int, ...]]]:
+def ranked(candidates: list[Sizes], time_us: Callable[[Sizes], float]) -> list[tuple[float, Sizes]]:
     """Candidates by time; those that do not fit the GPU are left out."""
     found = []
     for candidate in candidates:
@@ -48,10 +53,10 @@ def ranked(
             found.append((time_us(candidate), candidate))
         except OUT_OF_RESOURCES as error:
             print(f"  {candidate}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
-    return sorted(found)
+    return sorted(found, key=lambda pair: pair[0])
 
 
-def show(title: str, table: tuple[int, ...], rows: list[tuple[float, tuple[int, ...]]]) -> None:
+def show(title: str, table: Sizes, rows: list[tuple[float, Sizes]]) -> None:
     now = [f"{us:.2f} us" for us, sizes in rows if sizes == table]
     best = "  ".join(f"{us:.2f} {sizes}" for us, sizes in rows[:SHOWN])
     print(f"{title:<24} table {table} {now[0] if now else 'not timed'}; best {best}", flush=True)
@@ -59,19 +64,21 @@ def show(title: str, table: tuple[int, ...], rows: list[tuple[float, tuple[int, 
 
 def tune_gemv() -> None:
     for bits, (N, K) in [(4, s) for s in INT4_SHAPES] + [(8, s) for s in INT8_SHAPES]:
-        quads = K * bits // 128
-        copies = max(2, min(200, int(ROTATED_BYTES / packed(bits, N, K).size_bytes)))
-        weights = [packed(bits, N, K) for _ in range(copies)]
+        size = packed(bits, N, K).size_bytes
+        weights = [packed(bits, N, K) for _ in range(max(3, min(100, int(ROTATED_BYTES / size))))]
+        tiles, steps = weights[0].tiles, weights[0].steps
         x, norm = randn(1, K), randn(K)
-        candidates = [
-            (rows, depth, max(1, depth // 32))
-            for rows, depth in itertools.product((2, 4, 8, 16), (32, 64, 128, 256))
-            if depth < 2 * quads and N // rows >= 100
+        candidates: list[Sizes] = [
+            (rows, depth, warps, early, registers, raw)
+            for rows, depth, warps, early, registers, raw in itertools.product(
+                (1, 2), (1, 2, 3, 4, 6), (4, 8), (False, True), (None, 128, 168), (False, True)
+            )
+            if rows * depth <= 8 and depth * warps <= steps and tiles // rows >= 60
         ]
 
         def time_us(
-            sizes: tuple[int, ...],
-            weights: list[gemv.PackedLinear] = weights,
+            sizes: Sizes,
+            weights: list[TiledLinear] = weights,
             x: torch.Tensor = x,
             norm: torch.Tensor = norm,
         ) -> float:
@@ -79,58 +86,51 @@ def tune_gemv() -> None:
                 body = lambda: [gemv.gemv(x, w, norm=norm, eps=1e-6) for w in weights]  # noqa: E731
                 return graph_us(body, runs=5) / len(weights)
 
-        table = gemv_launch(bits, N, K)
-        default = (table.block_n, table.block_q, table.num_warps)
+        table = gemv_launch(tiles, steps, 1)
+        default = (
+            table.tiles,
+            table.steps,
+            table.warps,
+            table.early,
+            table.registers,
+            table.raw,
+        )
         show(f"INT{bits} {N}x{K}", default, ranked(candidates, time_us))
 
 
 def tune_attention() -> None:
-    layers, kv_heads, dim, context = 16, 8, 128, 8192
-    cache = new_cache(layers, kv_heads, dim, context, torch.bfloat16, "cuda")
-    cache.k.normal_()
-    cache.v.normal_()
-    rope, q_norm, k_norm = rope_tables(context, dim, 1e6, "cuda"), randn(dim), randn(dim)
-    table = attention_launch(kv_heads, context)
-    for heads, position in itertools.product((16, 32), (128, 1024, 8191)):
+    layers, context = 16, 8192
+    for heads, kv_heads, dim in ((16, 8, 128), (32, 8, 128), (16, 4, 256)):
+        cache = new_cache(layers, kv_heads, dim, context, torch.bfloat16, "cuda")
+        cache.k.normal_()
+        cache.v.normal_()
+        rope, q_norm, k_norm = rope_tables(context, dim, 1e6, "cuda"), randn(dim), randn(dim)
         qkv = randn(1, (heads + 2 * kv_heads) * dim)
-        cache.truncate(position)
+        for position in (128, 1024, 8191):
+            cache.truncate(position)
+            reach = cache.reach_for(position + 1)
+            table = attention_launch(kv_heads, heads // kv_heads, reach, dim)
 
-        def time_us(sizes: tuple[int, ...], qkv: torch.Tensor = qkv) -> float:
-            launch = AttentionLaunch(*sizes)
-            with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
-                body = lambda: [  # noqa: E731
-                    attention_decode.attention_decode(qkv, q_norm, k_norm, 1e-6, rope, cache, i)
-                    for i in range(layers)
-                ]
-                return graph_us(body, runs=5) / layers
+            def time_us(sizes: Sizes, qkv: torch.Tensor = qkv) -> float:
+                launch = AttentionLaunch(*sizes)
+                with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
+                    body = lambda: [  # noqa: E731
+                        attention_decode.attention_decode(qkv, q_norm, k_norm, 1e-6, rope, cache, i)  # noqa: B023
+                        for i in range(layers)
+                    ]
+                    return graph_us(body, runs=5) / layers
 
-        candidates = list(itertools.product((8, 16, 32, 64), (16, 32, 64, 128)))
-        rows = ranked(candidates, time_us)
-        show(f"{heads} heads at {position}", (table.splits, table.block_t), rows)
-
-
-def tune_gemm() -> None:
-    w = packed(4, 24576, 4096)
-    for M in (8, 64, 512, 2048):
-        x = randn(M, w.K)
-        candidates = [
-            (rows, columns, depth, warps, stages)
-            for rows, columns, depth, (warps, stages) in itertools.product(
-                (16, 64, 128, 256), (32, 64, 128), (64, 128), ((4, 3), (8, 3), (4, 4))
+            blocks = (1,) if dim > 128 else (1, 2)
+            candidates: list[Sizes] = list(itertools.product((1, 2, 8, 16, 32, 64), (4, 8), blocks))
+            rows = ranked(candidates, time_us)
+            show(
+                f"{heads}/{kv_heads} heads of {dim} at {position}",
+                (table.splits, table.warps, table.blocks),
+                rows,
             )
-            if rows <= max(16, 2 * M) and rows * columns <= 128 * 256
-        ]
-
-        def time_us(sizes: tuple[int, ...], x: torch.Tensor = x) -> float:
-            with mock.patch.object(gemm, "gemm_launch", return_value=GemmLaunch(*sizes)):
-                return graph_us(lambda: gemm.gemm(x, w), runs=5)
-
-        tile = gemm_launch(M, w.group_size)
-        table = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages)
-        show(f"GEMM M = {M}, 24576x4096", table, ranked(candidates, time_us))
 
 
-TUNERS = {"gemv": tune_gemv, "attention": tune_attention, "gemm": tune_gemm}
+TUNERS = {"gemv": tune_gemv, "attention": tune_attention}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
