@@ -1,6 +1,7 @@
 """The engine on a GPU: the captured graph against the same step run directly."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,11 +280,34 @@ def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
         assert 0 < divergence(exact, model.logits(ids)) <= 1.05 * allowed
 
 
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_a_long_hybrid_is_no_further_from_fp32_than_transformers_in_bf16(
+    tokens: int, tmp_path: Path, reference: Callable[[PackedModel], Any]
+) -> None:
+    """Chunks of the prompt go on from the state, and from the keys, of those before."""
+    source, folder = tmp_path / "source", tmp_path / "int4"
+    shutil.copytree(EXAMPLES / "models" / "tiny-qwen3.5", source)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = tokens
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, folder, Recipe(base="int4", group_size=128), max_ram=32_000_000_000)
+    hub = reference(meaning_of(folder))
+    model = lowbit.load(folder, device="cuda", context=tokens)
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+    ids = model.tokenizer.encode(text)[:tokens]
+    assert len(ids) == tokens
+    with torch.no_grad():
+        exact = hub(torch.tensor([ids])).logits[0]
+        rounded = hub.to("cuda", torch.bfloat16)(torch.tensor([ids]).cuda()).logits[0]
+    assert 0 < divergence(exact, model.logits(ids)) <= 1.05 * divergence(exact, rounded)
+
+
 def meaning_of(folder: Path) -> PackedModel:
     """A converted folder and what its codes mean in FP32."""
     stored = load_file(folder / "model.safetensors")
     modules = [name.removesuffix(f".{PACKED}") for name in stored if name.endswith(f".{PACKED}")]
-    weights = {name: t.float() for name, t in stored.items() if name.endswith(".weight")}
+    packed = (f".{PACKED}", f".{SCALE}", f".{SHAPE}")
+    weights = {name: t.float() for name, t in stored.items() if not name.endswith(packed)}
     for module in modules:
         codes, K = stored[f"{module}.{PACKED}"], int(stored[f"{module}.{SHAPE}"][1])
         bits = codes.shape[1] * 32 // K
