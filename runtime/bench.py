@@ -71,7 +71,8 @@ class BenchResult:
         decode_tokens_per_s: median over the runs, batch 1.
         weight_bytes: memory the weights take.
         cache_bytes: memory that keys, values and the states of linear layers take.
-        peak_bytes: most memory in use: of the GPU, or resident in this process on a CPU.
+        peak_bytes: most memory in use: of the GPU from the end of loading on, or resident in this
+            process on a CPU.
         extra_bytes: of it, what is neither weights nor cache; None on a CPU, where the interpreter
             and the libraries are most of that.
         step_bytes: what one step must move at the middle of the run, see `StepBytes`.
@@ -117,6 +118,8 @@ def bench(
     Raises:
         RequestError: the run does not fit the context.
     """
+    if model.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of loading, which rearranges weights
     speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
     opened, dtype = model.opened, model.dtype
     weights = opened.weight_bytes(model.device, dtype)
