@@ -96,6 +96,7 @@ def test_on_a_gpu_what_is_beyond_weights_and_cache(monkeypatch: pytest.MonkeyPat
     model = load(BUNDLED, device="cpu")
     weights = model.opened.weight_bytes("cuda", torch.bfloat16)
     cache = model.opened.kv_bytes(model.context, torch.bfloat16)
+    monkeypatch.setattr(bench_module, "forget_peak", lambda device: None)
     monkeypatch.setattr(bench_module, "peak_bytes", lambda device: weights + cache + 123)
     monkeypatch.setattr(bench_module, "read_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(bench_module, "device_name", lambda device: "a GPU")
