@@ -4,16 +4,16 @@ python examples/peers_gemv.py tinygemm
 """
 
 import json
-import statistics
 import sys
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from bench_kernels import GROUP, graph_us, packed, randn, tinygemm_us
+from torch import nn
+
+from lowbit.runtime.kernels.gemv import gemv
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 BITS = {"lowbit-int4": 4, "lowbit-int8": 8, "tinygemm": 4, "gemlite": 4, "cublas": 16}
-GROUP = 128
 
 
 def main() -> None:
@@ -35,15 +35,7 @@ def main() -> None:
 
 def lowbit_gemv(bits: int, N: int, K: int, copies: int) -> float:
     """Microseconds of one multiplication by lowbit's kernel."""
-    from lowbit.runtime.kernels.gemv import gemv
-    from lowbit.runtime.kernels.tiles import tiled
-    from lowbit.runtime.linear import PackedLinear
-
-    x, weights = randn(1, K), []
-    for _ in range(copies):
-        shape = (N, K * bits // 32)
-        words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
-        weights.append(tiled(PackedLinear(words, randn(N, K // GROUP), bits, GROUP)))
+    x, weights = randn(1, K), [packed(bits, N, K) for _ in range(copies)]
     return graph_us(lambda: [gemv(x, weight) for weight in weights]) / copies
 
 
@@ -58,36 +50,7 @@ def peer_gemv(kernel: str, N: int, K: int, copies: int) -> float:
 
         layers = [gemlite_int4(randn(N, K)) for _ in range(copies)]
         return graph_us(lambda: [layer(x) for layer in layers]) / copies
-    packed = []
-    for _ in range(copies):
-        pairs = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
-        codes = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-        packed.append((codes, randn(K // GROUP, N, 2)))  # scales and zeros
-    multiply = torch.ops.aten._weight_int4pack_mm
-    return graph_us(lambda: [multiply(x, w, GROUP, scales) for w, scales in packed]) / copies
-
-
-def randn(*shape: int) -> Tensor:
-    """Random BF16 on the GPU."""
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-
-def graph_us(body: Callable[[], object], runs: int = 20) -> float:
-    """Median time of one replay of `body` captured in a CUDA graph, in microseconds."""
-    body()  # kernels are compiled and tuned here
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    times = []
-    for _ in range(runs + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times[3:]))
+    return tinygemm_us(N, K, copies)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The GPU backend: `lowbit.runtime.ops.Ops` over the Triton kernels.
 
-One token (a decode step) takes the fused GEMVs and split attention, without a synchronization or a
-host read, so a CUDA graph can capture it; several tokens (prefill) take the tensor cores.
+A decode step, of one token or of one of each of several sequences, takes the GEMVs and split
+attention, without a synchronization or a host read, so a CUDA graph can capture it; a prompt takes
+the GEMVs up to 32 tokens and weights widened for cuBLAS beyond.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""A linear layer as the kernels see it: packed codes with scales, or a dense weight."""
+"""A linear layer as it is read: packed codes with scales, or a dense weight.
+
+A backend makes its own form of it (`cpu.prepare`, `cuda.prepare`).
+"""
 
 from dataclasses import dataclass
 

@@ -14,7 +14,7 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
 from lowbit.formats.packed import check_packed, open_packed
 from lowbit.formats.packing import SCALE
-from lowbit.formats.recipes import Base
+from lowbit.formats.recipes import GROUP_SIZE, Base
 from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.runtime import cpu
 from lowbit.runtime.kernels.tiles import GpuLinear
@@ -77,12 +77,15 @@ class OpenedModel:
         return footprint.state_bytes(self.config, dtype.itemsize)
 
 
-def open_model(folder: Path, quantize: Base | None = None) -> OpenedModel:
+def open_model(
+    folder: Path, quantize: Base | None = None, group_size: int = GROUP_SIZE
+) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
 
     Args:
         folder: of the checkpoint.
         quantize: recipe by which a plain checkpoint is quantized as it is read.
+        group_size: weights that share a scale, with `quantize`.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -95,7 +98,8 @@ def open_model(folder: Path, quantize: Base | None = None) -> OpenedModel:
     if quantize is None:
         packed = open_packed(folder, SERVED_BITS)
     else:
-        packed = check_packed(quantized(open_checkpoint(folder), quantize), None, SERVED_BITS)
+        source = quantized(open_checkpoint(folder), quantize, group_size)
+        packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
     return OpenedModel(
         checkpoint=packed.checkpoint,

@@ -2,22 +2,18 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.packed import check_packed
 from lowbit.formats.recipes import GROUP_SIZE, Base
-from lowbit.formats.scheme import SERVED_BITS
 from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
-from lowbit.runtime.quantized import quantized
 from lowbit.runtime.reasoning import begin_of
 from lowbit.runtime.sampling import SamplingParams, new_sampler, read_generation_config
 from lowbit.runtime.stream import Generation, Request, Stream
@@ -180,9 +176,7 @@ def load(
     """
     started = time.perf_counter()
     folder = Path(folder)
-    opened = open_model(folder, quantize)
-    if quantize is not None and group_size != GROUP_SIZE:
-        opened = _regrouped(opened, quantize, group_size)
+    opened = open_model(folder, quantize, group_size)
     defaults, config_stops = read_generation_config(folder)
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder)
@@ -230,10 +224,3 @@ def choose_device(device: str | None) -> str:
     if device == "cuda" and not available:
         raise ResourceError("no CUDA device was found", hint="use --device cpu")
     return device or ("cuda" if available else "cpu")
-
-
-def _regrouped(opened: OpenedModel, base: Base, group_size: int) -> OpenedModel:
-    """The same model in groups of another size, which changes nothing but scales."""
-    source = open_checkpoint(opened.checkpoint.folder)
-    packed = check_packed(quantized(source, base, group_size), None, SERVED_BITS)
-    return replace(opened, checkpoint=packed.checkpoint, schemes=packed.schemes)

@@ -37,7 +37,6 @@ READERS: tuple[tuple[str, Reads], ...] = (
     ("aten::mm", "weights"),
     ("aten::addmm", "weights"),
     ("attention", "kv"),
-    ("_join", "kv"),
     ("recurrence", "states"),
     ("delta", "states"),
 )

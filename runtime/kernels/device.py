@@ -4,11 +4,6 @@ import torch
 from torch import Tensor
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Whether kernels run as machine code; on CPU tensors they run in Triton's interpreter."""
-    return x.is_cuda
-
-
 def programmatic_launch(x: Tensor) -> bool:
     """Whether a kernel may start before the one that feeds it ends (Hopper and later).
 

@@ -1,4 +1,4 @@
-"""Launch sizes: one literal table, by bits and shape class.
+"""Launch sizes: literal tables, by the size of what is read.
 
 Measured on an H200 (LOG.md); elsewhere the same: no kernel needs more registers or shared memory
 than compute capability 8.0 to 12.0 all have.

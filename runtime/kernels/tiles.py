@@ -21,7 +21,6 @@ from lowbit.runtime.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows
 WORDS = 16  # of each row in a step
-CHUNK = 8  # consecutive k of one lane
 LEAST_GROUP = 32  # the k that the four lanes of a row hold of one chunk each
 BLOCK_WORDS = 1 << 21  # rearranged at a time
 

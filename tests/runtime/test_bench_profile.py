@@ -94,7 +94,7 @@ def test_bandwidth_of_what_kernels_read() -> None:
     spans = [
         Span("_gemv_kernel", (64, 1, 1), 8, 80.0),
         Span("_attention_kernel", (8, 4, 1), 4, 12.0),
-        Span("_join_kernel", (8, 1, 1), 4, 8.0),
+        Span("_attention_kernel", (8, 1, 1), 4, 8.0),
         Span("_recurrence_kernel", (8, 1, 1), 4, 20.0),
         Span("argmax", None, 4, 5.0),
     ]
