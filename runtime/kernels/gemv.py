@@ -18,10 +18,18 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch
-from lowbit.runtime.kernels.gemv_stage import load_gains, stage_x
+from lowbit.runtime.kernels.gemv_stage import load_gains, stage_x, sum_of_parts, total_of
 from lowbit.runtime.kernels.gemv_steps import load_steps, multiply_steps
-from lowbit.runtime.kernels.launch import gemv_launch
-from lowbit.runtime.kernels.mma import barrier, declaration, shared_buffer
+from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
+from lowbit.runtime.kernels.mma import (
+    as_word,
+    barrier,
+    declaration,
+    shared_buffer,
+    store_shared4,
+    store_shared8,
+    store_shared16,
+)
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
@@ -51,15 +59,17 @@ def _gemv_kernel(
     x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    SHARED: gl.constexpr, RAW: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    ABREAST: gl.constexpr, SHARED: gl.constexpr, STAGED: gl.constexpr, RAW: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     GROUPS: gl.constexpr = (K + G - 1) // G
-    S: gl.constexpr = (STEPS + WARPS - 1) // WARPS
-    STAGED: gl.constexpr = SHARED is not None
+    PARTS: gl.constexpr = WARPS // ABREAST  # of a tile's steps
+    S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
     COLUMNS: gl.constexpr = 1 if B == 1 else 2  # of a lane's two tokens
     NT: gl.constexpr = (B + 7) // 8
+    ITEMS: gl.constexpr = ABREAST * R * NT  # blocks of 16 results by 8 tokens
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
     if PDL and EARLY:
         gdc_launch_dependents()
@@ -70,14 +80,15 @@ def _gemv_kernel(
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
     g = lane // 4
     t = lane % 4
-    program = gl.program_id(0)
+    part = warp % PARTS
+    first_tile = gl.program_id(0) * (ABREAST * R)
     words = ()
     scales = ()
     for r in gl.static_range(R):
-        tile = gl.minimum(program * R + r, tiles - 1).to(gl.int64)
+        tile = gl.minimum(first_tile + warp // PARTS * R + r, tiles - 1).to(gl.int64)
         words = words + (words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16,)
         scales = scales + (scales_ptr + (tile * (GROUPS * 8) + g) * SCALE_WORDS,)
-    loaded, raw = load_steps(words, scales, warp, G, BITS, K, R, C if C < S else S, WARPS, SCALES)
+    loaded, raw = load_steps(words, scales, part, G, BITS, K, R, C if C < S else S, PARTS, SCALES)
     thread = warp * 32 + lane
     gains = load_gains(gain_ptr, thread, K, WARPS * 32)
 
@@ -86,30 +97,32 @@ def _gemv_kernel(
         if not EARLY:
             gdc_launch_dependents()
 
-    OUT: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 1, 2 * COLUMNS], [1, 32, 1], [1, 1, WARPS], [2, 1, 0]
-    )
-    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, OUT))
-    out_g = gl.arange(0, 32, layout=LANES) // 4
-    out_t = gl.arange(0, 32, layout=LANES) % 4
     added = ()
     if added_ptr is not None:
-        for i in gl.static_range(R * NT * 2 * COLUMNS):
-            n = (program * R + i // (NT * 2 * COLUMNS)) * 16 + i // COLUMNS % 2 * 8 + out_g
-            b = i // (2 * COLUMNS) % NT * 8 + 2 * out_t + i % COLUMNS
-            at = gl.minimum(b, B - 1) * added_stride + gl.minimum(n, N - 1)
-            added = added + (gl.load(added_ptr + at).to(gl.float32),)
+        for first in gl.static_range(0, ITEMS, WARPS):
+            for i in gl.static_range(2 * COLUMNS):
+                n = (first_tile + (first + warp) // NT) * 16 + i // COLUMNS * 8 + g
+                b = (first + warp) % NT * 8 + 2 * t + i % COLUMNS
+                at = gl.minimum(b, B - 1) * added_stride + gl.minimum(n, N - 1)
+                added = added + (gl.load(added_ptr + at).to(gl.float32),)
     sources = ()
-    squares = none
     units = None
+    factor = none + 1.0
+    buffer = shared_buffer(SHARED) + zero
+    sums_at = buffer
     if STAGED:
-        buffer = shared_buffer(SHARED) + zero
         squares = stage_x(
             x_ptr, gains, buffer, thread, none, K, WARPS * 32, gain_ptr is not None, RAW
         )
+        sums_at += (2 * K + K // 8 + 15) // 16 * 16
+        if gain_ptr is not None:
+            store_shared4(sums_at + thread * 4, squares, thread >= 0)
         barrier()
         sources = (buffer + t * 16,)
         units = buffer + 2 * K if RAW else None
+        if gain_ptr is not None:
+            factor = gl.rsqrt(total_of(sums_at + lane * 4, none, WARPS) / K + eps)
+            sums_at += WARPS * 128
     else:
         for nt in gl.static_range(NT):
             token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
@@ -120,73 +133,52 @@ def _gemv_kernel(
     for first in gl.static_range(0, S, C):
         if first + C < S:
             next_loaded, next_raw = load_steps(
-                words, scales, warp + (first + C) * WARPS, G, BITS, K, R,
-                C if first + 2 * C <= S else S - first - C, WARPS, SCALES,
+                words, scales, part + (first + C) * PARTS, G, BITS, K, R,
+                C if first + 2 * C <= S else S - first - C, PARTS, SCALES,
             )  # fmt: skip
         acc = multiply_steps(
-            acc, loaded, raw, sources, warp + first * WARPS, none, (first + C) * WARPS > STEPS,
-            C if first + C <= S else S - first, G, BITS, K, R, NT, WARPS, SCALES, STAGED, units,
+            acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
+            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, units,
         )  # fmt: skip
         if first + C < S:
             loaded = next_loaded
             raw = next_raw
 
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    shared = ()
+    HELD: gl.constexpr = 8 if COLUMNS == 1 else 32  # lanes with results
+    held = t == 0 if COLUMNS == 1 else t >= 0
+    slot = g if COLUMNS == 1 else lane
     for i in gl.static_range(R * NT):
         a = acc[i]
+        item = warp // PARTS * (R * NT) + i
+        at = sums_at + ((item * PARTS + part) * HELD + slot) * (8 * COLUMNS)
         if COLUMNS == 1:
-            stacked = gl.join(a[0], a[2])
+            store_shared8(at, (as_word(a[0]), as_word(a[2])), held)
         else:
-            stacked = gl.reshape(gl.join(gl.join(a[0], a[2]), gl.join(a[1], a[3])), [WARPS, 32, 4])
-        part = gl.allocate_shared_memory(gl.float32, [WARPS, 32, 2 * COLUMNS], FLAT)
-        part.store(stacked)
-        shared = shared + (part,)
-    if gain_ptr is not None:
-        square_sums = gl.allocate_shared_memory(gl.float32, [WARPS, 32, 1], FLAT)
-        square_sums.store(gl.reshape(gl.sum(squares, axis=1)[:, None] + none, [WARPS, 32, 1]))
-        total = gl.sum(gl.sum(square_sums.load(OUT), axis=2), axis=0)
-        factor = gl.rsqrt(gl.convert_layout(total, LANES) / K + eps)
-    for i in gl.static_range(R * NT):
-        y = gl.sum(shared[i].load(OUT), axis=0)  # [32, 2 * COLUMNS]
-        values = _split(y, COLUMNS, LANES)
+            words_of = (as_word(a[0]), as_word(a[1]), as_word(a[2]), as_word(a[3]))
+            store_shared16(at, words_of, held)
+    barrier()
+    for first in gl.static_range(0, ITEMS, WARPS):
+        item = first + warp
+        at = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * HELD + slot) * (8 * COLUMNS)
+        y = sum_of_parts(at, none, PARTS, HELD, COLUMNS)  # rows g: tokens 2 t..., then rows g + 8
         for column in gl.static_range(COLUMNS):
-            b = i % NT * 8 + 2 * out_t + column
-            low = values[2 * column]
-            high = values[2 * column + 1]
-            if gain_ptr is not None:
-                low *= factor
-                high *= factor
+            b = item % NT * 8 + 2 * t + column
+            low = y[column] * factor
+            high = y[COLUMNS + column] * factor
+            stored = held & (item < ITEMS) & (b < B)
             if SWIGLU:
-                n = (program * R + i // NT) * 8 + out_g
+                n = (first_tile + item // NT) * 8 + g
                 act = low * high / (1.0 + gl.exp(-low))
-                stored = (n < N // 2) & (b < B)
-                gl.store(y_ptr + b * (N // 2) + n, act.to(y_ptr.dtype.element_ty), mask=stored)
+                at = y_ptr + b * (N // 2) + n
+                gl.store(at, act.to(y_ptr.dtype.element_ty), mask=stored & (n < N // 2))
             else:
                 for half in gl.static_range(2):
-                    n = (program * R + i // NT) * 16 + half * 8 + out_g
+                    n = (first_tile + item // NT) * 16 + half * 8 + g
                     v = low if half == 0 else high
                     if added_ptr is not None:
-                        v += added[(i * 2 + half) * COLUMNS + column]
-                    stored = (n < N) & (b < B)
-                    gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored)
-
-
-@gluon.jit
-def _split(y, COLUMNS: gl.constexpr, LANES: gl.constexpr):
-    """[32, 2 * COLUMNS] to a tensor of 32 for each column and half."""
-    if COLUMNS == 1:
-        low, high = gl.split(y)
-        values = (low, high)
-    else:
-        even, odd = gl.split(gl.reshape(y, [32, 2, 2]))
-        low0, high0 = gl.split(even)
-        low1, high1 = gl.split(odd)
-        values = (low0, high0, low1, high1)
-    lanes = ()
-    for i in gl.static_range(2 * COLUMNS):
-        lanes = lanes + (gl.convert_layout(values[i], LANES),)
-    return lanes
+                        v += added[(first // WARPS * 2 + half) * COLUMNS + column]
+                    at = y_ptr + b * N + n
+                    gl.store(at, v.to(y_ptr.dtype.element_ty), mask=stored & (n < N))
 
 
 def gemv(
@@ -222,7 +214,7 @@ def gemv(
     registers = launch.registers if pdl else launch.registers or OLDER_REGISTERS
     if w.K > MOST_STAGED:  # every lane holds its own x
         registers = None
-    _gemv_kernel[(-(-w.tiles // launch.tiles),)](
+    _gemv_kernel[(-(-w.tiles // (launch.tiles * launch.abreast)),)](
         x,
         norm,
         w.words,
@@ -242,7 +234,9 @@ def gemv(
         R=launch.tiles,
         C=launch.steps,
         WARPS=launch.warps,
-        SHARED=declaration(2 * w.K + w.K // 8) if staged else None,
+        ABREAST=launch.abreast,
+        SHARED=declaration(shared_bytes(launch, B, w.K, staged, norm is not None)),
+        STAGED=staged,
         RAW=launch.raw and staged and w.K * w.bits % 512 == 0,  # no padded columns
         PDL=pdl,
         EARLY=launch.early,
@@ -252,3 +246,10 @@ def gemv(
         enable_fp_fusion=True,
     )
     return y
+
+
+def shared_bytes(launch: GemvLaunch, B: int, K: int, staged: bool, normed: bool) -> int:
+    """Shared memory of a program: x and its sums, squares of each thread, sums of each warp."""
+    x = (2 * K + K // 8 + 15) // 16 * 16 if staged else 0
+    squares = 128 * launch.warps if staged and normed else 0
+    return x + squares + launch.warps * launch.tiles * -(-B // 8) * (64 if B == 1 else 512)

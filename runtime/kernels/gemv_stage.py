@@ -9,6 +9,9 @@ from lowbit.runtime.kernels.mma import (
     bf16_pair,
     high_half,
     load16,
+    load_shared4,
+    load_shared8,
+    load_shared16,
     low_half,
     store_shared4,
     store_shared16,
@@ -82,3 +85,37 @@ def stage_x(
             total += across(total, 2)
             store_shared4(buffer + 2 * K + chunk // 4 * 4, total, inside & (at % 4 == 0))
     return squares
+
+
+@gluon.jit
+def total_of(at, none, WARPS: gl.constexpr):
+    """The sum of what every thread has put in shared memory, in every lane."""
+    total = none
+    for w in gl.static_range(WARPS):
+        total += load_shared4(at + w * 128)
+    for i in gl.static_range(5):
+        total += across(total, 1 << i)
+    return total
+
+
+@gluon.jit
+def sum_of_parts(
+    at, none, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    """The sums of all warps that share a tile, in order: 2 * COLUMNS of this lane."""
+    if COLUMNS == 1:
+        y = (none, none)
+        for p in gl.static_range(PARTS):
+            v = load_shared8(at + p * (HELD * 8))
+            y = (y[0] + as_float(v[0]), y[1] + as_float(v[1]))
+    else:
+        y = (none, none, none, none)
+        for p in gl.static_range(PARTS):
+            v = load_shared16(at + p * (HELD * 16))
+            y = (
+                y[0] + as_float(v[0]),
+                y[1] + as_float(v[1]),
+                y[2] + as_float(v[2]),
+                y[3] + as_float(v[3]),
+            )
+    return y

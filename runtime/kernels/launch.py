@@ -14,7 +14,7 @@ class GemvLaunch:
     Attributes:
         tiles: of 16 rows.
         steps: of each tile that a warp has in flight at a time.
-        warps: of a program; they share the steps of a tile.
+        warps: of a program; those of one tile share its steps.
         early: whether the next kernel may start before this one has its input.
         registers: of a thread at most; None leaves the compiler to spill for occupancy's sake.
         raw: codes enter with the constant of their place, which the sums begin without: a third
@@ -27,6 +27,7 @@ class GemvLaunch:
     early: bool = False
     registers: int | None = None
     raw: bool = False
+    abreast: int = 1
 
 
 # (at least this many KB of codes, at least this many steps, share); the first that fits counts.

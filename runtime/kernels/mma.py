@@ -191,6 +191,19 @@ def load_shared4(address):
 
 
 @gluon.jit
+def load_shared8(address):
+    """Two words of shared memory for each lane."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,r",
+        [address],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def store_shared8(address, words, inside):
     """Two words of each lane that is inside, to shared memory."""
     gl.inline_asm_elementwise(
