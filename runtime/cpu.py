@@ -105,6 +105,13 @@ def norm_linear(
     return y if bias is None else y + bias
 
 
+def norm_linears(
+    x: Tensor, norm: Tensor, eps: float, w: CpuLinear, small: CpuLinear
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` of two weights; see `Ops.norm_linears`."""
+    return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
+
+
 def norm_logits(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
     """`rms_norm(x) * norm @ w.T` of a head: [M, K] to [M, V] float32."""
     return norm_linear(x, norm, eps, w).float()

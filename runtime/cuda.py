@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.choose import can_choose, choose
 from lowbit.runtime.kernels.delta_decode import delta_decode
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.gemv import gemv
+from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm, swiglu
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
@@ -89,6 +89,16 @@ def norm_linear(
     return linear(x, w.weight, bias) if isinstance(w, DenseLinear) else _product(x, w, added)
 
 
+def norm_linears(
+    x: Tensor, norm: Tensor, eps: float, w: GpuLinear, small: GpuLinear
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` of two weights; see `Ops.norm_linears`."""
+    one = x.shape[0] == 1 and isinstance(w, TiledLinear) and w.K <= MOST_STAGED
+    if one and isinstance(small, DenseLinear):
+        return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
+    return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
+
+
 def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
     """`rms_norm(x) * norm @ w.T` in float32, for a head: [M, K] to [M, N].
 
@@ -153,13 +163,8 @@ def delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
     """Convolution, gates, delta rule, gated norm; see `Ops.delta_net`."""
-    if state.sequences > 1:
-        each = [
-            delta_decode(qkvz[b : b + 1], ba[b : b + 1], weights, eps, state.of(b), layer)
-            for b in range(state.sequences)
-        ]
-        return torch.cat(each)
-    advance = delta_decode if qkvz.shape[0] == 1 else delta_prefill
+    decoding = qkvz.shape[0] == 1 or state.sequences > 1
+    advance = delta_decode if decoding else delta_prefill
     return advance(qkvz, ba, weights, eps, state, layer)
 
 

@@ -1,6 +1,6 @@
 """What a gated DeltaNet layer needs beside its linears: small weights, and a state per sequence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,11 +47,19 @@ class DeltaState:
             SiLU.
         memory: [L, B * Hv, Dk, Dv] float32.
         sequences: B, 1 but for a batch.
+        arrived: [B * Hv] int32, zero between kernels: heads that have read what they share.
     """
 
     conv: Tensor
     memory: Tensor
     sequences: int = 1
+    arrived: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make room for the counters."""
+        heads = self.memory.shape[1] if self.memory.dim() > 1 else 0
+        arrived = torch.zeros(heads, dtype=torch.int32, device=self.memory.device)
+        object.__setattr__(self, "arrived", arrived)
 
     def of(self, index: int) -> "DeltaState":
         """The part of one sequence, in the same memory."""

@@ -68,6 +68,11 @@ class Ops(Protocol[W]):
         A gain in FP32 is applied in FP32; one in the model's dtype to the rounded `rms_norm(x)`.
         """
 
+    def norm_linears(
+        self, x: Tensor, norm: Tensor, eps: float, w: W, small: W
+    ) -> tuple[Tensor, Tensor]:
+        """`norm_linear` of two weights for the same x, the second of few rows."""
+
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
         """The same for a head: [M, K] to [M, V] float32, not rounded where the kernel allows."""
 

@@ -31,8 +31,8 @@ from lowbit.runtime.kernels.attention_fragments import (
     online_softmax,
     stage_queries,
 )
-from lowbit.runtime.kernels.attention_join import join_splits, put_gated
-from lowbit.runtime.kernels.attention_rotate import rotated_fragments
+from lowbit.runtime.kernels.attention_join import join_splits
+from lowbit.runtime.kernels.attention_rotate import load_rotation, rotated_fragments
 from lowbit.runtime.kernels.device import programmatic_launch
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes
 from lowbit.runtime.kernels.mma import (
@@ -41,12 +41,15 @@ from lowbit.runtime.kernels.mma import (
     as_word,
     barrier,
     declaration,
-    load16,
+    from_lane,
+    high_half,
+    load4,
+    load_shared4,
     load_shared16,
-    prefetch,
+    low_half,
     shared_buffer,
     store16,
-    store_shared8,
+    store_shared4,
     store_shared16,
 )
 from lowbit.runtime.kernels.rotate import rotated_ref
@@ -91,6 +94,12 @@ def attention_decode_ref(
 
 
 @gluon.jit
+def _element(quad, g):
+    """The first of the two elements of a head that a lane sums in its quad."""
+    return (quad // 4 * 8 + g) * 8 + quad % 4 * 2
+
+
+@gluon.jit
 def _attention_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position_ptr,
     part_ptr, state_ptr, arrived_ptr, out_ptr, T, eps, score_scale,
@@ -101,7 +110,9 @@ def _attention_kernel(
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
     SETS: gl.constexpr = (D + 63) // 64
-    FP32: gl.constexpr = q_norm_ptr is not None and q_norm_ptr.dtype.element_ty == gl.float32
+    WIDE: gl.constexpr = D > 128  # queries are too many registers
+    NORM: gl.constexpr = q_norm_ptr is not None
+    FP32: gl.constexpr = NORM and q_norm_ptr.dtype.element_ty == gl.float32
     zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
     none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
@@ -125,21 +136,18 @@ def _attention_kernel(
     cache = (token * Hkv + head).to(gl.int64) * T * (2 * D)
     k_base = k_ptr.to(gl.int64, bitcast=True) + cache
     v_base = v_ptr.to(gl.int64, bitcast=True) + cache
-    WIDE: gl.constexpr = D > 128  # too many registers for keys and values before the rotation
-    keys = load_keys(k_base, row + g, end, t, D, BLOCKS, WIDE)
-    values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS, WIDE)
+    keys = load_keys(k_base, row + g, end, t, row < end, D, BLOCKS)
+    values = load_values(v_base, row + 2 * t, end, g, row < end, D, BLOCKS)
     cos = cos_ptr.to(gl.int64, bitcast=True)
     sin = sin_ptr.to(gl.int64, bitcast=True)
-    prefetch(cos + (position * (R // 2) + lane % (R // 2)).to(gl.int64) * 4)
-    prefetch(sin + (position * (R // 2) + lane % (R // 2)).to(gl.int64) * 4)
     q_gain = zero.to(gl.int64)
     k_gain = q_gain
-    if q_norm_ptr is not None:
+    if NORM:
         q_gain += q_norm_ptr.to(gl.int64, bitcast=True)
         k_gain += k_norm_ptr.to(gl.int64, bitcast=True)
-        prefetch(
-            gl.where(lane % 2 == 0, q_gain, k_gain) + (lane // 2 * 64 % (4 * D if FP32 else 2 * D))
-        )
+    is_q = g < SHARED
+    gain = gl.where(is_q, q_gain, k_gain)
+    rotation = load_rotation(gain, cos, sin, position, t, NORM, FP32, D, R)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -147,122 +155,134 @@ def _attention_kernel(
         return
 
     NEW: gl.constexpr = SHARED if SHARED < 8 else 0  # row g that holds the new key
+    QUADS: gl.constexpr = 4 * SETS  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     qkv = qkv_ptr.to(gl.int64, bitcast=True)
     key = Hkv * SHARED * QUERY + head * D
     value = key + Hkv * D
-    is_q = g < SHARED
-    at = gl.where(is_q, (head * SHARED + g) * QUERY, key)
-    new_values = ()
-    for j in gl.static_range(SETS):
-        chunk = gl.minimum(8 * j + g, D // 8 - 1)
-        new_values = new_values + (load16(qkv + (value + chunk * 8).to(gl.int64) * 2),)
+    at = qkv + gl.where(is_q, (head * SHARED + g) * QUERY, key).to(gl.int64) * 2
     q = rotated_fragments(
-        qkv + at.to(gl.int64) * 2, gl.where(is_q, q_gain, k_gain), cos, sin, position, t, none,
-        eps, q_norm_ptr is not None, FP32, D, R,
+        at, gain, cos, sin, rotation, position, t, none, eps, NORM, FP32, D, R
     )  # fmt: skip
+    new_values = ()
+    gates = ()
+    for first_quad in gl.static_range(0, QUADS, WARPS):
+        d = gl.minimum(_element(first_quad + warp, g), D - 2)
+        new_values = new_values + (load4(qkv + (value + d).to(gl.int64) * 2),)
+        if GATED and SPLITS == 1:
+            for i in gl.static_range(2):
+                gate = (head * SHARED + gl.minimum(2 * t + i, SHARED - 1)) * QUERY + D + d
+                gates = gates + (load4(qkv + gate.to(gl.int64) * 2),)
     new_key = q
     if SHARED >= 8:
+        rotation = load_rotation(k_gain, cos, sin, position, t, NORM, FP32, D, R)
         new_key = rotated_fragments(
-            qkv + (key + zero).to(gl.int64) * 2, k_gain, cos, sin, position, t, none, eps,
-            q_norm_ptr is not None, FP32, D, R,
+            qkv + (key + zero).to(gl.int64) * 2, k_gain, cos, sin, rotation, position, t, none,
+            eps, NORM, FP32, D, R,
         )  # fmt: skip
+    first = key_scores(q, new_key, none, D, 1, False)
+    new_score = from_lane(first[NEW % 2] * score_scale, g * 4 + NEW // 2)
+    buffer = shared_buffer(BUFFER) + zero
+    if WIDE:
+        stage_queries(buffer + lane * 16, q, warp, zero, D)
+        barrier()
+        q = buffer + lane * 16
     owner = (warp == 0) & (split == 0)  # of the new token
     new_row = position.to(gl.int64) * (2 * D)
     for j in gl.static_range((D + 31) // 32):
         mine = owner & (g == NEW) & (4 * j + t < D // 8)
         store16(k_base + new_row + (4 * j + t) * 16, new_key[j], mine)
-    for j in gl.static_range(SETS):
-        mine = owner & (t == 0) & (8 * j + g < D // 8)
-        store16(v_base + new_row + (8 * j + g) * 16, new_values[j], mine)
-
-    buffer = shared_buffer(BUFFER) + zero
-    first = key_scores(q, new_key, none, D, 1, False)
-    if WIDE:
-        stage_queries(buffer + lane * 16, q, warp, zero, D)
-        barrier()
-        q = buffer + lane * 16
-        keys = load_keys(k_base, row + g, end, t, D, BLOCKS)
-        values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS)
     acc = ()
-    for i in gl.static_range(4 * SETS):
+    for i in gl.static_range(QUADS):
         acc = acc + ((none, none, none, none),)
-    hidden = none + float("-inf")
-    held = owner & (t == NEW // 2)
-    first_scores = ()
-    for i in gl.static_range(2):
-        first_scores = first_scores + (
-            gl.where(held, first[i] * score_scale, hidden) if i == NEW % 2 else hidden,
-        )
-    top, total, first_fade, first_p = online_softmax(hidden, none, first_scores, 1)
-    acc = add_values(acc, first_fade, first_p, new_values + new_values, none, t, D, 1)
+    top = new_score
+    total = none
     for _ in range(start, end, WARPS * KEYS):
         raw = key_scores(q, keys, none, D, BLOCKS, WIDE)
-        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, D, BLOCKS)
+        more = row + WARPS * KEYS < end
+        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, more, D, BLOCKS)
         scores = ()
         for i in gl.static_range(2 * BLOCKS):
             inside = row + i // 2 * 8 + 2 * t + i % 2 < end
-            scores = scores + (gl.where(inside, raw[i] * score_scale, hidden),)
+            scores = scores + (gl.where(inside, raw[i] * score_scale, float("-inf")),)
         top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
         acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
         row += WARPS * KEYS
-        values = load_values(v_base, row + 2 * t, end, g, D, BLOCKS)
+        values = load_values(v_base, row + 2 * t, end, g, more, D, BLOCKS)
     total += across(total, 1)
     total += across(total, 2)
 
-    QUADS: gl.constexpr = 4 * SETS  # of sums a lane
     PAIRS: gl.constexpr = (SHARED + 1) // 2  # of heads: lanes from there on hold nothing
     QUAD: gl.constexpr = 128 * PAIRS  # bytes
     if WIDE:
         buffer += 1024 * (D // 32)  # after the queries
-    heads = buffer + warp * 64 + g * 8
-    store_shared8(heads, (as_word(top), as_word(total)), t == 0)
-    sums_at = buffer + WARPS * 64 + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+    totals_at = buffer + 32 * WARPS
+    sums_at = buffer + 64 * WARPS + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+    mine = (g * WARPS + warp) * 4
+    of_warps = (g * WARPS + t * (WARPS // 4)) * 4
+    store_shared4(buffer + mine, top, t == 0)
+    barrier()
+    highest = load_shared4(buffer + of_warps)
+    for w in gl.static_range(1, WARPS // 4):
+        highest = gl.maximum(highest, load_shared4(buffer + of_warps + 4 * w))
+    highest = gl.maximum(highest, across(highest, 1))
+    highest = gl.maximum(highest, across(highest, 2))
+    weight = gl.exp2(top - highest)
+    even = from_lane(weight, t * 8)
+    odd = from_lane(weight, t * 8 + 4)
+    store_shared4(totals_at + mine, total * weight, t == 0)
     for quad in gl.static_range(QUADS):
         c = acc[quad]
-        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
+        words = (
+            as_word(c[0] * even), as_word(c[1] * odd), as_word(c[2] * even), as_word(c[3] * odd)
+        )  # fmt: skip
         store_shared16(sums_at + (warp * QUADS + quad) * QUAD, words, t < PAIRS)
     barrier()
-    tops = ()
-    totals = ()
-    highest = (hidden, hidden)
-    for w in gl.static_range(WARPS):
-        state = load_shared16(buffer + w * 64 + t * 16)  # of two heads
-        tops = tops + ((as_float(state[0]), as_float(state[2])),)
-        totals = totals + ((as_float(state[1]), as_float(state[3])),)
-        highest = (gl.maximum(highest[0], tops[w][0]), gl.maximum(highest[1], tops[w][1]))
-    weights = ()
-    whole = (none, none)
-    for w in gl.static_range(WARPS):
-        weights = weights + ((gl.exp2(tops[w][0] - highest[0]), gl.exp2(tops[w][1] - highest[1])),)
-        whole = (
-            whole[0] + weights[w][0] * totals[w][0],
-            whole[1] + weights[w][1] * totals[w][1],
-        )
+    new_weight = gl.where(split == 0, gl.exp2(new_score - highest), 0.0)
+    whole = load_shared4(totals_at + of_warps)
+    for w in gl.static_range(1, WARPS // 4):
+        whole += load_shared4(totals_at + of_warps + 4 * w)
+    whole += across(whole, 1)
+    whole += across(whole, 2)
+    whole += new_weight
+    news = (from_lane(new_weight, t * 8), from_lane(new_weight, t * 8 + 4))
+    wholes = (from_lane(whole, t * 8), from_lane(whole, t * 8 + 4))
     for first_quad in gl.static_range(0, QUADS, WARPS):
         quad = first_quad + warp
         sums = (none, none, none, none)
         for w in gl.static_range(WARPS):
             part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * QUAD)
             sums = (
-                sums[0] + weights[w][0] * as_float(part[0]),
-                sums[1] + weights[w][1] * as_float(part[1]),
-                sums[2] + weights[w][0] * as_float(part[2]),
-                sums[3] + weights[w][1] * as_float(part[3]),
+                sums[0] + as_float(part[0]),
+                sums[1] + as_float(part[1]),
+                sums[2] + as_float(part[2]),
+                sums[3] + as_float(part[3]),
             )
+        v = new_values[first_quad // WARPS]
+        d = _element(quad, g)
+        there = (quad < QUADS) & (d < D)
+        owned = there & (split == 0) & (t == 0)
+        gl.store(
+            v_base.to(gl.pointer_type(gl.int32), bitcast=True) + (position * D + d) // 2, v, owned
+        )
         for i in gl.static_range(4):
             q_head = head * SHARED + 2 * t + i % 2
-            d = (quad // 4 * 8 + g) * 8 + quad % 4 * 2 + i // 2
-            stored = (quad < QUADS) & (2 * t + i % 2 < SHARED) & (d < D)
+            stored = there & (2 * t + i % 2 < SHARED)
+            y = sums[i] + news[i % 2] * (low_half(v) if i // 2 == 0 else high_half(v))
             if SPLITS == 1:
-                put_gated(sums[i] / whole[i % 2], qkv_ptr, out_ptr, q_head, d, stored, D, GATED)
+                y /= wholes[i % 2]
+                if GATED:
+                    gate = gates[first_quad // WARPS * 2 + i % 2]
+                    gate = low_half(gate) if i // 2 == 0 else high_half(gate)
+                    y /= 1.0 + gl.exp(-gate)
+                at = out_ptr + q_head * D + d + i // 2
+                gl.store(at, y.to(out_ptr.dtype.element_ty), mask=stored)
             else:
-                gl.store(part_ptr + (q_head * SPLITS + split) * D + d, sums[i], mask=stored)
+                gl.store(part_ptr + (q_head * SPLITS + split) * D + d + i // 2, y, mask=stored)
     if SPLITS > 1:
-        for i in gl.static_range(2):
-            stored = (warp == 0) & (g == 0) & (2 * t + i < SHARED)
-            state_at = state_ptr + ((head * SHARED + 2 * t + i) * SPLITS + split) * 2
-            gl.store(state_at, highest[i], mask=stored)
-            gl.store(state_at + 1, whole[i], mask=stored)
+        stored = (warp == 0) & (t == 0) & is_q
+        state_at = state_ptr + ((head * SHARED + g) * SPLITS + split) * 2
+        gl.store(state_at, highest, mask=stored)
+        gl.store(state_at + 1, whole, mask=stored)
         barrier()  # what all threads have stored goes before the count
         running = gl.maximum(gl.cdiv(position, gl.maximum(split_rows, 1)), 1)
         if gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == running - 1:

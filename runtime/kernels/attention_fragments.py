@@ -15,50 +15,32 @@ from lowbit.runtime.kernels.mma import (
     halves_of,
     load_shared16,
     mma,
-    prefetch,
     store_shared16,
-    stream16,
+    stream16_if,
 )
 
 
 @gluon.jit
-def load_keys(
-    base, row, end, t, D: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr = False
-):  # fmt: skip
-    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements.
-
-    AHEAD: only as far as the L2 cache.
-    """
+def load_keys(base, row, end, t, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
+    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements."""
     keys = ()
     for b in gl.static_range(BLOCKS):
         at = base + gl.maximum(gl.minimum(row + b * 8, end - 1), 0).to(gl.int64) * (2 * D)
         for j in gl.static_range((D + 31) // 32):
-            chunk = at + gl.minimum(4 * j + t, D // 8 - 1) * 16
-            if AHEAD:
-                prefetch(chunk)
-            else:
-                keys = keys + (stream16(chunk),)
+            keys = keys + (stream16_if(at + gl.minimum(4 * j + t, D // 8 - 1) * 16, wanted),)
     return keys
 
 
 @gluon.jit
-def load_values(
-    base, row, end, g, D: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr = False
-):  # fmt: skip
-    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
-
-    AHEAD: only as far as the L2 cache.
-    """
+def load_values(base, row, end, g, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
+    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds."""
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             at = base + gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0).to(gl.int64) * (2 * D)
             for j in gl.static_range((D + 63) // 64):
                 chunk = at + gl.minimum(8 * j + g, D // 8 - 1) * 16
-                if AHEAD:
-                    prefetch(chunk)
-                else:
-                    values = values + (stream16(chunk),)
+                values = values + (stream16_if(chunk, wanted),)
     return values
 
 
@@ -97,18 +79,20 @@ def stage_queries(buffer, q, warp, zero, D: gl.constexpr):
 
 @gluon.jit
 def online_softmax(top, total, scores, BLOCKS: gl.constexpr):
-    """Online softmax over new scores, in powers of two: top, total of this lane, fade, p."""
+    """Online softmax over new scores, in powers of two: top, total of this lane, fade, p.
+
+    top is finite: the score of the new token to begin with.
+    """
     new_top = top
     for i in gl.static_range(2 * BLOCKS):
         new_top = gl.maximum(new_top, scores[i])
     new_top = gl.maximum(new_top, across(new_top, 1))
     new_top = gl.maximum(new_top, across(new_top, 2))
-    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key so far
-    fade = gl.exp2(top - base)
+    fade = gl.exp2(top - new_top)
     total = total * fade
     p = ()
     for i in gl.static_range(2 * BLOCKS):
-        one = gl.exp2(scores[i] - base)
+        one = gl.exp2(scores[i] - new_top)
         total += one
         p = p + (one,)
     return new_top, total, fade, p

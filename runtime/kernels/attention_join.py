@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.mma import as_float, load16
+from lowbit.runtime.kernels.mma import as_float, high_half, load4, load16, low_half
 
 
 @gluon.jit
@@ -20,6 +20,11 @@ def join_splits(
         q_head = head * SHARED + gl.minimum(h, SHARED - 1)
         part = part_ptr.to(gl.int64, bitcast=True) + (q_head * SPLITS).to(gl.int64) * (4 * D)
         state = state_ptr + q_head * SPLITS * 2
+        gates = ()
+        for i in gl.static_range(2 * EACH if GATED else 0):
+            d = gl.minimum(128 * (i // 2) + 4 * lane + i % 2 * 2, D - 2)
+            gate = qkv_ptr.to(gl.int64, bitcast=True) + (q_head * (2 * D) + D + d).to(gl.int64) * 2
+            gates = gates + (load4(gate),)
         highest = none + float("-inf")
         whole = none
         sums = ()
@@ -56,17 +61,9 @@ def join_splits(
             sums = faded
         for i in gl.static_range(4 * EACH):
             d = 128 * (i // 4) + 4 * lane + i % 4
-            put_gated(
-                sums[i] / whole, qkv_ptr, out_ptr, q_head, d, (h < SHARED) & (d < D), D, GATED
-            )
-
-
-@gluon.jit
-def put_gated(
-    out, qkv_ptr, out_ptr, q_head, d, stored, D: gl.constexpr, GATED: gl.constexpr
-):  # fmt: skip
-    """Store one element of a head in each lane, gated."""
-    if GATED:
-        gate = gl.load(qkv_ptr + q_head * (2 * D) + D + d, mask=stored, other=0.0)
-        out = out / (1.0 + gl.exp(-gate.to(gl.float32)))
-    gl.store(out_ptr + q_head * D + d, out.to(out_ptr.dtype.element_ty), mask=stored)
+            y = sums[i] / whole
+            if GATED:
+                gate = gates[i // 2]
+                y /= 1.0 + gl.exp(-(low_half(gate) if i % 2 == 0 else high_half(gate)))
+            stored = (h < SHARED) & (d < D)
+            gl.store(out_ptr + q_head * D + d, y.to(out_ptr.dtype.element_ty), mask=stored)

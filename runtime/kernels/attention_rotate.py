@@ -3,23 +3,35 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.mma import across, bf16_pair, high_half, load16, low_half
+from lowbit.runtime.kernels.mma import (
+    across,
+    as_float,
+    bf16_pair,
+    high_half,
+    load16,
+    low_half,
+)
 
 
 @gluon.jit
-def _eight(base, at, FP32: gl.constexpr):
-    """Eight consecutive numbers from element `at` on, in FP32."""
+def _words(base, at, FP32: gl.constexpr):
+    """Eight consecutive numbers from element `at` on, as they are stored."""
     if FP32:
-        a = load16(base + at.to(gl.int64) * 4)
-        b = load16(base + at.to(gl.int64) * 4 + 16)
+        out = load16(base + at.to(gl.int64) * 4) + load16(base + at.to(gl.int64) * 4 + 16)
+    else:
+        out = load16(base + at.to(gl.int64) * 2)
+    return out
+
+
+@gluon.jit
+def _floats(w, FP32: gl.constexpr):
+    """Eight numbers of `_words` in FP32."""
+    if FP32:
         out = (
-            a[0].to(gl.float32, bitcast=True), a[1].to(gl.float32, bitcast=True),
-            a[2].to(gl.float32, bitcast=True), a[3].to(gl.float32, bitcast=True),
-            b[0].to(gl.float32, bitcast=True), b[1].to(gl.float32, bitcast=True),
-            b[2].to(gl.float32, bitcast=True), b[3].to(gl.float32, bitcast=True),
+            as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]),
+            as_float(w[4]), as_float(w[5]), as_float(w[6]), as_float(w[7]),
         )  # fmt: skip
     else:
-        w = load16(base + at.to(gl.int64) * 2)
         out = (
             low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1]),
             low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3]),
@@ -28,37 +40,48 @@ def _eight(base, at, FP32: gl.constexpr):
 
 
 @gluon.jit
+def load_rotation(
+    gain, cos, sin, position, t, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr,
+    R: gl.constexpr,
+):  # fmt: skip
+    """What rotation needs beside the head: gains and angles of this lane's chunks, as stored."""
+    gains = ()
+    angles = ()
+    if NORM:
+        for j in gl.static_range((D + 31) // 32):
+            gains = gains + (_words(gain, gl.minimum(4 * j + t, D // 8 - 1) * 8, FP32),)
+    if R % 64 == 0:
+        for j in gl.static_range(R // 64):
+            at = position * (R // 2) + (4 * j + t) * 8
+            angles = angles + ((_words(cos, at, True), _words(sin, at, True)),)
+    return gains, angles
+
+
+@gluon.jit
 def rotated_fragments(
-    x, gain, cos, sin, position, t, none, eps, NORM: gl.constexpr, FP32: gl.constexpr,
+    x, gain, cos, sin, rotation, position, t, none, eps, NORM: gl.constexpr, FP32: gl.constexpr,
     D: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """A head of each lane's row g, normed and rotated: words of its chunks 4 * j + t in BF16.
 
-    x, gain, cos, sin: addresses; of a head, of its gain, of the tables.
+    x, gain, cos, sin: addresses; of a head, of its gain, of the tables. rotation: `load_rotation`'s.
     """
     CHUNKS: gl.constexpr = (D + 31) // 32
     HALF: gl.constexpr = R // 64  # chunks of this lane before their partners, which are its too
     loaded = ()
-    gains = ()
-    coss = ()
-    sins = ()
     for j in gl.static_range(CHUNKS):
-        chunk = gl.minimum(4 * j + t, D // 8 - 1)
-        loaded = loaded + (_eight(x, chunk * 8, False),)
-        if NORM:
-            gains = gains + (_eight(gain, chunk * 8, FP32),)
-    if R % 64 == 0:
-        for j in gl.static_range(HALF):
-            coss = coss + (_eight(cos, position * (R // 2) + (4 * j + t) * 8, True),)
-            sins = sins + (_eight(sin, position * (R // 2) + (4 * j + t) * 8, True),)
+        loaded = loaded + (_words(x, gl.minimum(4 * j + t, D // 8 - 1) * 8, False),)
     square = none
     own = ()
     for j in gl.static_range(CHUNKS):
         elements = ()
+        head = _floats(loaded[j], False)
+        if NORM:
+            gains = _floats(rotation[0][j], FP32)
         for i in gl.static_range(8):
-            one = loaded[j][i]
+            one = head[i]
             square += one * one if D >= 32 else gl.where(t < D // 8, one * one, 0.0)
-            elements = elements + (one * gains[j][i] if NORM else one,)
+            elements = elements + (one * gains[i] if NORM else one,)
         own = own + (elements,)
     factor = none + 1.0
     if NORM:
@@ -69,8 +92,8 @@ def rotated_fragments(
     if R % 64 == 0:
         rest = ()
         for j in gl.static_range(HALF):
-            c = coss[j]
-            s = sins[j]
+            c = _floats(rotation[1][j][0], True)
+            s = _floats(rotation[1][j][1], True)
             low = ()
             high = ()
             for i in gl.static_range(8):
@@ -102,12 +125,12 @@ def _turned(
     """A chunk rotated, its partner loaded: other lanes have it."""
     chunk = gl.minimum(4 * j + t, R // 8 - 1)
     partner = (chunk + R // 16) % (R // 8)
-    others = _eight(x, partner * 8, False)
+    others = _floats(_words(x, partner * 8, False), False)
     angle = position * (R // 2) + chunk % (R // 16) * 8
-    c = _eight(cos, angle, True)
-    s = _eight(sin, angle, True)
+    c = _floats(_words(cos, angle, True), True)
+    s = _floats(_words(sin, angle, True), True)
     if NORM:
-        gains = _eight(gain, partner * 8, FP32)
+        gains = _floats(_words(gain, partner * 8, FP32), FP32)
     elements = ()
     for i in gl.static_range(8):
         other = others[i] * gains[i] if NORM else others[i]

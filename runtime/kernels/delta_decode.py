@@ -5,13 +5,14 @@
     S       = exp(g) * S + k u^T,   u = beta * (v - exp(g) * S^T k)       (per value head, FP32)
     out     = gated_norm(S^T q)
 
-Layout  qkvz [1, C + Hv * Dv] bf16, ba [1, 2 * Hv], memory [Hv, Dk, Dv] fp32, window [W - 1, C] bf16
+Layout  qkvz [B, C + Hv * Dv] bf16, ba [B, 2 * Hv], memory [B * Hv, Dk, Dv] fp32, window
+        [B * (W - 1), C] bf16; out [B, Hv * Dv] bf16
 Bytes   8 * Hv * Dk * Dv; 32 heads of 128 x 128: 4.2 MB = 1 us at 4.3 TB/s
-Plan    two kernels. The recurrence: a program per value head and some columns of its S, which need
-        nothing of the other columns, since S^T q of the new S is exp(g) * S^T q + (k . q) * u: S is
-        read once and written once. Every program convolves the q and k it needs itself, a few KB
-        from L2: cheaper than a kernel more in the chain. Then `gated_norm`, which needs whole heads
-        and moves the window that the programs here read. No atomics, so bit-reproducible
+Plan    a program per value head and sequence holds the whole S in registers, read before the kernel
+        waits for its predecessor: an earlier step wrote it. S^T q of the new S is exp(g) * S^T q +
+        (k . q) * u, so one pass over S gives both products and q and k enter before they are
+        normed. Value heads that share q and k convolve them each for themselves; the last of them
+        moves the window that all have read. No float atomics, so bit-reproducible
 """
 
 import torch
@@ -22,9 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.delta_gates import gates, gates_ref
-from lowbit.runtime.kernels.delta_out import gated_norm, gated_norm_ref, window_ref
+from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
 from lowbit.runtime.kernels.device import programmatic_launch
-from lowbit.runtime.kernels.launch import delta_launch
+from lowbit.runtime.kernels.launch import delta_warps, power_of_two
 
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
@@ -57,22 +58,28 @@ def delta_decode_ref(
 
 
 @triton.jit
-def _taps(taps_ptr, channels, W: tl.constexpr):
-    """The W taps of some channels, oldest first."""
-    taps = ()
-    for tap in tl.static_range(W):
-        one = tl.load(taps_ptr + channels * W + tap).to(tl.float32)
-        taps = taps + (one,)
-    return taps
+def _sums2(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
-def _convolved(token_ptr, window_ptr, taps, channels, C: tl.constexpr, W: tl.constexpr):
+def _sums3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _convolved(inputs, taps):
     """Convolution and SiLU of some channels of the one token, in FP32."""
-    y = tl.load(token_ptr + channels).to(tl.float32) * taps[W - 1]
-    for row in tl.static_range(W - 1):
-        y += tl.load(window_ptr + row * C + channels).to(tl.float32) * taps[row]
+    y = tl.sum(inputs.to(tl.float32) * taps, axis=1)
     return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _move(window_ptr, channels, inputs, C: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):
+    """The window becomes the last W - 1 inputs [D, COLUMNS]."""
+    w = tl.arange(0, COLUMNS)[None, :]
+    at = window_ptr + (w - 1) * C + channels[:, None]
+    tl.store(at, inputs.to(window_ptr.dtype.element_ty), mask=(w > 0) & (w < W))
 
 
 @triton.jit
@@ -84,58 +91,91 @@ def _recurrence_kernel(
     taps_ptr,
     decay_ptr,
     dt_bias_ptr,
-    o_ptr,
+    gain_ptr,
+    arrived_ptr,
+    out_ptr,
     l2_eps,
+    eps,
     Hk: tl.constexpr,
     Hv: tl.constexpr,
     Dk: tl.constexpr,
     Dv: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
-    head, split = tl.program_id(0), tl.program_id(1)
+    SHARED: tl.constexpr = Hv // Hk
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    qkvz_ptr += token * (C + Hv * Dv)
+    window_ptr += token * (W - 1) * C
     offs_k = tl.arange(0, Dk)
-    offs_v = split * BLOCK_V + tl.arange(0, BLOCK_V)
-    of_q = head // (Hv // Hk) * Dk + offs_k
+    offs_v = tl.arange(0, Dv)
+    of_q = head // SHARED * Dk + offs_k
     of_k = Hk * Dk + of_q
     of_v = 2 * Hk * Dk + head * Dv + offs_v
-    q_taps = _taps(taps_ptr, of_q, W)
-    k_taps = _taps(taps_ptr, of_k, W)
-    v_taps = _taps(taps_ptr, of_v, W)
+    tile = memory_ptr + (token * Hv + head) * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
+    S = tl.load(tile)  # [Dk, Dv]
+    w = tl.arange(0, COLUMNS)[None, :]
+    q_taps = tl.load(taps_ptr + of_q[:, None] * W + w, mask=w < W, other=0.0)
+    k_taps = tl.load(taps_ptr + of_k[:, None] * W + w, mask=w < W, other=0.0)
+    v_taps = tl.load(taps_ptr + of_v[:, None] * W + w, mask=w < W, other=0.0)
+    q_old = tl.load(window_ptr + w * C + of_q[:, None], mask=w < W - 1, other=0.0)
+    k_old = tl.load(window_ptr + w * C + of_k[:, None], mask=w < W - 1, other=0.0)
+    v_old = tl.load(window_ptr + w * C + of_v[:, None], mask=w < W - 1, other=0.0)
     decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
+    gain = tl.load(gain_ptr + offs_v).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile = memory_ptr + head * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
-    S = tl.load(tile)  # [Dk, BLOCK_V]
-    beta, g = gates(tl.load(ba_ptr + head), tl.load(ba_ptr + Hv + head), decay, dt_bias)
-    q = _convolved(qkvz_ptr, window_ptr, q_taps, of_q, C, W)
-    k = _convolved(qkvz_ptr, window_ptr, k_taps, of_k, C, W)
-    v = _convolved(qkvz_ptr, window_ptr, v_taps, of_v, C, W)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + l2_eps) * Dk**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + l2_eps)
-    S *= tl.exp(g)
-    u = beta * (v - tl.sum(S * k[:, None], axis=0))
-    o = tl.sum(S * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u
-    tl.store(tile, S + k[:, None] * u[None, :])
-    tl.store(o_ptr + head * Dv + offs_v, o)
+    b = tl.load(ba_ptr + token * (2 * Hv) + head)
+    a = tl.load(ba_ptr + token * (2 * Hv) + Hv + head)
+    new = w == W - 1  # the column of the token
+    q_in = tl.where(new, tl.load(qkvz_ptr + of_q[:, None] + 0 * w, mask=new, other=0.0), q_old)
+    k_in = tl.where(new, tl.load(qkvz_ptr + of_k[:, None] + 0 * w, mask=new, other=0.0), k_old)
+    v_in = tl.where(new, tl.load(qkvz_ptr + of_v[:, None] + 0 * w, mask=new, other=0.0), v_old)
+    z = tl.load(qkvz_ptr + C + head * Dv + offs_v).to(tl.float32)
+    beta, g = gates(b, a, decay, dt_bias)
+    fade = tl.exp(g)
+    q = _convolved(q_in, q_taps)
+    k = _convolved(k_in, k_taps)
+    v = _convolved(v_in, v_taps)
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _sums3)
+    Sq, Sk = tl.reduce((S * q[:, None], S * k[:, None]), 0, _sums2)  # [Dv]
+    q_norm = tl.rsqrt(qq + l2_eps) * Dk**-0.5
+    k_norm = tl.rsqrt(kk + l2_eps)
+    u = beta * (v - fade * k_norm * Sk)
+    o = q_norm * (fade * Sq + k_norm * qk * u)
+    o *= tl.rsqrt(tl.sum(o * o, axis=0) / Dv + eps) * gain
+    out = o * z * tl.sigmoid(z)
+    tl.store(out_ptr + (token * Hv + head) * Dv + offs_v, out.to(out_ptr.dtype.element_ty))
+    tl.store(tile, fade * S + k[:, None] * (k_norm * u)[None, :])
+    _move(window_ptr, of_v, v_in, C, W, COLUMNS)
+    if SHARED == 1:
+        _move(window_ptr, of_q, q_in, C, W, COLUMNS)
+        _move(window_ptr, of_k, k_in, C, W, COLUMNS)
+    else:
+        tl.debug_barrier()  # all threads have read the window
+        arrived = arrived_ptr + token * Hk + head // SHARED
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == SHARED - 1:
+            tl.store(arrived, 0)  # for the next layer
+            _move(window_ptr, of_q, q_in, C, W, COLUMNS)
+            _move(window_ptr, of_k, k_in, C, W, COLUMNS)
 
 
 def delta_decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """One token of a gated DeltaNet layer, without its linears; see `Ops.delta_net`.
+    """One token of each of B sequences in a gated DeltaNet layer; see `Ops.delta_net`.
 
     Returns:
-        [1, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the token.
+        [B, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the token.
     """
-    Hv, Dk, Dv = state.memory.shape[1:]
-    o = torch.empty((1, Hv * Dv), dtype=torch.float32, device=qkvz.device)
-    launch = delta_launch(Hv, Dv)
+    B = qkvz.shape[0]
+    Hv, Dv = weights.value_heads, weights.value_dim
+    out = torch.empty((B, Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
     pdl = programmatic_launch(qkvz)
-    _recurrence_kernel[(Hv, Dv // launch.block_v)](
+    _recurrence_kernel[(Hv, B)](
         qkvz,
         ba,
         state.conv[layer],
@@ -143,17 +183,20 @@ def delta_decode(
         weights.conv,
         weights.decay,
         weights.dt_bias,
-        o,
+        weights.norm,
+        state.arrived,
+        out,
         L2_EPS,
+        eps,
         Hk=weights.key_heads,
         Hv=Hv,
-        Dk=Dk,
+        Dk=weights.key_dim,
         Dv=Dv,
         W=weights.conv.shape[1],
-        BLOCK_V=launch.block_v,
+        COLUMNS=power_of_two(weights.conv.shape[1]),
         PDL=pdl,
-        num_warps=launch.num_warps,
+        num_warps=delta_warps(weights.key_dim * Dv),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return gated_norm(o, qkvz, weights, eps, state.conv[layer])
+    return out

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.gemv_rows import multiply_rows
 from lowbit.runtime.kernels.gemv_stage import load_gains, stage_x, sum_of_parts, total_of
 from lowbit.runtime.kernels.gemv_steps import load_steps, multiply_steps
 from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
@@ -56,13 +57,45 @@ def gemv_ref(
 
 @gluon.jit(do_not_specialize=["N", "tiles", "added_stride"])
 def _gemv_kernel(
-    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
+    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, N, tiles,
+    added_stride, eps,
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    ABREAST: gl.constexpr, SHARED: gl.constexpr, STAGED: gl.constexpr, RAW: gl.constexpr,
-    PDL: gl.constexpr, EARLY: gl.constexpr,
+    SCALES: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+    WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, STAGED: gl.constexpr,
+    RAW: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
+    buffer = shared_buffer(SHARED) + zero
+    first: gl.constexpr = (ROWS + 15) // 16  # programs with dense rows: they take longest
+    if ROWS > 0 and gl.program_id(0) < first:
+        multiply_rows(
+            x_ptr, gain_ptr, rows_ptr, rows_y_ptr, buffer, warp, lane, none, eps,
+            ROWS, K, WARPS, PDL, EARLY,
+        )  # fmt: skip
+    else:
+        _multiply_tiles(
+            x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
+            gl.program_id(0) - first, buffer, warp, lane, none,
+            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, STAGED, RAW, PDL, EARLY,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(
+    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
+    program, buffer, warp, lane, none,
+    SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
+    ABREAST: gl.constexpr, STAGED: gl.constexpr, RAW: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """What one program does of the packed weight."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     GROUPS: gl.constexpr = (K + G - 1) // G
     PARTS: gl.constexpr = WARPS // ABREAST  # of a tile's steps
@@ -70,18 +103,12 @@ def _gemv_kernel(
     COLUMNS: gl.constexpr = 1 if B == 1 else 2  # of a lane's two tokens
     NT: gl.constexpr = (B + 7) // 8
     ITEMS: gl.constexpr = ABREAST * R * NT  # blocks of 16 results by 8 tokens
+    FP32: gl.constexpr = gain_ptr is not None and gain_ptr.dtype.element_ty == gl.float32
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
-    if PDL and EARLY:
-        gdc_launch_dependents()
-
-    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
-    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
     g = lane // 4
     t = lane % 4
     part = warp % PARTS
-    first_tile = gl.program_id(0) * (ABREAST * R)
+    first_tile = program * (ABREAST * R)
     words = ()
     scales = ()
     for r in gl.static_range(R):
@@ -108,11 +135,10 @@ def _gemv_kernel(
     sources = ()
     units = None
     factor = none + 1.0
-    buffer = shared_buffer(SHARED) + zero
     sums_at = buffer
     if STAGED:
         squares = stage_x(
-            x_ptr, gains, buffer, thread, none, K, WARPS * 32, gain_ptr is not None, RAW
+            x_ptr, gains, buffer, thread, none, K, WARPS * 32, gain_ptr is not None, FP32, RAW
         )
         sums_at += (2 * K + K // 8 + 15) // 16 * 16
         if gain_ptr is not None:
@@ -127,6 +153,7 @@ def _gemv_kernel(
         for nt in gl.static_range(NT):
             token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
             sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K) + t * 16,)
+    TWO: gl.constexpr = S <= C and NT == 1  # a short weight: its latency counts
     acc = ()
     for i in gl.static_range(R * NT):
         acc = acc + ((none, none, none, none),)
@@ -138,7 +165,7 @@ def _gemv_kernel(
             )  # fmt: skip
         acc = multiply_steps(
             acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
-            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, units,
+            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, TWO, units,
         )  # fmt: skip
         if first + C < S:
             loaded = next_loaded
@@ -206,21 +233,63 @@ def gemv(
     """
     B = x.shape[0]
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
-    launch = gemv_launch(w.tiles, w.steps, B)
-    staged = B == 1 and w.K <= MOST_STAGED
-    if norm is not None and not staged:  # the kernel norms what it stages
+    if norm is not None and not _staged(B, w):  # the kernel norms what it stages
         x, norm = rms_norm(x, norm, eps), None
+    _launch(x, w, norm, eps, added, y)
+    return y
+
+
+def gemv_and_rows(
+    x: Tensor, w: TiledLinear, rows: Tensor, *, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x) @ w.T` and `rms_norm(x) @ rows.T` of one token, in one kernel.
+
+    Args:
+        x: [1, K] bfloat16, contiguous; K is at most 20,480.
+        w: [N, K], not paired.
+        rows: [n, K] bfloat16, few: a program takes 16 of them.
+        norm: [K] gain of the RMS norm.
+        eps: of the norm.
+
+    Returns:
+        [1, N] and [1, n] in x's dtype.
+    """
+    y, rows_y = x.new_empty((1, w.N)), x.new_empty((1, rows.shape[0]))
+    _launch(x, w, norm, eps, None, y, rows, rows_y)
+    return y, rows_y
+
+
+def _staged(B: int, w: TiledLinear) -> bool:
+    """Whether x goes through shared memory."""
+    return B == 1 and w.K <= MOST_STAGED
+
+
+def _launch(
+    x: Tensor,
+    w: TiledLinear,
+    norm: Tensor | None,
+    eps: float,
+    added: Tensor | None,
+    y: Tensor,
+    rows: Tensor | None = None,
+    rows_y: Tensor | None = None,
+) -> None:
+    B, staged = x.shape[0], _staged(x.shape[0], w)
+    launch = gemv_launch(w.tiles, w.steps, B)
+    ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
     registers = launch.registers if pdl else launch.registers or OLDER_REGISTERS
     if w.K > MOST_STAGED:  # every lane holds its own x
         registers = None
-    _gemv_kernel[(-(-w.tiles // (launch.tiles * launch.abreast)),)](
+    _gemv_kernel[(-(-w.tiles // (launch.tiles * launch.abreast)) + -(-ROWS // 16),)](
         x,
         norm,
         w.words,
         w.scales.view(torch.int32),
         added,
+        rows,
         y,
+        rows_y,
         w.N,
         w.tiles,
         0 if added is None or added.shape[0] == 1 else w.N,
@@ -231,6 +300,7 @@ def gemv(
         G=w.group_size,
         BITS=w.bits,
         SCALES=SCALES[w.scales.dtype],
+        ROWS=ROWS,
         R=launch.tiles,
         C=launch.steps,
         WARPS=launch.warps,
@@ -245,7 +315,6 @@ def gemv(
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return y
 
 
 def shared_bytes(launch: GemvLaunch, B: int, K: int, staged: bool, normed: bool) -> int:

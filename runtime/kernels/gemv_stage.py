@@ -20,36 +20,33 @@ from lowbit.runtime.kernels.mma import (
 
 @gluon.jit
 def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
-    """The gains of the chunks that this thread stages: four pairs of FP32 for each."""
+    """The gains of the chunks that this thread stages, as stored: nothing waits for them here."""
     gains = ()
     if gain_ptr is not None:
         for first in gl.static_range(0, K // 8, STRIDE):
-            chunk = gl.minimum(first + at, K // 8 - 1)
+            chunk = gl.minimum(first + at, K // 8 - 1).to(gl.int64)
             if gain_ptr.dtype.element_ty == gl.float32:
-                a = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 32)
-                b = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 32 + 16)
-                gains = gains + ((_floats(a[0], a[1]), _floats(a[2], a[3]),
-                                  _floats(b[0], b[1]), _floats(b[2], b[3])),)  # fmt: skip
+                base = gain_ptr.to(gl.int64, bitcast=True) + chunk * 32
+                gains = gains + (load16(base) + load16(base + 16),)
             else:
-                w = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 16)
-                gains = gains + ((_halves(w[0]), _halves(w[1]), _halves(w[2]), _halves(w[3])),)
+                gains = gains + (load16(gain_ptr.to(gl.int64, bitcast=True) + chunk * 16),)
     return gains
 
 
 @gluon.jit
-def _floats(a, b):
-    return as_float(a), as_float(b)
-
-
-@gluon.jit
-def _halves(word):
-    return low_half(word), high_half(word)
+def _pair(words, j: gl.constexpr, FP32: gl.constexpr):
+    """Gains 2 * j and 2 * j + 1 of a chunk."""
+    if FP32:
+        pair = (as_float(words[2 * j]), as_float(words[2 * j + 1]))
+    else:
+        pair = (low_half(words[j]), high_half(words[j]))
+    return pair
 
 
 @gluon.jit
 def stage_x(
     x_ptr, gains, buffer, at, none, K: gl.constexpr, STRIDE: gl.constexpr, NORM: gl.constexpr,
-    SUMS: gl.constexpr,
+    FP32: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Put x into shared memory, times the gain where there is one; its squares, per thread.
 
@@ -69,7 +66,7 @@ def stage_x(
             for j in gl.static_range(4):
                 low = low_half(words[j])
                 high = high_half(words[j])
-                gain = gains[first // STRIDE][j]
+                gain = _pair(gains[first // STRIDE], j, FP32)
                 square = low * low + high * high
                 if first + STRIDE > K // 8:
                     square = gl.where(inside, square, 0.0)

@@ -67,10 +67,11 @@ def _fragments(source, step, q, STAGED: gl.constexpr, K: gl.constexpr, BITS: gl.
 def multiply_steps(
     acc, loaded, raw, sources, first, none, TAIL: gl.constexpr, C: gl.constexpr, G: gl.constexpr,
     BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, STRIDE: gl.constexpr,
-    SCALES: gl.constexpr, STAGED: gl.constexpr, units=None,
+    SCALES: gl.constexpr, STAGED: gl.constexpr, TWO: gl.constexpr, units=None,
 ):  # fmt: skip
     """Acc with what C loaded steps of every tile add; TAIL where a step may not exist.
 
+    TWO: products of a step are summed in two chains, which halves the latency.
     units: address of the sums of 32 elements of x in shared memory: codes then enter the products
         with the constant of their place in BF16, whose share the sums begin without. None where
         codes are exact.
@@ -78,7 +79,7 @@ def multiply_steps(
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     Q: gl.constexpr = 16 // BITS  # chunks of a lane in a step
     GROUP_Q: gl.constexpr = min(Q, (G & -G) // 32)  # chunks that surely share a scale
-    sums = _starts(units, first, none, 0, GROUP_Q, C, BITS, K, R * NT, STRIDE)
+    sums = _starts(units, first, none, 0, GROUP_Q, C, BITS, K, R * NT, STRIDE, TWO)
     for q in gl.static_range(Q):
         fragments = ()
         for c in gl.static_range(C):
@@ -88,13 +89,16 @@ def multiply_steps(
                 if TAIL:
                     x = _where(step < STEPS, x)
                 fragments = fragments + (x,)
-        sums = _multiply_chunks(sums, loaded, fragments, q, C, BITS, R, NT, units is not None)
+        sums = _multiply_chunks(sums, loaded, fragments, q, C, BITS, R, NT, units is not None, TWO)
         if (q + 1) % GROUP_Q == 0:
             total = ()
             for i in gl.static_range(R * NT):
                 a = acc[i]
                 for c in gl.static_range(C):
-                    d = sums[c * (R * NT) + i]
+                    d = sums[c * (R * NT) + i][0]
+                    if TWO:
+                        e = sums[c * (R * NT) + i][1]
+                        d = (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
                     low, high = unpacked_scales(
                         raw[(i // NT * C + c) * (Q // GROUP_Q) + q // GROUP_Q], SCALES
                     )
@@ -107,7 +111,7 @@ def multiply_steps(
                 total = total + (a,)
             acc = total
             if q + 1 < Q:
-                sums = _starts(units, first, none, q + 1, GROUP_Q, C, BITS, K, R * NT, STRIDE)
+                sums = _starts(units, first, none, q + 1, GROUP_Q, C, BITS, K, R * NT, STRIDE, TWO)
     return acc
 
 
@@ -115,6 +119,7 @@ def multiply_steps(
 def _starts(
     units, first, none, q: gl.constexpr, GROUP_Q: gl.constexpr, C: gl.constexpr,
     BITS: gl.constexpr, K: gl.constexpr, EACH: gl.constexpr, STRIDE: gl.constexpr,
+    TWO: gl.constexpr,
 ):  # fmt: skip
     """What the sums of C steps begin with, the q-th chunks of all lanes and those after it."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
@@ -128,7 +133,8 @@ def _starts(
                 start -= CONSTANT * load_shared4(units + (step * (16 // BITS) + q + i) * 4)
             start = gl.where(first + c * STRIDE < STEPS, start, 0.0)
         for _i in gl.static_range(EACH):
-            starts = starts + ((start, start, start, start),)
+            one = (start, start, start, start)
+            starts = starts + ((one, (none, none, none, none)) if TWO else (one,),)
     return starts
 
 
@@ -145,7 +151,7 @@ def _where(condition, x):
 @gluon.jit
 def _multiply_chunks(
     sums, loaded, fragments, q: gl.constexpr, C: gl.constexpr, BITS: gl.constexpr,
-    R: gl.constexpr, NT: gl.constexpr, RAW: gl.constexpr,
+    R: gl.constexpr, NT: gl.constexpr, RAW: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """Sums of every step, tile and block of tokens with the q-th chunks of all lanes."""
     new = ()
@@ -154,20 +160,23 @@ def _multiply_chunks(
             low = loaded[2 * (r * C + c)]
             high = loaded[2 * (r * C + c) + 1]
             for nt in gl.static_range(NT):
-                d = sums[(c * R + r) * NT + nt]
+                d = sums[(c * R + r) * NT + nt][0]
+                e = sums[(c * R + r) * NT + nt][1] if TWO else d
                 x = fragments[c * NT + nt]
                 if BITS == 4:
                     l0, l1, l2, l3 = _code_pairs(low[q], BITS, RAW)
                     h0, h1, h2, h3 = _code_pairs(high[q], BITS, RAW)
                     d = mma(d, l0, h0, l1, h1, x[0], x[1])
-                    d = mma(d, l2, h2, l3, h3, x[2], x[3])
+                    e = mma(e if TWO else d, l2, h2, l3, h3, x[2], x[3])
+                    d = d if TWO else e
                 else:  # code = low nibble + 16 * (high nibble - 8)
                     for i in gl.static_range(2):
                         l0, l1, l2, l3 = _code_pairs(low[2 * q + i], BITS, RAW)
                         h0, h1, h2, h3 = _code_pairs(high[2 * q + i], BITS, RAW)
                         d = mma(d, l0, h0, l1, h1, x[2 * i], times16(x[2 * i]))
-                        d = mma(d, l2, h2, l3, h3, x[2 * i + 1], times16(x[2 * i + 1]))
-                new = new + (d,)
+                        e = mma(e if TWO else d, l2, h2, l3, h3, x[2 * i + 1], times16(x[2 * i + 1]))
+                        d = d if TWO else e
+                new = new + ((d, e) if TWO else (d,),)
     return new
 
 

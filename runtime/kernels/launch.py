@@ -102,22 +102,12 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaLaunch:
-    """Split of one token's recurrence: columns of the memory a program holds, and its warps."""
-
-    block_v: int
-    num_warps: int
+DELTA_REGISTERS = 32  # of a thread for the memory of a head
 
 
-DELTA_PROGRAMS = 256  # about two on each of 132 multiprocessors
-DELTA_COLUMNS = (32, 16, 8)  # the fewest fill one 32-byte sector
-
-
-def delta_launch(value_heads: int, value_dim: int) -> DeltaLaunch:
-    """The widest split that fills the GPU, or else the narrowest."""
-    fits = [n for n in DELTA_COLUMNS if value_dim // n * value_heads >= DELTA_PROGRAMS]
-    return DeltaLaunch(min(value_dim, fits[0] if fits else DELTA_COLUMNS[-1]), 4)
+def delta_warps(size: int) -> int:
+    """Warps of a program that holds the memory of a head, so many numbers."""
+    return max(4, min(16, size // (32 * DELTA_REGISTERS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,38 @@ def stream16(address):
 
 
 @gluon.jit
+def stream16_if(address, wanted):
+    """`stream16` of the lanes that want it, zeros in others.
+
+    A load that nobody needs still costs its latency: registers are awaited in the order of loads.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $5, 0;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
+        }""",
+        "=&r,=&r,=&r,=&r,l,r",
+        [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load4(address):
+    """4 bytes at an address of each lane; see `load16`."""
+    return gl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def mma(c, a0, a1, a2, a3, b0, b1):
     """C + a @ b of 16 x 16 by 16 x 8 in BF16, summed in FP32."""
     return gl.inline_asm_elementwise(

@@ -123,8 +123,7 @@ class Qwen35(Generic[W]):
         """What a mixer gathers, before its output linear: [M, h] to [M, heads * D]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
-            qkvz = ops.norm_linear(x, norm, eps, mixer.qkvz)
-            ba = ops.norm_linear(x, norm, eps, mixer.ba)
+            qkvz, ba = ops.norm_linears(x, norm, eps, mixer.qkvz, mixer.ba)
             return ops.delta_net(qkvz, ba, mixer.weights, eps, cache.delta, mixer.index)
         qkv = ops.norm_linear(x, norm, eps, mixer.qkv)
         return ops.attention(

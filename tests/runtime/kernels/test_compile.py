@@ -201,6 +201,7 @@ def delta_nets() -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token and for several."""
     from lowbit.runtime import cuda
     from lowbit.runtime.delta import DeltaState, DeltaWeights
+    from lowbit.runtime.linear import DenseLinear
 
     Hk, Hv, D = 16, 32, 128
     C = 2 * Hk * D + Hv * D
@@ -213,6 +214,9 @@ def delta_nets() -> Iterator[str]:
         key_dim=D,
     )
     state = DeltaState(zeros(1, 3, C), torch.empty(1, Hv, D, D))
+    x, small = zeros(1, 4096), DenseLinear(zeros(2 * Hv, 4096))
+    cuda.norm_linears(x, torch.empty(4096), EPS, weight(4, C + Hv * D, 4096), small)
+    yield "and rows"
     for tokens in (1, 100):
         qkvz, ba = zeros(tokens, C + Hv * D), zeros(tokens, 2 * Hv)
         cuda.delta_net(qkvz, ba, weights, EPS, state, 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lowbit.runtime.kernels.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows, gemv_ref
 from lowbit.runtime.kernels.launch import GemvLaunch
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
@@ -144,6 +144,21 @@ def test_added(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) -
 def test_heads(make_tiled: MakeTiled, randn: Randn, N: int, K: int) -> None:
     w, x, norm = make_tiled(8, N, K, 128), randn(1, K), 1 + 0.3 * randn(K)
     check(run(x, w, norm=norm, eps=EPS, dtype=FP32), normed_reference(x, norm, w))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("N", "K", "n"), [(8192, 1024, 32), (12288, 2560, 64), (12288, 4096, 64), (48, 96, 5)]
+)
+def test_rows_beside(
+    make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int, n: int
+) -> None:
+    """A packed weight and a few dense rows of one x."""
+    w, rows, x, norm = make_tiled(bits, N, K, 32), randn(n, K), randn(1, K), 1 + 0.3 * randn(K)
+    y, small = gemv_and_rows(x, w, rows, norm=norm.float(), eps=EPS)
+    scaled, factor = rounded(x, norm)
+    check(y, normed_reference(x, norm, w), HALF_ULP)
+    check(small, factor * (scaled.double() @ rows.double().T), HALF_ULP)
 
 
 @pytest.mark.parametrize(
