@@ -16,7 +16,7 @@ from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
 from lowbit.runtime.kernels.choose import can_choose, choose
-from lowbit.runtime.kernels.delta_decode import delta_decode
+from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
@@ -42,17 +42,17 @@ def prepare(w: Linear, paired: bool = False) -> GpuLinear:
     return tiled(w, paired) if isinstance(w, PackedLinear) else w
 
 
-def check_heads(**dims: int) -> None:
+def check_heads(most: int, **dims: int) -> None:
     """Refuse head sizes the kernels cannot tile.
 
     Raises:
-        UnsupportedModelError: a size that is not a power of two from 16 on, by name.
+        UnsupportedModelError: a size that is not a power of two from 16 to `most`, by name.
     """
     for name, size in dims.items():
-        if size < LEAST_HEAD or size & (size - 1):
+        if not LEAST_HEAD <= size <= most or size & (size - 1):
             raise UnsupportedModelError(
                 f"{name} = {size} has no GPU kernel: heads must be a power of two from "
-                f"{LEAST_HEAD} on",
+                f"{LEAST_HEAD} to {most}",
                 hint="run on the CPU with --device cpu",
             )
 
@@ -63,17 +63,25 @@ def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -
     Raises:
         UnsupportedModelError: naming the size.
     """
-    check_heads(head_dim=head_dim)
+    check_heads(MOST_HEAD, head_dim=head_dim)
     shared = heads // kv_heads
     for wrong, what in (
         (shared > MOST_SHARED, f"{shared} query heads on one kv head, at most {MOST_SHARED}"),
         (rotary_dim % LEAST_HEAD, f"{rotary_dim} rotated dimensions, not a multiple of 16"),
-        (head_dim > MOST_HEAD, f"head_dim = {head_dim}, at most {MOST_HEAD}"),
     ):
         if wrong:
             raise UnsupportedModelError(
                 f"attention has no GPU kernel: {what}", hint="run on the CPU with --device cpu"
             )
+
+
+def check_delta(key_dim: int, value_dim: int) -> None:
+    """Refuse gated DeltaNet heads whose memory has no place in a program.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    check_heads(MOST_DIM, linear_key_head_dim=key_dim, linear_value_head_dim=value_dim)
 
 
 def norm_linear(

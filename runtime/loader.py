@@ -126,10 +126,7 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         config.rotary_dim if isinstance(config, Qwen35Config) else config.head_dim,
     )
     if isinstance(config, Qwen35Config):
-        cuda.check_heads(
-            linear_key_head_dim=config.linear_key_head_dim,
-            linear_value_head_dim=config.linear_value_head_dim,
-        )
+        cuda.check_delta(config.linear_key_head_dim, config.linear_value_head_dim)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
     decoder = _build(opened, to_cuda, cuda, context)
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles

@@ -27,12 +27,13 @@ from lowbit.runtime.kernels.attention_fragments import (
     add_values,
     key_scores,
     load_keys,
+    load_queries,
     load_values,
     online_softmax,
-    stage_queries,
+    visible,
 )
 from lowbit.runtime.kernels.attention_join import join_splits
-from lowbit.runtime.kernels.attention_rotate import load_rotation, rotated_fragments
+from lowbit.runtime.kernels.attention_rotate import load_rotation, rotated
 from lowbit.runtime.kernels.device import programmatic_launch
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes
 from lowbit.runtime.kernels.mma import (
@@ -48,7 +49,6 @@ from lowbit.runtime.kernels.mma import (
     load_shared16,
     low_half,
     shared_buffer,
-    store16,
     store_shared4,
     store_shared16,
 )
@@ -111,6 +111,8 @@ def _attention_kernel(
     KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
     SETS: gl.constexpr = (D + 63) // 64
     WIDE: gl.constexpr = D > 128  # queries are too many registers
+    STRIDE: gl.constexpr = 2 * D + 64  # of rows in shared memory: two of them share no bank
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     NORM: gl.constexpr = q_norm_ptr is not None
     FP32: gl.constexpr = NORM and q_norm_ptr.dtype.element_ty == gl.float32
     zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
@@ -145,9 +147,11 @@ def _attention_kernel(
     if NORM:
         q_gain += q_norm_ptr.to(gl.int64, bitcast=True)
         k_gain += k_norm_ptr.to(gl.int64, bitcast=True)
-    is_q = g < SHARED
-    gain = gl.where(is_q, q_gain, k_gain)
-    rotation = load_rotation(gain, cos, sin, position, t, NORM, FP32, D, R)
+    ROWS: gl.constexpr = SHARED + 1  # the new key follows the queries
+    rotations = ()
+    for first in gl.static_range(0, ROWS, WARPS):
+        gain = gl.where(first + warp < SHARED, q_gain, k_gain)
+        rotations = rotations + (load_rotation(gain, cos, sin, position, lane, NORM, FP32, D, R),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -159,10 +163,6 @@ def _attention_kernel(
     qkv = qkv_ptr.to(gl.int64, bitcast=True)
     key = Hkv * SHARED * QUERY + head * D
     value = key + Hkv * D
-    at = qkv + gl.where(is_q, (head * SHARED + g) * QUERY, key).to(gl.int64) * 2
-    q = rotated_fragments(
-        at, gain, cos, sin, rotation, position, t, none, eps, NORM, FP32, D, R
-    )  # fmt: skip
     new_values = ()
     gates = ()
     for first_quad in gl.static_range(0, QUADS, WARPS):
@@ -172,49 +172,58 @@ def _attention_kernel(
             for i in gl.static_range(2):
                 gate = (head * SHARED + gl.minimum(2 * t + i, SHARED - 1)) * QUERY + D + d
                 gates = gates + (load4(qkv + gate.to(gl.int64) * 2),)
-    new_key = q
-    if SHARED >= 8:
-        rotation = load_rotation(k_gain, cos, sin, position, t, NORM, FP32, D, R)
-        new_key = rotated_fragments(
-            qkv + (key + zero).to(gl.int64) * 2, k_gain, cos, sin, rotation, position, t, none,
-            eps, NORM, FP32, D, R,
-        )  # fmt: skip
-    first = key_scores(q, new_key, none, D, 1, False)
-    new_score = from_lane(first[NEW % 2] * score_scale, g * 4 + NEW // 2)
     buffer = shared_buffer(BUFFER) + zero
-    if WIDE:
-        stage_queries(buffer + lane * 16, q, warp, zero, D)
-        barrier()
-        q = buffer + lane * 16
-    owner = (warp == 0) & (split == 0)  # of the new token
     new_row = position.to(gl.int64) * (2 * D)
+    for first in gl.static_range(0, ROWS, WARPS):
+        row_of = first + warp
+        x = gl.where(row_of < SHARED, (head * SHARED + row_of) * QUERY, key)
+        words = rotated(
+            qkv + x.to(gl.int64) * 2, rotations[first // WARPS], lane, none, eps,
+            NORM, FP32, D, R,
+        )  # fmt: skip
+        for i in gl.static_range((D + 63) // 64):
+            word = lane + 32 * i
+            inside = (row_of < ROWS) & (word < D // 2)
+            store_shared4(buffer + row_of * STRIDE + word * 4, as_float(words[i]), inside)
+            mine = inside & (row_of == SHARED) & (split == 0)
+            gl.store((k_base + new_row).to(WORD, bitcast=True) + word, words[i], mask=mine)
+    barrier()
+    q_at = buffer + gl.minimum(g, SHARED) * STRIDE + t * 16
+    new_at = buffer + SHARED * STRIDE + t * 16
+    q = ()
+    new_key = ()
     for j in gl.static_range((D + 31) // 32):
-        mine = owner & (g == NEW) & (4 * j + t < D // 8)
-        store16(k_base + new_row + (4 * j + t) * 16, new_key[j], mine)
+        words = load_queries(q_at, j, t, D)
+        q = q + (words,)
+        new_key = new_key + (words if NEW > 0 else load_queries(new_at, j, t, D),)
+    buffer += ROWS * STRIDE
+    first_score = key_scores(q, new_key, none, t, D, 1, False)
+    new_score = from_lane(first_score[NEW % 2] * score_scale, g * 4 + NEW // 2)
+    if WIDE:
+        q = q_at
     acc = ()
     for i in gl.static_range(QUADS):
         acc = acc + ((none, none, none, none),)
     top = new_score
     total = none
-    for _ in range(start, end, WARPS * KEYS):
-        raw = key_scores(q, keys, none, D, BLOCKS, WIDE)
+    for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
+        scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
         more = row + WARPS * KEYS < end
         keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, more, D, BLOCKS)
-        scores = ()
-        for i in gl.static_range(2 * BLOCKS):
-            inside = row + i // 2 * 8 + 2 * t + i % 2 < end
-            scores = scores + (gl.where(inside, raw[i] * score_scale, float("-inf")),)
+        scores = visible(scores, row, end, t, score_scale, BLOCKS)
         top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
         acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
         row += WARPS * KEYS
         values = load_values(v_base, row + 2 * t, end, g, more, D, BLOCKS)
+    scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)  # the last keys, or none at all
+    scores = visible(scores, row, end, t, score_scale, BLOCKS)
+    top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
+    acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
     total += across(total, 1)
     total += across(total, 2)
 
     PAIRS: gl.constexpr = (SHARED + 1) // 2  # of heads: lanes from there on hold nothing
     QUAD: gl.constexpr = 128 * PAIRS  # bytes
-    if WIDE:
-        buffer += 1024 * (D // 32)  # after the queries
     totals_at = buffer + 32 * WARPS
     sums_at = buffer + 64 * WARPS + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
     mine = (g * WARPS + warp) * 4
@@ -245,7 +254,8 @@ def _attention_kernel(
     whole += across(whole, 2)
     whole += new_weight
     news = (from_lane(new_weight, t * 8), from_lane(new_weight, t * 8 + 4))
-    wholes = (from_lane(whole, t * 8), from_lane(whole, t * 8 + 4))
+    inverse = 1.0 / whole
+    inverses = (from_lane(inverse, t * 8), from_lane(inverse, t * 8 + 4))
     for first_quad in gl.static_range(0, QUADS, WARPS):
         quad = first_quad + warp
         sums = (none, none, none, none)
@@ -261,15 +271,13 @@ def _attention_kernel(
         d = _element(quad, g)
         there = (quad < QUADS) & (d < D)
         owned = there & (split == 0) & (t == 0)
-        gl.store(
-            v_base.to(gl.pointer_type(gl.int32), bitcast=True) + (position * D + d) // 2, v, owned
-        )
+        gl.store((v_base + new_row).to(WORD, bitcast=True) + d // 2, v, mask=owned)
         for i in gl.static_range(4):
             q_head = head * SHARED + 2 * t + i % 2
             stored = there & (2 * t + i % 2 < SHARED)
             y = sums[i] + news[i % 2] * (low_half(v) if i // 2 == 0 else high_half(v))
             if SPLITS == 1:
-                y /= wholes[i % 2]
+                y *= inverses[i % 2]
                 if GATED:
                     gate = gates[first_quad // WARPS * 2 + i % 2]
                     gate = low_half(gate) if i // 2 == 0 else high_half(gate)
@@ -279,7 +287,7 @@ def _attention_kernel(
             else:
                 gl.store(part_ptr + (q_head * SPLITS + split) * D + d + i // 2, y, mask=stored)
     if SPLITS > 1:
-        stored = (warp == 0) & (t == 0) & is_q
+        stored = (warp == 0) & (t == 0) & (g < SHARED)
         state_at = state_ptr + ((head * SHARED + g) * SPLITS + split) * 2
         gl.store(state_at, highest, mask=stored)
         gl.store(state_at + 1, whole, mask=stored)

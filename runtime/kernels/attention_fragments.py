@@ -15,7 +15,6 @@ from lowbit.runtime.kernels.mma import (
     halves_of,
     load_shared16,
     mma,
-    store_shared16,
     stream16_if,
 )
 
@@ -45,36 +44,48 @@ def load_values(base, row, end, g, wanted, D: gl.constexpr, BLOCKS: gl.constexpr
 
 
 @gluon.jit
-def key_scores(q, keys, none, D: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr):
+def load_queries(at, j: gl.constexpr, t, D: gl.constexpr):
+    """A fragment of the j-th chunk of every lane: four words of its row in shared memory."""
+    words = load_shared16(at + j * 64)
+    if D < 32:  # past the head
+        words = (
+            gl.where(t < D // 8, words[0], 0),
+            gl.where(t < D // 8, words[1], 0),
+            gl.where(t < D // 8, words[2], 0),
+            gl.where(t < D // 8, words[3], 0),
+        )
+    return words
+
+
+@gluon.jit
+def key_scores(q, keys, none, t, D: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr):
     """Products of head g of this lane with keys 2 * t, 2 * t + 1 of each block.
 
-    q: words of the chunks; where STAGED the shared memory of `stage_queries`.
+    q: words of the chunks; where STAGED the shared memory that `load_queries` reads.
     """
     CHUNKS: gl.constexpr = (D + 31) // 32
     zero = none.to(gl.int32)
     scores = ()
     for b in gl.static_range(BLOCKS):
         s = (none, none, none, none)
+        r = (none, none, none, none)  # a second chain, for latency
         for j in gl.static_range(CHUNKS):
             k = keys[b * CHUNKS + j]
-            if STAGED:
-                first = load_shared16(q + 1024 * j)
-                second = load_shared16(q + 1024 * j + 512)
-                s = mma(s, first[0], first[1], first[2], first[3], k[0], k[1])
-                s = mma(s, second[0], second[1], second[2], second[3], k[2], k[3])
-            else:
-                s = mma(s, q[j][0], zero, q[j][1], zero, k[0], k[1])
-                s = mma(s, q[j][2], zero, q[j][3], zero, k[2], k[3])
-        scores = scores + (s[0], s[1])
+            a = load_queries(q, j, t, D) if STAGED else q[j]
+            s = mma(s, a[0], zero, a[1], zero, k[0], k[1])
+            r = mma(r, a[2], zero, a[3], zero, k[2], k[3])
+        scores = scores + (s[0] + r[0], s[1] + r[1])
     return scores
 
 
 @gluon.jit
-def stage_queries(buffer, q, warp, zero, D: gl.constexpr):
-    """Put queries into shared memory as A fragments, for all warps: they are many registers."""
-    for j in gl.static_range((D + 31) // 32):
-        store_shared16(buffer + 1024 * j, (q[j][0], zero, q[j][1], zero), warp == 0)
-        store_shared16(buffer + 1024 * j + 512, (q[j][2], zero, q[j][3], zero), warp == 0)
+def visible(scores, row, end, t, scale, BLOCKS: gl.constexpr):
+    """Scaled scores, without keys from `end` on."""
+    out = ()
+    for i in gl.static_range(2 * BLOCKS):
+        inside = row + i // 2 * 8 + 2 * t + i % 2 < end
+        out = out + (gl.where(inside, scores[i] * scale, float("-inf")),)
+    return out
 
 
 @gluon.jit

@@ -9,24 +9,40 @@ Layout  qkvz [B, C + Hv * Dv] bf16, ba [B, 2 * Hv], memory [B * Hv, Dk, Dv] fp32
         [B * (W - 1), C] bf16; out [B, Hv * Dv] bf16
 Bytes   8 * Hv * Dk * Dv; 32 heads of 128 x 128: 4.2 MB = 1 us at 4.3 TB/s
 Plan    a program per value head and sequence holds the whole S in registers, read before the kernel
-        waits for its predecessor: an earlier step wrote it. S^T q of the new S is exp(g) * S^T q +
-        (k . q) * u, so one pass over S gives both products and q and k enter before they are
-        normed. Value heads that share q and k convolve them each for themselves; the last of them
-        moves the window that all have read. No float atomics, so bit-reproducible
+        waits for its predecessor: an earlier step wrote it. A thread convolves one channel of q or
+        k and one of v or z. S^T q of the new S is exp(g) * S^T q + (k . q) * u, so one pass over S
+        gives both products and q and k enter before they are normed; rows are summed over the warps
+        through shared memory. Value heads that share q and k convolve them each for themselves; the
+        last of them moves the window that all have read. No float atomics, so bit-reproducible
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.delta_gates import gates, gates_ref
 from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
 from lowbit.runtime.kernels.device import programmatic_launch
-from lowbit.runtime.kernels.launch import delta_warps, power_of_two
+from lowbit.runtime.kernels.mma import (
+    across,
+    as_float,
+    as_word,
+    barrier,
+    declaration,
+    load_shared4,
+    load_shared16,
+    shared_buffer,
+    store16,
+    store_shared4,
+    store_shared16,
+    stream16,
+)
 
+WARPS = 8
+MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
 
@@ -57,116 +73,202 @@ def delta_decode_ref(
     return gated_norm_ref(o, qkvz, weights, eps), S, window_ref(qkvz, window)
 
 
-@triton.jit
-def _sums2(a, b, c, d):
-    return a + c, b + d
+@gluon.jit
+def _inputs(window_ptr, new, channel, inside, C: gl.constexpr, W: gl.constexpr):
+    """The last W inputs of a channel, the token's last."""
+    rows = ()
+    for row in gl.static_range(W - 1):
+        rows = rows + (gl.load(window_ptr + row * C + channel, mask=inside, other=0.0),)
+    return rows + (gl.load(new + channel, mask=inside, other=0.0),)
 
 
-@triton.jit
-def _sums3(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+@gluon.jit
+def _convolved(inputs, taps, W: gl.constexpr):
+    """Convolution and SiLU, in FP32."""
+    y = inputs[0].to(gl.float32) * taps[0]
+    for row in gl.static_range(1, W):
+        y += inputs[row].to(gl.float32) * taps[row]
+    return y / (1.0 + gl.exp(-y))
 
 
-@triton.jit
-def _convolved(inputs, taps):
-    """Convolution and SiLU of some channels of the one token, in FP32."""
-    y = tl.sum(inputs.to(tl.float32) * taps, axis=1)
-    return y * tl.sigmoid(y)
+@gluon.jit
+def _move(window_ptr, inputs, channel, inside, C: gl.constexpr, W: gl.constexpr):
+    """The window becomes the last W - 1 inputs."""
+    for row in gl.static_range(W - 1):
+        value = inputs[row + 1].to(window_ptr.dtype.element_ty)
+        gl.store(window_ptr + row * C + channel, value, mask=inside)
 
 
-@triton.jit
-def _move(window_ptr, channels, inputs, C: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr):
-    """The window becomes the last W - 1 inputs [D, COLUMNS]."""
-    w = tl.arange(0, COLUMNS)[None, :]
-    at = window_ptr + (w - 1) * C + channels[:, None]
-    tl.store(at, inputs.to(window_ptr.dtype.element_ty), mask=(w > 0) & (w < W))
+@gluon.jit
+def _over_lanes(x, FIRST: gl.constexpr, LANES: gl.constexpr):
+    """Sums over lanes whose numbers differ in bits FIRST to LANES / 2."""
+    for i in gl.static_range(5):
+        if (1 << i) >= FIRST and (1 << i) < LANES:
+            x += across(x, 1 << i)
+    return x
 
 
-@triton.jit
+@gluon.jit
+def _four(address):
+    """Four FP32 of shared memory."""
+    w = load_shared16(address)
+    return as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3])
+
+
+@gluon.jit
 def _recurrence_kernel(
-    qkvz_ptr,
-    ba_ptr,
-    window_ptr,
-    memory_ptr,
-    taps_ptr,
-    decay_ptr,
-    dt_bias_ptr,
-    gain_ptr,
-    arrived_ptr,
-    out_ptr,
-    l2_eps,
-    eps,
-    Hk: tl.constexpr,
-    Hv: tl.constexpr,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
-    W: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
-    SHARED: tl.constexpr = Hv // Hk
-    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    qkvz_ptr, ba_ptr, window_ptr, memory_ptr, taps_ptr, decay_ptr, dt_bias_ptr, gain_ptr,
+    arrived_ptr, out_ptr, l2_eps, eps,
+    Hk: gl.constexpr, Hv: gl.constexpr, Dk: gl.constexpr, Dv: gl.constexpr, W: gl.constexpr,
+    WARPS: gl.constexpr, SHARED: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    C: gl.constexpr = 2 * Hk * Dk + Hv * Dv
+    HALF: gl.constexpr = WARPS * 16  # threads
+    LANES: gl.constexpr = Dv // 4  # lanes that have a row of S, four columns each
+    ROWS: gl.constexpr = 32 // LANES  # of S that a warp holds at a time
+    EACH: gl.constexpr = (Dk + WARPS * ROWS - 1) // (WARPS * ROWS)  # rows of a thread
+    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
+    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    thread = warp * 32 + lane
+    head, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     qkvz_ptr += token * (C + Hv * Dv)
+    ba_ptr += token * (2 * Hv)
     window_ptr += token * (W - 1) * C
-    offs_k = tl.arange(0, Dk)
-    offs_v = tl.arange(0, Dv)
-    of_q = head // SHARED * Dk + offs_k
-    of_k = Hk * Dk + of_q
-    of_v = 2 * Hk * Dk + head * Dv + offs_v
-    tile = memory_ptr + (token * Hv + head) * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
-    S = tl.load(tile)  # [Dk, Dv]
-    w = tl.arange(0, COLUMNS)[None, :]
-    q_taps = tl.load(taps_ptr + of_q[:, None] * W + w, mask=w < W, other=0.0)
-    k_taps = tl.load(taps_ptr + of_k[:, None] * W + w, mask=w < W, other=0.0)
-    v_taps = tl.load(taps_ptr + of_v[:, None] * W + w, mask=w < W, other=0.0)
-    q_old = tl.load(window_ptr + w * C + of_q[:, None], mask=w < W - 1, other=0.0)
-    k_old = tl.load(window_ptr + w * C + of_k[:, None], mask=w < W - 1, other=0.0)
-    v_old = tl.load(window_ptr + w * C + of_v[:, None], mask=w < W - 1, other=0.0)
-    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
-    gain = tl.load(gain_ptr + offs_v).to(tl.float32)
+
+    column = lane % LANES * 4
+    first_row = (warp * ROWS + lane // LANES) * EACH
+    held = first_row < Dk
+    memory = memory_ptr.to(gl.int64, bitcast=True) + (token * Hv + head) * (Dk * Dv * 4)
+    memory = memory + (gl.minimum(first_row, Dk - EACH) * Dv + column).to(gl.int64) * 4
+    S = ()
+    for i in gl.static_range(EACH):
+        S = S + (stream16(memory + i * (Dv * 4)),)
+    upper = thread >= HALF
+    of_head = thread % HALF
+    is_key = of_head < Dk
+    is_value = of_head < Dv
+    qk_channel = gl.where(upper, Hk * Dk, 0) + head // SHARED * Dk + of_head
+    v_channel = 2 * Hk * Dk + head * Dv + of_head
+    qk_taps = ()
+    v_taps = ()
+    for tap in gl.static_range(W):
+        qk_taps = qk_taps + (gl.load(taps_ptr + qk_channel * W + tap, mask=is_key, other=0.0),)
+        v_taps = v_taps + (gl.load(taps_ptr + v_channel * W + tap, mask=is_value, other=0.0),)
+    decay = gl.load(decay_ptr + head)
+    dt_bias = gl.load(dt_bias_ptr + head)
+    gains = ()
+    for i in gl.static_range(4):
+        gains = gains + (gl.load(gain_ptr + column + i).to(gl.float32),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    b = tl.load(ba_ptr + token * (2 * Hv) + head)
-    a = tl.load(ba_ptr + token * (2 * Hv) + Hv + head)
-    new = w == W - 1  # the column of the token
-    q_in = tl.where(new, tl.load(qkvz_ptr + of_q[:, None] + 0 * w, mask=new, other=0.0), q_old)
-    k_in = tl.where(new, tl.load(qkvz_ptr + of_k[:, None] + 0 * w, mask=new, other=0.0), k_old)
-    v_in = tl.where(new, tl.load(qkvz_ptr + of_v[:, None] + 0 * w, mask=new, other=0.0), v_old)
-    z = tl.load(qkvz_ptr + C + head * Dv + offs_v).to(tl.float32)
+
+    qk_in = _inputs(window_ptr, qkvz_ptr, qk_channel, is_key, C, W)
+    v_in = _inputs(window_ptr, qkvz_ptr, v_channel, is_value & (thread < HALF), C, W)
+    z = gl.load(qkvz_ptr + C + head * Dv + of_head, mask=is_value & upper, other=0.0)
+    b = gl.load(ba_ptr + head)
+    a = gl.load(ba_ptr + Hv + head)
+    z = z.to(gl.float32)
+    at = shared_buffer(BUFFER) + zero  # q, k, v, silu(z)
+    store_shared4(at + thread * 4, _convolved(qk_in, qk_taps, W), is_key)
+    vz = gl.where(upper, z / (1.0 + gl.exp(-z)), _convolved(v_in, v_taps, W))
+    store_shared4(at + HALF * 8 + thread * 4, vz, is_value)
+    barrier()
     beta, g = gates(b, a, decay, dt_bias)
-    fade = tl.exp(g)
-    q = _convolved(q_in, q_taps)
-    k = _convolved(k_in, k_taps)
-    v = _convolved(v_in, v_taps)
-    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _sums3)
-    Sq, Sk = tl.reduce((S * q[:, None], S * k[:, None]), 0, _sums2)  # [Dv]
-    q_norm = tl.rsqrt(qq + l2_eps) * Dk**-0.5
-    k_norm = tl.rsqrt(kk + l2_eps)
-    u = beta * (v - fade * k_norm * Sk)
-    o = q_norm * (fade * Sq + k_norm * qk * u)
-    o *= tl.rsqrt(tl.sum(o * o, axis=0) / Dv + eps) * gain
-    out = o * z * tl.sigmoid(z)
-    tl.store(out_ptr + (token * Hv + head) * Dv + offs_v, out.to(out_ptr.dtype.element_ty))
-    tl.store(tile, fade * S + k[:, None] * (k_norm * u)[None, :])
-    _move(window_ptr, of_v, v_in, C, W, COLUMNS)
+    fade = gl.exp(g)
+    q_at = at + first_row * 4
+    k_at = q_at + HALF * 4
+    part_q = (none, none, none, none)
+    part_k = (none, none, none, none)
+    keys = ()
+    for i in gl.static_range(EACH):
+        q = load_shared4(q_at + i * 4)
+        k = load_shared4(k_at + i * 4)
+        row = S[i]
+        part_q = _add4(part_q, row, q)
+        part_k = _add4(part_k, row, k)
+        keys = keys + (k,)
+    sums_at = at + HALF * 16
+    for which in gl.static_range(2):
+        part = part_q if which == 0 else part_k
+        words = ()
+        for i in gl.static_range(4):
+            y = gl.where(held, part[i], 0.0)
+            words = words + (as_word(_over_lanes(y, LANES, 32)),)
+        store_shared16(sums_at + ((which * WARPS + warp) * Dv + column) * 4, words, lane < LANES)
+    qq = none
+    kk = none
+    qk = none
+    for first in gl.static_range(0, Dk, 32):
+        there = first + lane < Dk
+        q = gl.where(there, load_shared4(at + (first + lane) * 4), 0.0)
+        k = gl.where(there, load_shared4(at + (HALF + first + lane) * 4), 0.0)
+        qq += q * q
+        kk += k * k
+        qk += q * k
+    q_norm = gl.rsqrt(_over_lanes(qq, 1, 32) + l2_eps) * Dk**-0.5
+    k_norm = gl.rsqrt(_over_lanes(kk, 1, 32) + l2_eps)
+    qk = _over_lanes(qk, 1, 32)
+    barrier()
+    total = none  # of one column, for q below HALF and for k above
+    for w in gl.static_range(WARPS):
+        of_warp = (gl.where(upper, WARPS, 0) + w) * Dv + gl.minimum(of_head, Dv - 1)
+        total += load_shared4(sums_at + of_warp * 4)
+    totals_at = sums_at + 2 * WARPS * Dv * 4
+    store_shared4(totals_at + (gl.where(upper, Dv, 0) + of_head) * 4, total, is_value)
+    barrier()
+    Sq = _four(totals_at + column * 4)
+    Sk = _four(totals_at + (Dv + column) * 4)
+    v = _four(at + (2 * HALF + column) * 4)
+    silu_z = _four(at + (3 * HALF + column) * 4)
+    u = ()
+    o = ()
+    squares = none
+    for i in gl.static_range(4):
+        one = beta * (v[i] - fade * k_norm * Sk[i])
+        y = q_norm * (fade * Sq[i] + k_norm * qk * one)
+        squares += y * y
+        u = u + (k_norm * one,)
+        o = o + (y,)
+    for i in gl.static_range(EACH):
+        words = ()
+        for j in gl.static_range(4):
+            words = words + (as_word(fade * as_float(S[i][j]) + keys[i] * u[j]),)
+        store16(memory + i * (Dv * 4), words, held)
+    factor = gl.rsqrt(_over_lanes(squares, 1, LANES) / Dv + eps)
+    out = out_ptr + (token * Hv + head) * Dv + column
+    for i in gl.static_range(4):
+        y = o[i] * factor * gains[i] * silu_z[i]
+        gl.store(out + i, y.to(out_ptr.dtype.element_ty), mask=(warp == 0) & (lane < LANES))
+    _move(window_ptr, v_in, v_channel, is_value & (thread < HALF), C, W)
     if SHARED == 1:
-        _move(window_ptr, of_q, q_in, C, W, COLUMNS)
-        _move(window_ptr, of_k, k_in, C, W, COLUMNS)
-    else:
-        tl.debug_barrier()  # all threads have read the window
+        _move(window_ptr, qk_in, qk_channel, is_key, C, W)
+    else:  # all threads have read the window, before the first barrier
         arrived = arrived_ptr + token * Hk + head // SHARED
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == SHARED - 1:
-            tl.store(arrived, 0)  # for the next layer
-            _move(window_ptr, of_q, q_in, C, W, COLUMNS)
-            _move(window_ptr, of_k, k_in, C, W, COLUMNS)
+        if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == SHARED - 1:
+            gl.store(arrived, 0)  # for the next layer
+            _move(window_ptr, qk_in, qk_channel, is_key, C, W)
+
+
+@gluon.jit
+def _add4(sums, words, factor):
+    return (
+        sums[0] + as_float(words[0]) * factor,
+        sums[1] + as_float(words[1]) * factor,
+        sums[2] + as_float(words[2]) * factor,
+        sums[3] + as_float(words[3]) * factor,
+    )
 
 
 def delta_decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
     """One token of each of B sequences in a gated DeltaNet layer; see `Ops.delta_net`.
+
+    Heads have 16 to 128 dimensions, a power of two.
 
     Returns:
         [B, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the token.
@@ -193,9 +295,11 @@ def delta_decode(
         Dk=weights.key_dim,
         Dv=Dv,
         W=weights.conv.shape[1],
-        COLUMNS=power_of_two(weights.conv.shape[1]),
+        WARPS=WARPS,
+        SHARED=Hv // weights.key_heads,
+        BUFFER=declaration(WARPS * 16 * 16 + (2 * WARPS + 2) * Dv * 4),
         PDL=pdl,
-        num_warps=delta_warps(weights.key_dim * Dv),
+        num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )

@@ -165,7 +165,8 @@ def _multiply_tiles(
             )  # fmt: skip
         acc = multiply_steps(
             acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
-            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, TWO, units,
+            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, TWO,
+            units,
         )  # fmt: skip
         if first + C < S:
             loaded = next_loaded

@@ -174,7 +174,9 @@ def _multiply_chunks(
                         l0, l1, l2, l3 = _code_pairs(low[2 * q + i], BITS, RAW)
                         h0, h1, h2, h3 = _code_pairs(high[2 * q + i], BITS, RAW)
                         d = mma(d, l0, h0, l1, h1, x[2 * i], times16(x[2 * i]))
-                        e = mma(e if TWO else d, l2, h2, l3, h3, x[2 * i + 1], times16(x[2 * i + 1]))
+                        e = mma(
+                            e if TWO else d, l2, h2, l3, h3, x[2 * i + 1], times16(x[2 * i + 1])
+                        )
                         d = d if TWO else e
                 new = new + ((d, e) if TWO else (d,),)
     return new

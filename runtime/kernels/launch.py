@@ -92,22 +92,14 @@ def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> A
 
 
 def join_bytes(shared: int, head_dim: int, warps: int) -> int:
-    """Shared memory in which the warps of an attention program meet; wide queries lie before."""
-    queries = 32 * head_dim if head_dim > 128 else 0
+    """Shared memory of an attention program: queries and the new key, then sums of each warp."""
+    queries = (shared + 1) * (2 * head_dim + 64)
     return queries + warps * (64 + 4 * -(-head_dim // 64) * 128 * -(-shared // 2))
 
 
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
-
-
-DELTA_REGISTERS = 32  # of a thread for the memory of a head
-
-
-def delta_warps(size: int) -> int:
-    """Warps of a program that holds the memory of a head, so many numbers."""
-    return max(4, min(16, size // (32 * DELTA_REGISTERS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,19 @@ def load4(address):
 
 
 @gluon.jit
+def load8(address):
+    """8 bytes at an address of each lane, as two words; see `load16`."""
+    return gl.inline_asm_elementwise(
+        "ld.global.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def mma(c, a0, a1, a2, a3, b0, b1):
     """C + a @ b of 16 x 16 by 16 x 8 in BF16, summed in FP32."""
     return gl.inline_asm_elementwise(
@@ -333,19 +346,6 @@ def halves_of(first, second, SELECTOR: gl.constexpr):
         [first, second, SELECTOR],
         dtype=gl.int32,
         is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def prefetch(address):
-    """Bring the line of each lane's address into the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=gl.int32,
-        is_pure=False,
         pack=1,
     )
 

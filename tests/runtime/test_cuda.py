@@ -187,9 +187,14 @@ def test_prepare_refuses_small_groups() -> None:
 
 @pytest.mark.parametrize("size", [0, 8, 48, 96])
 def test_head_sizes_without_a_kernel_are_named(size: int) -> None:
-    cuda.check_heads(head_dim=64, linear_key_head_dim=128)
+    cuda.check_attention(8, 8, 256, 64)
     with pytest.raises(UnsupportedModelError, match=f"head_dim = {size} has no GPU kernel"):
-        cuda.check_heads(head_dim=size)
+        cuda.check_attention(8, 8, size, 16)
+    cuda.check_delta(128, 16)
+    with pytest.raises(UnsupportedModelError, match=f"linear_key_head_dim = {size}"):
+        cuda.check_delta(size, 128)
+    with pytest.raises(UnsupportedModelError, match="linear_value_head_dim = 256"):
+        cuda.check_delta(128, 256)
 
 
 @pytest.mark.parametrize(

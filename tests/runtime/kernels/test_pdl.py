@@ -188,7 +188,7 @@ def test_dense_gemv_waits(randn: Randn) -> None:
 
 
 def test_delta_net_waits(randn: Randn) -> None:
-    """Inputs are not read before the kernel ahead has written them; the state is of earlier steps."""
+    """Inputs are not read before the kernel ahead has written them; the state is older."""
     Hk, Hv, D = 16, 32, 128
     C = 2 * Hk * D + Hv * D
     weights = DeltaWeights(
