@@ -31,6 +31,7 @@ from lowbit.runtime.kernels.mma import (
     as_float,
     as_word,
     barrier,
+    count_up,
     declaration,
     load_shared4,
     load_shared16,
@@ -74,12 +75,12 @@ def delta_decode_ref(
 
 
 @gluon.jit
-def _inputs(window_ptr, new, channel, inside, C: gl.constexpr, W: gl.constexpr):
-    """The last W inputs of a channel, the token's last."""
+def _window(window_ptr, channel, inside, C: gl.constexpr, W: gl.constexpr):
+    """The last W - 1 inputs of a channel."""
     rows = ()
     for row in gl.static_range(W - 1):
         rows = rows + (gl.load(window_ptr + row * C + channel, mask=inside, other=0.0),)
-    return rows + (gl.load(new + channel, mask=inside, other=0.0),)
+    return rows
 
 
 @gluon.jit
@@ -159,6 +160,9 @@ def _recurrence_kernel(
         v_taps = v_taps + (gl.load(taps_ptr + v_channel * W + tap, mask=is_value, other=0.0),)
     decay = gl.load(decay_ptr + head)
     dt_bias = gl.load(dt_bias_ptr + head)
+    convolves = is_value & (thread < HALF)
+    qk_window = _window(window_ptr, qk_channel, is_key, C, W)
+    v_window = _window(window_ptr, v_channel, convolves, C, W)
     gains = ()
     for i in gl.static_range(4):
         gains = gains + (gl.load(gain_ptr + column + i).to(gl.float32),)
@@ -166,8 +170,8 @@ def _recurrence_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    qk_in = _inputs(window_ptr, qkvz_ptr, qk_channel, is_key, C, W)
-    v_in = _inputs(window_ptr, qkvz_ptr, v_channel, is_value & (thread < HALF), C, W)
+    qk_in = qk_window + (gl.load(qkvz_ptr + qk_channel, mask=is_key, other=0.0),)
+    v_in = v_window + (gl.load(qkvz_ptr + v_channel, mask=convolves, other=0.0),)
     z = gl.load(qkvz_ptr + C + head * Dv + of_head, mask=is_value & upper, other=0.0)
     b = gl.load(ba_ptr + head)
     a = gl.load(ba_ptr + Hv + head)
@@ -177,6 +181,10 @@ def _recurrence_kernel(
     vz = gl.where(upper, z / (1.0 + gl.exp(-z)), _convolved(v_in, v_taps, W))
     store_shared4(at + HALF * 8 + thread * 4, vz, is_value)
     barrier()
+    before = zero  # heads that have read the window they share, all threads of them
+    if SHARED > 1:
+        arrived = arrived_ptr.to(gl.int64, bitcast=True) + (token * Hk + head // SHARED) * 4
+        before = count_up(arrived + zero, thread == 0)
     beta, g = gates(b, a, decay, dt_bias)
     fade = gl.exp(g)
     q_at = at + first_row * 4
@@ -243,14 +251,15 @@ def _recurrence_kernel(
     for i in gl.static_range(4):
         y = o[i] * factor * gains[i] * silu_z[i]
         gl.store(out + i, y.to(out_ptr.dtype.element_ty), mask=(warp == 0) & (lane < LANES))
-    _move(window_ptr, v_in, v_channel, is_value & (thread < HALF), C, W)
-    if SHARED == 1:
+    _move(window_ptr, v_in, v_channel, convolves, C, W)
+    if SHARED > 1:
+        store_shared4(at, as_float(before), thread == 0)
+        barrier()
+        last = as_word(load_shared4(at)) == SHARED - 1
+        _move(window_ptr, qk_in, qk_channel, is_key & last, C, W)
+        gl.store(arrived_ptr + token * Hk + head // SHARED + zero, 0, mask=last & (thread == 0))
+    else:
         _move(window_ptr, qk_in, qk_channel, is_key, C, W)
-    else:  # all threads have read the window, before the first barrier
-        arrived = arrived_ptr + token * Hk + head // SHARED
-        if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == SHARED - 1:
-            gl.store(arrived, 0)  # for the next layer
-            _move(window_ptr, qk_in, qk_channel, is_key, C, W)
 
 
 @gluon.jit

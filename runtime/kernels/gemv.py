@@ -138,7 +138,7 @@ def _multiply_tiles(
     sums_at = buffer
     if STAGED:
         squares = stage_x(
-            x_ptr, gains, buffer, thread, none, K, WARPS * 32, gain_ptr is not None, FP32, RAW
+            x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32, RAW
         )
         sums_at += (2 * K + K // 8 + 15) // 16 * 16
         if gain_ptr is not None:

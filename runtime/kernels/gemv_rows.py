@@ -44,7 +44,7 @@ def multiply_rows(
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    squares = stage_x(x_ptr, gains, buffer, thread, none, K, WARPS * 32, True, FP32, False)
+    squares = stage_x(x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, True, FP32, False)
     squares_at = buffer + (2 * K + K // 8 + 15) // 16 * 16
     store_shared4(squares_at + thread * 4, squares, thread >= 0)
     barrier()

@@ -13,8 +13,10 @@ from lowbit.runtime.kernels.mma import (
     load_shared8,
     load_shared16,
     low_half,
+    mma,
     store_shared4,
     store_shared16,
+    times,
 )
 
 
@@ -34,25 +36,34 @@ def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _pair(words, j: gl.constexpr, FP32: gl.constexpr):
-    """Gains 2 * j and 2 * j + 1 of a chunk."""
-    if FP32:
-        pair = (as_float(words[2 * j]), as_float(words[2 * j + 1]))
-    else:
-        pair = (low_half(words[j]), high_half(words[j]))
-    return pair
+def _times(words, gains, FP32: gl.constexpr):
+    """Eight elements times their gains, each product rounded once."""
+    out = ()
+    for j in gl.static_range(4):
+        if FP32:
+            low = low_half(words[j]) * as_float(gains[2 * j])
+            out = out + (bf16_pair(low, high_half(words[j]) * as_float(gains[2 * j + 1])),)
+        else:
+            out = out + (times(words[j], gains[j]),)
+    return out
 
 
 @gluon.jit
 def stage_x(
-    x_ptr, gains, buffer, at, none, K: gl.constexpr, STRIDE: gl.constexpr, NORM: gl.constexpr,
-    FP32: gl.constexpr, SUMS: gl.constexpr,
+    x_ptr, gains, buffer, at, lane, none, K: gl.constexpr, STRIDE: gl.constexpr,
+    NORM: gl.constexpr, FP32: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Put x into shared memory, times the gain where there is one; its squares, per thread.
+    """Put x into shared memory, times the gain where there is one; its squares, over all lanes.
+
+    Sums are products too: of a chunk with itself, the diagonal of one `mma`, and with ones.
 
     SUMS: after x, K / 32 sums of 32 elements, FP32, of x as it is stored.
     """
-    squares = none
+    g = lane // 4
+    t = lane % 4
+    zero = none.to(gl.int32)
+    ones = zero + 0x3F803F80
+    squares = (none, none, none, none)
     loaded = ()
     for first in gl.static_range(0, K // 8, STRIDE):
         chunk = gl.minimum(first + at, K // 8 - 1)  # past the end: the last one again
@@ -60,28 +71,26 @@ def stage_x(
     for first in gl.static_range(0, K // 8, STRIDE):
         inside = first + at < K // 8
         chunk = gl.minimum(first + at, K // 8 - 1)
-        words = loaded[first // STRIDE]
+        w = loaded[first // STRIDE]
         if NORM:
-            scaled = ()
-            for j in gl.static_range(4):
-                low = low_half(words[j])
-                high = high_half(words[j])
-                gain = _pair(gains[first // STRIDE], j, FP32)
-                square = low * low + high * high
-                if first + STRIDE > K // 8:
-                    square = gl.where(inside, square, 0.0)
-                squares += square
-                scaled = scaled + (bf16_pair(low * gain[0], high * gain[1]),)
-            words = scaled
-        store_shared16(buffer + chunk * 16, words, inside)
-        if SUMS:
-            total = none
-            for j in gl.static_range(4):
-                total += low_half(words[j]) + high_half(words[j])
-            total += across(total, 1)  # four lanes have the chunks of 32 elements
-            total += across(total, 2)
-            store_shared4(buffer + 2 * K + chunk // 4 * 4, total, inside & (at % 4 == 0))
-    return squares
+            if first + STRIDE > K // 8:
+                w = (
+                    gl.where(inside, w[0], 0),
+                    gl.where(inside, w[1], 0),
+                    gl.where(inside, w[2], 0),
+                    gl.where(inside, w[3], 0),
+                )
+            squares = mma(squares, w[0], zero, w[1], zero, w[0], w[1])
+            squares = mma(squares, w[2], zero, w[3], zero, w[2], w[3])
+            w = _times(w, gains[first // STRIDE], FP32)
+        store_shared16(buffer + chunk * 16, w, inside)
+        if SUMS:  # four lanes have the chunks of 32 elements
+            total = (none, none, none, none)
+            total = mma(total, w[0], zero, w[1], zero, ones, ones)
+            total = mma(total, w[2], zero, w[3], zero, ones, ones)
+            store_shared4(buffer + 2 * K + chunk // 4 * 4, total[0], inside & (t == 0))
+    own = gl.where(g == 2 * t, squares[0], 0.0)
+    return gl.where(g == 2 * t + 1, squares[1], own)
 
 
 @gluon.jit

@@ -152,16 +152,22 @@ def raw_pairs(word):
 
 
 @gluon.jit
-def times16(pair):
-    """Two BF16 times 16, exactly."""
+def times(pair, other):
+    """Two BF16 times two others, each product rounded once."""
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [pair, 0x41804180, -0x7FFF8000],  # 16 and -0, which leaves every product as it is
+        [pair, other, -0x7FFF8000],  # -0 leaves every product as it is
         dtype=gl.int32,
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def times16(pair):
+    """Two BF16 times 16, exactly."""
+    return times(pair, 0x41804180)
 
 
 @gluon.jit
@@ -290,6 +296,24 @@ def store16(address, words, inside):
         "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
         "=r,l,r,r,r,r,r",
         [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def count_up(address, inside):
+    """Add one to a counter in global memory for each lane that is inside; what it was before.
+
+    Relaxed: a lane's loads have returned before it counts if their values have been used, but what
+    it has stored may be seen later.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
+        "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}",
+        "=&r,l,r",
+        [address, inside.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
