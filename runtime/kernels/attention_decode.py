@@ -158,7 +158,6 @@ def _attention_kernel(
     if (start >= end) & (split > 0):
         return
 
-    NEW: gl.constexpr = SHARED if SHARED < 8 else 0  # row g that holds the new key
     QUADS: gl.constexpr = 4 * SETS  # of sums a lane: elements d, d + 1 of heads 2 t, 2 t + 1
     qkv = qkv_ptr.to(gl.int64, bitcast=True)
     key = Hkv * SHARED * QUERY + head * D
@@ -190,17 +189,17 @@ def _attention_kernel(
     barrier()
     q_at = buffer + gl.minimum(g, SHARED) * STRIDE + t * 16
     new_at = buffer + SHARED * STRIDE + t * 16
-    q = ()
+    q = q_at
     new_key = ()
     for j in gl.static_range((D + 31) // 32):
-        words = load_queries(q_at, j, t, D)
-        q = q + (words,)
-        new_key = new_key + (words if NEW > 0 else load_queries(new_at, j, t, D),)
+        new_key = new_key + (load_queries(new_at, j, t, D),)
+    if not WIDE:
+        q = ()
+        for j in gl.static_range((D + 31) // 32):
+            q = q + (load_queries(q_at, j, t, D),)
     buffer += ROWS * STRIDE
-    first_score = key_scores(q, new_key, none, t, D, 1, False)
-    new_score = from_lane(first_score[NEW % 2] * score_scale, g * 4 + NEW // 2)
-    if WIDE:
-        q = q_at
+    first_score = key_scores(q, new_key, none, t, D, 1, WIDE)
+    new_score = from_lane(first_score[0] * score_scale, g * 4)  # every column is the new key
     acc = ()
     for i in gl.static_range(QUADS):
         acc = acc + ((none, none, none, none),)

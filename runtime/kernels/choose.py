@@ -2,10 +2,11 @@
 
 Layout  logits [1, V] fp32 -> token [1] int64; position and the sampler's counter move on by one
 Bytes   4*V; V = 151936: 0.6 MB, from L2
-Plan    a program per block of the vocabulary keeps its K best logits as sortable keys, value before
-        id; where many are left, a second round does the same with the keys; one program then takes
-        the K best of all and draws among them in the sampler's exact integers. K is 1 for the
-        likeliest token, else top_k rounded up. No atomics
+Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,
+        value before id. One program then takes the K best groups, which hold the K best logits,
+        and of those the K best, and draws among them in the sampler's exact integers. The best of
+        all is taken K times: cheaper than sorting for so few. K is 1 for the likeliest token, then
+        a group is a whole block, else top_k rounded up. No atomics
 """
 
 import torch
@@ -18,7 +19,8 @@ from lowbit.runtime.kernels.device import programmatic_launch
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.sampling import MASS_BITS, Sampler, SamplingParams
 
-BLOCK = 1024  # logits or keys of a program
+BLOCK = 1024  # logits of a program
+GROUP = 64  # logits of which the best is kept
 MOST = 64  # candidates
 
 
@@ -47,33 +49,35 @@ def _value(key):
 
 
 @triton.jit
-def _best_kernel(logits_ptr, keys_ptr, V, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_kernel(
+    logits_ptr, keys_ptr, V, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
-    keys = _keys(x, ids)
-    if K == 1:
-        tl.store(keys_ptr + tl.program_id(0), tl.max(keys, axis=0))
-    else:
-        tl.store(keys_ptr + tl.program_id(0) * K + tl.arange(0, K), tl.topk(keys, K))
+    groups: tl.constexpr = BLOCK // GROUP
+    best = tl.max(tl.reshape(_keys(x, ids), (groups, GROUP)), axis=1)
+    tl.store(keys_ptr + tl.program_id(0) * groups + tl.arange(0, groups), best)
 
 
 @triton.jit
-def _best_of_best_kernel(
-    keys_ptr, out_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
-    tl.store(out_ptr + tl.program_id(0) * K + tl.arange(0, K), tl.topk(keys, K))
+def _take(keys, count, K: tl.constexpr):
+    """The `count` best keys in order, then the lowest there is: [K]."""
+    lowest = tl.full([], -(2**63), tl.int64)
+    rank = tl.arange(0, K)
+    best = tl.zeros([K], tl.int64) + lowest
+    for i in range(count):
+        highest = tl.max(keys, axis=0)
+        best = tl.where(rank == i, highest, best)
+        keys = tl.where(keys == highest, lowest, keys)
+    return best
 
 
 @triton.jit
 def _choose_kernel(
+    logits_ptr,
     keys_ptr,
     knobs_ptr,
     uniforms_ptr,
@@ -85,6 +89,7 @@ def _choose_kernel(
     top_k,
     K: tl.constexpr,
     KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
     MASS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -97,8 +102,12 @@ def _choose_kernel(
     if K == 1:
         chosen = _id(tl.max(keys, axis=0))
     else:
-        best = tl.topk(keys, K)
         rank = tl.arange(0, K)
+        groups = _take(keys, top_k, K)
+        first = tl.where(groups == -(2**63), V, _id(groups) // GROUP * GROUP)
+        ids = (first[:, None] + tl.arange(0, GROUP)[None, :]).to(tl.int32)
+        x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
+        best = _take(tl.reshape(_keys(x, ids), (K * GROUP,)), top_k, K)
         inside = rank < top_k
         temperature = tl.load(knobs_ptr)
         top_p = tl.load(knobs_ptr + 1)
@@ -138,20 +147,16 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
     """
     params, V = sampler.params, sampler.vocabulary
     K = 1 if params.temperature == 0.0 else max(2, power_of_two(min(params.top_k, V)))
-    count = triton.cdiv(V, BLOCK) * K
+    group = BLOCK if K == 1 else GROUP
+    programs = triton.cdiv(V, BLOCK)
+    count = programs * (BLOCK // group)
     keys = torch.empty(count, dtype=torch.int64, device=logits.device)
     pdl = programmatic_launch(logits)
-    _best_kernel[(count // K,)](
-        logits, keys, V, K=K, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    _best_kernel[(programs,)](
+        logits, keys, V, GROUP=group, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
-    while count > BLOCK:
-        left = triton.cdiv(count, BLOCK) * K
-        fewer = torch.empty(left, dtype=torch.int64, device=logits.device)
-        _best_of_best_kernel[(left // K,)](
-            keys, fewer, count, K=K, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
-        keys, count = fewer, left
     _choose_kernel[(1,)](
+        logits,
         keys,
         sampler.knobs,
         sampler.uniforms,
@@ -163,9 +168,10 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
         min(params.top_k, V),
         K=K,
         KEYS=max(2, power_of_two(count)),
+        GROUP=GROUP,
         MASS=2.0**MASS_BITS,
         PDL=pdl,
-        num_warps=4,
+        num_warps=4 if K == 1 else 8,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
