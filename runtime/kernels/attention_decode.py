@@ -33,7 +33,7 @@ from lowbit.runtime.kernels.attention_fragments import (
     visible,
 )
 from lowbit.runtime.kernels.attention_join import join_splits
-from lowbit.runtime.kernels.attention_rotate import load_rotation, rotated
+from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
 from lowbit.runtime.kernels.device import programmatic_launch
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes
 from lowbit.runtime.kernels.mma import (
@@ -148,10 +148,11 @@ def _attention_kernel(
         q_gain += q_norm_ptr.to(gl.int64, bitcast=True)
         k_gain += k_norm_ptr.to(gl.int64, bitcast=True)
     ROWS: gl.constexpr = SHARED + 1  # the new key follows the queries
-    rotations = ()
+    angles = load_angles(cos, sin, position, lane, D, R)
+    gains = ()
     for first in gl.static_range(0, ROWS, WARPS):
         gain = gl.where(first + warp < SHARED, q_gain, k_gain)
-        rotations = rotations + (load_rotation(gain, cos, sin, position, lane, NORM, FP32, D, R),)
+        gains = gains + (load_head_gains(gain, lane, NORM, FP32, D, R),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -162,22 +163,13 @@ def _attention_kernel(
     qkv = qkv_ptr.to(gl.int64, bitcast=True)
     key = Hkv * SHARED * QUERY + head * D
     value = key + Hkv * D
-    new_values = ()
-    gates = ()
-    for first_quad in gl.static_range(0, QUADS, WARPS):
-        d = gl.minimum(_element(first_quad + warp, g), D - 2)
-        new_values = new_values + (load4(qkv + (value + d).to(gl.int64) * 2),)
-        if GATED and SPLITS == 1:
-            for i in gl.static_range(2):
-                gate = (head * SHARED + gl.minimum(2 * t + i, SHARED - 1)) * QUERY + D + d
-                gates = gates + (load4(qkv + gate.to(gl.int64) * 2),)
     buffer = shared_buffer(BUFFER) + zero
     new_row = position.to(gl.int64) * (2 * D)
     for first in gl.static_range(0, ROWS, WARPS):
         row_of = first + warp
         x = gl.where(row_of < SHARED, (head * SHARED + row_of) * QUERY, key)
         words = rotated(
-            qkv + x.to(gl.int64) * 2, rotations[first // WARPS], lane, none, eps,
+            qkv + x.to(gl.int64) * 2, gains[first // WARPS], angles, lane, none, eps,
             NORM, FP32, D, R,
         )  # fmt: skip
         for i in gl.static_range((D + 63) // 64):
@@ -207,17 +199,25 @@ def _attention_kernel(
     total = none
     for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
         scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
-        more = row + WARPS * KEYS < end
-        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, more, D, BLOCKS)
+        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
         scores = visible(scores, row, end, t, score_scale, BLOCKS)
         top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
         acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
         row += WARPS * KEYS
-        values = load_values(v_base, row + 2 * t, end, g, more, D, BLOCKS)
+        values = load_values(v_base, row + 2 * t, end, g, None, D, BLOCKS)
     scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)  # the last keys, or none at all
     scores = visible(scores, row, end, t, score_scale, BLOCKS)
     top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
     acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
+    new_values = ()
+    gates = ()
+    for first_quad in gl.static_range(0, QUADS, WARPS):
+        d = gl.minimum(_element(first_quad + warp, g), D - 2)
+        new_values = new_values + (load4(qkv + (value + d).to(gl.int64) * 2),)
+        if GATED and SPLITS == 1:
+            for i in gl.static_range(2):
+                gate = (head * SHARED + gl.minimum(2 * t + i, SHARED - 1)) * QUERY + D + d
+                gates = gates + (load4(qkv + gate.to(gl.int64) * 2),)
     total += across(total, 1)
     total += across(total, 2)
 

@@ -15,31 +15,41 @@ from lowbit.runtime.kernels.mma import (
     halves_of,
     load_shared16,
     mma,
+    stream16,
     stream16_if,
 )
 
 
 @gluon.jit
 def load_keys(base, row, end, t, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
-    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements."""
+    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements.
+
+    wanted: by which warps; others get zeros. None: by all.
+    """
     keys = ()
     for b in gl.static_range(BLOCKS):
         at = base + gl.maximum(gl.minimum(row + b * 8, end - 1), 0).to(gl.int64) * (2 * D)
         for j in gl.static_range((D + 31) // 32):
-            keys = keys + (stream16_if(at + gl.minimum(4 * j + t, D // 8 - 1) * 16, wanted),)
+            chunk = at + gl.minimum(4 * j + t, D // 8 - 1) * 16
+            keys = keys + (stream16(chunk) if wanted is None else stream16_if(chunk, wanted),)
     return keys
 
 
 @gluon.jit
 def load_values(base, row, end, g, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
-    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds."""
+    """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
+
+    wanted: as in `load_keys`.
+    """
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             at = base + gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0).to(gl.int64) * (2 * D)
             for j in gl.static_range((D + 63) // 64):
                 chunk = at + gl.minimum(8 * j + g, D // 8 - 1) * 16
-                values = values + (stream16_if(chunk, wanted),)
+                values = values + (
+                    stream16(chunk) if wanted is None else stream16_if(chunk, wanted),
+                )
     return values
 
 

@@ -20,11 +20,6 @@ def join_splits(
         q_head = head * SHARED + gl.minimum(h, SHARED - 1)
         part = part_ptr.to(gl.int64, bitcast=True) + (q_head * SPLITS).to(gl.int64) * (4 * D)
         state = state_ptr + q_head * SPLITS * 2
-        gates = ()
-        for i in gl.static_range(2 * EACH if GATED else 0):
-            d = gl.minimum(128 * (i // 2) + 4 * lane + i % 2 * 2, D - 2)
-            gate = qkv_ptr.to(gl.int64, bitcast=True) + (q_head * (2 * D) + D + d).to(gl.int64) * 2
-            gates = gates + (load4(gate),)
         highest = none + float("-inf")
         whole = none
         sums = ()
@@ -59,6 +54,11 @@ def join_splits(
                     added = added + (faded[i] + weight * as_float(parts[s * EACH + i // 4][i % 4]),)
                 faded = added
             sums = faded
+        gates = ()
+        for i in gl.static_range(2 * EACH if GATED else 0):
+            d = gl.minimum(128 * (i // 2) + 4 * lane + i % 2 * 2, D - 2)
+            gate = qkv_ptr.to(gl.int64, bitcast=True) + (q_head * (2 * D) + D + d).to(gl.int64) * 2
+            gates = gates + (load4(gate),)
         for i in gl.static_range(4 * EACH):
             d = 128 * (i // 4) + 4 * lane + i % 4
             y = sums[i] / whole

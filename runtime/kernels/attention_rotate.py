@@ -50,30 +50,35 @@ def _scaled(word, gains, NORM: gl.constexpr, FP32: gl.constexpr):
 
 
 @gluon.jit
-def load_rotation(
-    gain, cos, sin, position, lane, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr,
-    R: gl.constexpr,
-):  # fmt: skip
-    """What the rotation of a head needs beside it: gains and angles of this lane, as stored."""
+def load_angles(cos, sin, position, lane, D: gl.constexpr, R: gl.constexpr):
+    """Cosines and sines of this lane's words, the same for every head."""
     loaded = ()
     for i in gl.static_range((D + 63) // 64):
+        at = (position * (R // 2) + 2 * _own(lane, i, D) % (R // 2)).to(gl.int64) * 4
+        loaded = loaded + ((load8(cos + at), load8(sin + at)),)
+    return loaded
+
+
+@gluon.jit
+def load_head_gains(
+    gain, lane, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr, R: gl.constexpr
+):  # fmt: skip
+    """Gains of this lane's words and of their partners, as stored."""
+    loaded = ()
+    for i in gl.static_range((D + 63) // 64 if NORM else 0):
         word = _own(lane, i, D)
-        angle = (position * (R // 2) + 2 * word % (R // 2)).to(gl.int64) * 4
-        gains = ()
-        if NORM:
-            gains = (_gains(gain, word, FP32), _gains(gain, _partner(word, R), FP32))
-        loaded = loaded + ((load8(cos + angle), load8(sin + angle), gains),)
+        loaded = loaded + ((_gains(gain, word, FP32), _gains(gain, _partner(word, R), FP32)),)
     return loaded
 
 
 @gluon.jit
 def rotated(
-    x, rotation, lane, none, eps, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr,
+    x, gains, angles, lane, none, eps, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr,
     R: gl.constexpr,
 ):  # fmt: skip
     """A head, normed and rotated: words lane, lane + 32... of it in BF16.
 
-    x: its address; rotation: of `load_rotation`.
+    x: its address; gains, angles: as loaded.
     """
     words = ()
     for i in gl.static_range((D + 63) // 64):
@@ -87,15 +92,14 @@ def rotated(
         high = high_half(words[2 * i])
         mine = low * low + high * high
         square += mine if D >= 64 else gl.where(lane < D // 2, mine, 0.0)
-        gains = rotation[i][2]
-        own = _scaled(words[2 * i], gains[0] if NORM else (), NORM, FP32)
-        other = _scaled(words[2 * i + 1], gains[1] if NORM else (), NORM, FP32)
+        own = _scaled(words[2 * i], gains[i][0] if NORM else (), NORM, FP32)
+        other = _scaled(words[2 * i + 1], gains[i][1] if NORM else (), NORM, FP32)
         word = _own(lane, i, D)
         sign = gl.where(word < R // 4, -1.0, 1.0)
         pair = ()
         for j in gl.static_range(2):
-            c = as_float(rotation[i][0][j])
-            s = as_float(rotation[i][1][j]) * sign
+            c = as_float(angles[i][0][j])
+            s = as_float(angles[i][1][j]) * sign
             if R < D:
                 c = gl.where(word < R // 2, c, 1.0)
                 s = gl.where(word < R // 2, s, 0.0)
