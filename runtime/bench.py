@@ -73,8 +73,9 @@ class BenchResult:
         cache_bytes: memory that keys, values and the states of linear layers take.
         peak_bytes: most memory in use: of the GPU from the end of loading on, or resident in this
             process on a CPU.
-        extra_bytes: of it, what is neither weights nor cache; None on a CPU, where the interpreter
-            and the libraries are most of that.
+        extra_bytes: of it, what is neither weights nor cache, nor what the allocator has rounded
+            them up by: graphs and scratch; None on a CPU, where the interpreter and the libraries
+            are most of that.
         step_bytes: what one step must move at the middle of the run, see `StepBytes`.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
         roofline_share: of the tokens per second that `bandwidth` would allow. A model that fits
@@ -118,7 +119,7 @@ def bench(
     Raises:
         RequestError: the run does not fit the context.
     """
-    forget_peak(model.device)
+    rounding = forget_peak(model.device)
     speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
     opened, dtype = model.opened, model.dtype
     weights = opened.weight_bytes(model.device, dtype)
@@ -139,7 +140,7 @@ def bench(
         weight_bytes=weights,
         cache_bytes=cache,
         peak_bytes=peak,
-        extra_bytes=peak - weights - cache if model.device == "cuda" else None,
+        extra_bytes=peak - rounding - weights - cache if model.device == "cuda" else None,
         step_bytes=step,
         bandwidth=bandwidth,
         roofline_share=speed.tokens_per_s * step / bandwidth,
@@ -234,10 +235,16 @@ def read_bandwidth(device: str, repeats: int = 5) -> float:
     return SUMS * buffer.nbytes / best
 
 
-def forget_peak(device: str) -> None:
-    """Count a GPU's peak from here on; loading holds a linear twice while it is rearranged."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def forget_peak(device: str) -> int:
+    """Count a GPU's peak from here on; loading holds a linear twice while it is rearranged.
+
+    Returns:
+        What the allocator holds beyond what was asked for, in bytes.
+    """
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def peak_bytes(device: str) -> int:

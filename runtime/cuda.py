@@ -16,6 +16,7 @@ from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
 from lowbit.runtime.kernels.choose import can_choose, choose
+from lowbit.runtime.kernels.choose import post as post
 from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import dense_gemv

@@ -43,6 +43,11 @@ class Engine:
     _running: bool = False  # stays set where a change of the cache was interrupted halfway
     _graphs: "dict[int, torch.cuda.CUDAGraph]" = field(default_factory=dict)  # by the cache's reach
     _graph_shape: tuple[bool, int, bool] | None = None
+    _slots: Tensor = field(init=False)  # [2] int64 on the host, where steps leave their tokens
+
+    def __post_init__(self) -> None:
+        """Make room for the last two tokens on their way to the host."""
+        self._slots = torch.zeros(2, dtype=torch.int64, pin_memory=self.token.is_cuda)
 
     @property
     def on_gpu(self) -> bool:
@@ -124,9 +129,11 @@ class Engine:
 
     def _decode(self, count: int) -> Iterator[int]:
         """Read token after token; on a GPU the step after is already under way."""
-        outbox = _Outbox.new(self.on_gpu)
+        sent = _events(self.on_gpu)
         ahead = 1 if self.on_gpu else 0
-        outbox.post(0, self.token)
+        first = self.cache.length
+        self.decoder.ops.post(self.token, self.cache.position, self._slots)
+        _record(sent, first)
         launched = 1
         rewinds = self._rewinds
         for index in range(count):
@@ -137,11 +144,17 @@ class Engine:
                 )
             while launched < min(count, index + 1 + ahead):
                 self._launch()
-                outbox.post(launched, self.token)
+                _record(sent, first + launched)
                 launched += 1
-            token = outbox.read(index)
+            token = self._read(sent, first + index)
             self.held.append(token)
             yield token
+
+    def _read(self, sent: "Sequence[torch.cuda.Event]", position: int) -> int:
+        """The token that was chosen at a position, one of the last two."""
+        if sent:
+            sent[position % 2].synchronize()
+        return int(self._slots[position % 2])
 
     def _launch(self) -> None:
         """Run one step: `token` is appended to the cache and replaced by the next one."""
@@ -161,6 +174,7 @@ class Engine:
         self.decoder.ops.advance(
             self.decoder.logits(hidden), self.sampler, self.token, self.cache.position
         )
+        self.decoder.ops.post(self.token, self.cache.position, self._slots)
 
     def _capture(self) -> None:
         """Record a step of the cache's reach as a graph.
@@ -220,28 +234,15 @@ class Engine:
             raise RequestError(f"token ids must be between 0 and {rows - 1}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outbox:
-    """The last two tokens on their way to the host."""
+def _events(on_gpu: bool) -> "tuple[torch.cuda.Event, ...]":
+    """Marks behind the last two steps; none where steps run at once."""
+    return (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else ()  # type: ignore[no-untyped-call]
 
-    slots: Tensor  # [2] int64 on the host, page-locked on a GPU machine
-    sent: tuple["torch.cuda.Event", ...]
 
-    @classmethod
-    def new(cls, on_gpu: bool) -> "_Outbox":
-        slots = torch.zeros(2, dtype=torch.int64, pin_memory=on_gpu)
-        events = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else ()  # type: ignore[no-untyped-call]
-        return cls(slots, events)
-
-    def post(self, index: int, token: Tensor) -> None:
-        self.slots[index % 2 : index % 2 + 1].copy_(token, non_blocking=True)
-        if self.sent:
-            self.sent[index % 2].record()
-
-    def read(self, index: int) -> int:
-        if self.sent:
-            self.sent[index % 2].synchronize()
-        return int(self.slots[index % 2])
+def _record(sent: "Sequence[torch.cuda.Event]", position: int) -> None:
+    """Mark the step that chose the token at a position."""
+    if sent:
+        sent[position % 2].record()
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

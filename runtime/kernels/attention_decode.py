@@ -199,11 +199,14 @@ def _attention_kernel(
     total = none
     for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
         scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
-        keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
+        if not WIDE:
+            keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
         scores = visible(scores, row, end, t, score_scale, BLOCKS)
         top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
         acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
         row += WARPS * KEYS
+        if WIDE:  # as many registers less
+            keys = load_keys(k_base, row + g, end, t, None, D, BLOCKS)
         values = load_values(v_base, row + 2 * t, end, g, None, D, BLOCKS)
     scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)  # the last keys, or none at all
     scores = visible(scores, row, end, t, score_scale, BLOCKS)

@@ -13,7 +13,7 @@ def join_splits(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """The heads of all splits, in order, a warp a head: done by the program that came last."""
-    AT_ONCE: gl.constexpr = min(SPLITS, 16)
+    AT_ONCE: gl.constexpr = min(SPLITS, 16 if D <= 128 else 8)  # registers
     EACH: gl.constexpr = (D + 127) // 128  # blocks of four elements of a lane
     for first_head in gl.static_range(0, SHARED, WARPS):
         h = first_head + warp

@@ -3,10 +3,11 @@
 Layout  logits [1, V] fp32 -> token [1] int64; position and the sampler's counter move on by one
 Bytes   4*V; V = 151936: 0.6 MB, from L2
 Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,
-        value before id. One program then takes the K best groups, which hold the K best logits,
-        and of those the K best, and draws among them in the sampler's exact integers. The best of
-        all is taken K times: cheaper than sorting for so few. K is 1 for the likeliest token, then
-        a group is a whole block, else top_k rounded up. No atomics
+        value before id. Then the K best groups are found, which hold the K best logits, and of
+        those the K best, and one program draws among them in the sampler's exact integers. The
+        best of all is taken K times, by one warp, which the hardware does in one instruction:
+        cheaper than sorting for so few. K is 1 for the likeliest token, then a group is a whole
+        block, else top_k rounded up. No atomics
 """
 
 import torch
@@ -20,7 +21,8 @@ from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.sampling import MASS_BITS, Sampler, SamplingParams
 
 BLOCK = 1024  # logits of a program
-GROUP = 64  # logits of which the best is kept
+GROUP = 16  # logits of which the best is kept
+SPAN = 512  # groups of which a warp keeps the best
 MOST = 64  # candidates
 
 
@@ -64,15 +66,32 @@ def _best_kernel(
 
 @triton.jit
 def _take(keys, count, K: tl.constexpr):
-    """The `count` best keys in order, then the lowest there is: [K]."""
+    """The `count` best keys in order, then the lowest there is: [K]. For programs of one warp."""
     lowest = tl.full([], -(2**63), tl.int64)
+    value = (keys >> 32).to(tl.int32)
+    rest = tl.where(keys == lowest, -1, (keys & 0x7FFFFFFF).to(tl.int32))  # higher for lower ids
     rank = tl.arange(0, K)
     best = tl.zeros([K], tl.int64) + lowest
     for i in range(count):
-        highest = tl.max(keys, axis=0)
-        best = tl.where(rank == i, highest, best)
-        keys = tl.where(keys == highest, lowest, keys)
+        top = tl.max(tl.where(rest < 0, -(2**31), value), axis=0)
+        first = tl.max(tl.where(value == top, rest, -1), axis=0)
+        key = tl.where(first < 0, lowest, (top.to(tl.int64) << 32) | first.to(tl.int64))
+        best = tl.where(rank == i, key, best)
+        rest = tl.where((value == top) & (rest == first), -1, rest)
     return best
+
+
+@triton.jit
+def _best_groups_kernel(
+    keys_ptr, out_ptr, count, top_k, K: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
+    rank = tl.arange(0, K)
+    tl.store(out_ptr + tl.program_id(0) * top_k + rank, _take(keys, top_k, K), mask=rank < top_k)
 
 
 @triton.jit
@@ -155,6 +174,14 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
     _best_kernel[(programs,)](
         logits, keys, V, GROUP=group, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
+    top_k = min(params.top_k, V)
+    if K > 1:
+        spans = triton.cdiv(count, SPAN)
+        fewer = torch.empty(spans * top_k, dtype=torch.int64, device=logits.device)
+        _best_groups_kernel[(spans,)](
+            keys, fewer, count, top_k, K=K, SPAN=SPAN, PDL=pdl, num_warps=1, launch_pdl=pdl
+        )
+        keys, count = fewer, spans * top_k
     _choose_kernel[(1,)](
         logits,
         keys,
@@ -165,13 +192,31 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
         token,
         count,
         V,
-        min(params.top_k, V),
+        top_k,
         K=K,
         KEYS=max(2, power_of_two(count)),
         GROUP=GROUP,
         MASS=2.0**MASS_BITS,
         PDL=pdl,
-        num_warps=4 if K == 1 else 8,
+        num_warps=4 if K == 1 else 1,
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
+
+
+@triton.jit
+def _post_kernel(token_ptr, position_ptr, slots_ptr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tl.store(slots_ptr + tl.load(position_ptr) % 2, tl.load(token_ptr))
+
+
+def post(token: Tensor, position: Tensor, slots: Tensor) -> None:
+    """Leave a token where the host reads it; see `Ops.post`.
+
+    A kernel that stores to the host's page-locked memory: a copy would be a step of its own in the
+    stream, and take longer.
+    """
+    pdl = programmatic_launch(token)
+    _post_kernel[(1,)](token, position, slots, PDL=pdl, num_warps=1, launch_pdl=pdl)

@@ -276,7 +276,7 @@ def _launch(
     rows_y: Tensor | None = None,
 ) -> None:
     B, staged = x.shape[0], _staged(x.shape[0], w)
-    launch = gemv_launch(w.tiles, w.steps, B)
+    launch = gemv_launch(w.bits, w.tiles, w.steps, B)
     ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
     registers = launch.registers if pdl else launch.registers or OLDER_REGISTERS

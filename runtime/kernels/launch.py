@@ -30,49 +30,68 @@ class GemvLaunch:
     abreast: int = 1
 
 
-# (tiles, steps): of the linears of real models, as measured in whole decode steps.
+# (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
 GEMV_MEASURED = {
-    (384, 8): GemvLaunch(1, 2, 8, abreast=2),  # 0.6B gate and up
-    (256, 8): GemvLaunch(2, 2, 4, early=True),  # q, k, v
-    (64, 16): GemvLaunch(1, 4, 4, early=True, registers=128),  # o
-    (64, 24): GemvLaunch(1, 3, 8, raw=True),  # down
-    (448, 8): GemvLaunch(1, 2, 4, registers=128),  # 3.5-0.8B gate and up
-    (512, 8): GemvLaunch(1, 2, 4, early=True, raw=True),  # q, k, v, z
-    (320, 8): GemvLaunch(1, 2, 4, early=True, registers=168),  # q, k, v
-    (64, 28): GemvLaunch(1, 4, 8, raw=True),  # down
-    (64, 32): GemvLaunch(1, 4, 8, raw=True),  # out, INT8
-    (768, 16): GemvLaunch(2, 1, 8),  # 1.7B gate and up
-    (256, 16): GemvLaunch(1, 2, 8, registers=168, raw=True),  # q, k, v
-    (128, 16): GemvLaunch(1, 2, 8, early=True, registers=128, raw=True),  # o
-    (128, 48): GemvLaunch(1, 6, 8, early=True, raw=True),  # down
-    (1216, 20): GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2),  # 4B gate and up
-    (1152, 20): GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2),  # 3.5-4B gate and up
-    (384, 20): GemvLaunch(1, 5, 8, registers=128, abreast=2),  # q, k, v
-    (768, 20): GemvLaunch(1, 5, 4, raw=True, abreast=2),  # q, k, v, z
-    (640, 20): GemvLaunch(1, 2, 8, abreast=2),  # q, k, v
-    (160, 32): GemvLaunch(1, 4, 8, registers=168),  # o
-    (160, 64): GemvLaunch(1, 3, 8, early=True, registers=168, raw=True),  # out, INT8
-    (160, 72): GemvLaunch(1, 3, 8, registers=128, raw=True),  # down
-    (160, 76): GemvLaunch(1, 4, 8, early=True, registers=128),  # down
-    (1536, 32): GemvLaunch(2, 2, 4, early=True, registers=168, raw=True),  # 8B gate and up
-    (256, 96): GemvLaunch(1, 3, 8, early=True, registers=128),  # down
-    (384, 32): GemvLaunch(1, 4, 8, registers=168, abreast=2),  # q, k, v
-    (256, 32): GemvLaunch(1, 2, 8, registers=168),  # o
-    (9496, 16): GemvLaunch(1, 3, 4, early=True, registers=128, raw=True, abreast=4),  # heads, INT8
-    (9496, 32): GemvLaunch(1, 3, 4, early=True, raw=True, abreast=2),
-    (9496, 40): GemvLaunch(1, 5, 4, registers=128),
-    (9496, 64): GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2),
-    (15520, 16): GemvLaunch(1, 4, 4),
-    (15520, 32): GemvLaunch(1, 3, 4, early=True, raw=True, abreast=2),
-    (15520, 40): GemvLaunch(1, 5, 4, registers=128, raw=True),
-    (15520, 64): GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2),
+    # Qwen3-0.6B: q, k, v; o; gate and up; down; head
+    (4, 256, 8): GemvLaunch(2, 2, 4, early=True),
+    (4, 64, 16): GemvLaunch(1, 4, 4, early=True, registers=128),
+    (4, 384, 8): GemvLaunch(1, 2, 8, abreast=2),
+    (4, 64, 24): GemvLaunch(1, 3, 8, raw=True),
+    (8, 256, 16): GemvLaunch(2, 4, 4, registers=168),
+    (8, 64, 32): GemvLaunch(1, 4, 8, raw=True),
+    (8, 384, 16): GemvLaunch(1, 3, 4, registers=168, raw=True),
+    (8, 64, 48): GemvLaunch(1, 6, 8, raw=True),
+    (8, 9496, 16): GemvLaunch(1, 2, 4, abreast=2),
+    # 1.7B
+    (4, 256, 16): GemvLaunch(1, 2, 8, registers=168, raw=True),
+    (4, 128, 16): GemvLaunch(1, 2, 8, early=True, registers=128, raw=True),
+    (4, 768, 16): GemvLaunch(2, 1, 8),
+    (4, 128, 48): GemvLaunch(1, 6, 8, early=True, raw=True),
+    (8, 256, 32): GemvLaunch(1, 4, 8, registers=168),
+    (8, 128, 32): GemvLaunch(1, 2, 8, registers=168, raw=True),
+    (8, 768, 32): GemvLaunch(1, 2, 8, raw=True),
+    (8, 128, 96): GemvLaunch(1, 3, 8, early=True, registers=128),
+    (8, 9496, 32): GemvLaunch(1, 3, 4, registers=168),
+    # 4B
+    (4, 384, 20): GemvLaunch(1, 5, 8, registers=128, abreast=2),
+    (4, 160, 32): GemvLaunch(1, 4, 8, registers=168),
+    (4, 1216, 20): GemvLaunch(1, 2, 4, registers=128, raw=True),
+    (4, 160, 76): GemvLaunch(1, 4, 8, early=True, registers=128),
+    (8, 384, 40): GemvLaunch(1, 2, 8, early=True, raw=True),
+    (8, 160, 64): GemvLaunch(1, 3, 8, early=True, registers=168, raw=True),
+    (8, 1216, 40): GemvLaunch(1, 3, 8, raw=True, abreast=2),
+    (8, 160, 152): GemvLaunch(1, 3, 8, early=True, registers=128, raw=True),
+    (8, 9496, 40): GemvLaunch(1, 4, 4, registers=168, raw=True),
+    # 8B
+    (4, 384, 32): GemvLaunch(1, 4, 8, registers=168, abreast=2),
+    (4, 256, 32): GemvLaunch(1, 2, 8, registers=168),
+    (4, 1536, 32): GemvLaunch(2, 2, 4, early=True, registers=168, raw=True),
+    (4, 256, 96): GemvLaunch(1, 3, 8, early=True, registers=128),
+    (8, 384, 64): GemvLaunch(1, 3, 8, raw=True),
+    (8, 1536, 64): GemvLaunch(1, 3, 4, early=True, registers=144),
+    (8, 256, 192): GemvLaunch(1, 4, 8, early=True),
+    (8, 9496, 64): GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2),
+    # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
+    (4, 512, 8): GemvLaunch(1, 2, 4, early=True, raw=True),
+    (4, 320, 8): GemvLaunch(1, 2, 4, early=True, registers=168),
+    (4, 448, 8): GemvLaunch(1, 2, 4, registers=128),
+    (4, 64, 28): GemvLaunch(1, 4, 8, raw=True),
+    (8, 15520, 16): GemvLaunch(1, 4, 4),
+    # 4B
+    (4, 768, 20): GemvLaunch(1, 5, 4, raw=True, abreast=2),
+    (4, 640, 20): GemvLaunch(1, 2, 8, abreast=2),
+    (4, 1152, 20): GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2),
+    (4, 160, 72): GemvLaunch(1, 3, 8, registers=128, raw=True),
+    (8, 15520, 40): GemvLaunch(1, 5, 4, registers=128, raw=True),
 }
 # Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
 GEMV_SHARES = (
-    (40_000, 48, GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2)),
+    (200_000, 48, GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2)),
+    (40_000, 128, GemvLaunch(1, 4, 8, early=True)),
+    (40_000, 48, GemvLaunch(1, 3, 4, early=True, registers=144)),
     (40_000, 24, GemvLaunch(2, 2, 4, early=True, registers=168, raw=True)),
     (10_000, 64, GemvLaunch(1, 3, 8, early=True, registers=128, raw=True)),
-    (10_000, 24, GemvLaunch(1, 4, 8, registers=168, abreast=2)),
+    (10_000, 24, GemvLaunch(1, 2, 8, raw=True)),
     (10_000, 0, GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2)),
     (0, 33, GemvLaunch(1, 6, 8, early=True, raw=True)),
     (0, 16, GemvLaunch(1, 2, 8, registers=168, raw=True)),
@@ -81,11 +100,11 @@ GEMV_SHARES = (
 MANY_TOKENS = GemvLaunch(1, 1, 8, registers=255)  # more than one block of eight
 
 
-def gemv_launch(tiles: int, steps: int, tokens: int) -> GemvLaunch:
+def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     """The share of a program, for so many tokens times a weight of tiles by steps."""
     if tokens > 8:
         return MANY_TOKENS
-    share = GEMV_MEASURED.get((tiles, steps)) or next(
+    share = GEMV_MEASURED.get((bits, tiles, steps)) or next(
         share for size, depth, share in GEMV_SHARES if tiles * steps >= size and steps >= depth
     )
     if tokens == 1:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine import Engine, _Outbox
+from lowbit.runtime.engine import Engine
 from lowbit.runtime.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    on_host = _Outbox(torch.zeros(2, dtype=torch.int64), ())
-    monkeypatch.setattr(_Outbox, "new", lambda on_gpu: on_host)
+    monkeypatch.setattr("lowbit.runtime.engine._events", lambda on_gpu: ())
     monkeypatch.setattr(Engine, "on_gpu", property(lambda engine: engine is model.engine))
     return model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowbit.runtime.kernels.choose import MOST, can_choose, choose
+from lowbit.runtime.kernels.choose import MOST, can_choose, choose, post
 from lowbit.runtime.sampling import SamplingParams, new_sampler, sample
 
 VOCABULARY = 3000  # three blocks; the logits have padding beyond
@@ -78,3 +78,14 @@ def test_what_it_covers() -> None:
     assert not can_choose(SamplingParams(temperature=1.0))
     assert not can_choose(SamplingParams(temperature=1.0, top_k=MOST + 1))
     assert not can_choose(SamplingParams(presence_penalty=0.5))
+
+
+@pytest.mark.gpu
+def test_tokens_reach_the_host() -> None:
+    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+    token = torch.tensor([77], device="cuda")
+    for position, expected in ((4, [77, 0]), (5, [77, 78]), (6, [79, 78])):
+        post(token, torch.tensor([position], dtype=torch.int32, device="cuda"), slots)
+        torch.cuda.synchronize()
+        assert slots.tolist() == expected
+        token += 1
