@@ -3,11 +3,11 @@
 Layout  logits [1, V] fp32 -> token [1] int64; position and the sampler's counter move on by one
 Bytes   4*V; V = 151936: 0.6 MB, from L2
 Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,
-        value before id. Then the K best groups are found, which hold the K best logits, and of
-        those the K best, and one program draws among them in the sampler's exact integers. The
-        best of all is taken K times, by one warp, which the hardware does in one instruction:
-        cheaper than sorting for so few. K is 1 for the likeliest token, then a group is a whole
-        block, else top_k rounded up. No atomics
+        value before id. Warps then list the K best groups of a span, in order; one program merges
+        the lists into the K best groups of all, which hold the K best logits, takes those, and
+        draws among them in the sampler's exact integers. The best of all is taken K times, by one
+        warp, which the hardware does in one instruction: cheaper than sorting for so few. K is 1
+        for the likeliest token, then a group is a whole block, else top_k rounded up. No atomics
 """
 
 import torch
@@ -21,7 +21,7 @@ from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.sampling import MASS_BITS, Sampler, SamplingParams
 
 BLOCK = 1024  # logits of a program
-GROUP = 16  # logits of which the best is kept
+GROUP = 4  # logits of which the best is kept
 SPAN = 512  # groups of which a warp keeps the best
 MOST = 64  # candidates
 
@@ -65,19 +65,51 @@ def _best_kernel(
 
 
 @triton.jit
+def _split(keys):
+    """Value and rest, the higher the lower the id: no number but -1 for the lowest key there is."""
+    rest = (keys & 0x7FFFFFFF).to(tl.int32)
+    return (keys >> 32).to(tl.int32), tl.where(keys == -(2**63), -1, rest)
+
+
+@triton.jit
+def _best(value, rest):
+    """The best of the keys with these parts, and the key itself."""
+    top = tl.max(value, axis=0)
+    first = tl.max(tl.where(value == top, rest, -1), axis=0)
+    key = (top.to(tl.int64) << 32) | first.to(tl.int64)
+    return top, first, tl.where(first < 0, tl.full([], -(2**63), tl.int64), key)
+
+
+@triton.jit
 def _take(keys, count, K: tl.constexpr):
     """The `count` best keys in order, then the lowest there is: [K]. For programs of one warp."""
-    lowest = tl.full([], -(2**63), tl.int64)
-    value = (keys >> 32).to(tl.int32)
-    rest = tl.where(keys == lowest, -1, (keys & 0x7FFFFFFF).to(tl.int32))  # higher for lower ids
+    value, rest = _split(keys)
     rank = tl.arange(0, K)
-    best = tl.zeros([K], tl.int64) + lowest
+    best = tl.full([K], -(2**63), tl.int64)
     for i in range(count):
-        top = tl.max(tl.where(rest < 0, -(2**31), value), axis=0)
-        first = tl.max(tl.where(value == top, rest, -1), axis=0)
-        key = tl.where(first < 0, lowest, (top.to(tl.int64) << 32) | first.to(tl.int64))
+        top, first, key = _best(value, rest)
         best = tl.where(rank == i, key, best)
-        rest = tl.where((value == top) & (rest == first), -1, rest)
+        taken = (value == top) & (rest == first)
+        value = tl.where(taken, -(2**31), value)
+        rest = tl.where(taken, -1, rest)
+    return best
+
+
+@triton.jit
+def _merge(keys_ptr, lists, count, K: tl.constexpr, LISTS: tl.constexpr):
+    """The `count` best keys of lists of as many, each in order, then the lowest there is: [K]."""
+    at = tl.arange(0, LISTS)
+    place = tl.zeros([LISTS], tl.int32)
+    rank = tl.arange(0, K)
+    best = tl.full([K], -(2**63), tl.int64)
+    keys = tl.load(keys_ptr + at * count, mask=at < lists, other=-(2**63))
+    for i in range(count):
+        value, rest = _split(keys)
+        _, _, key = _best(value, rest)
+        best = tl.where(rank == i, key, best)
+        place += (keys == key).to(tl.int32)
+        there = (at < lists) & (place < count)
+        keys = tl.load(keys_ptr + at * count + place, mask=there, other=-(2**63))
     return best
 
 
@@ -116,13 +148,13 @@ def _choose_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
     drawn = tl.load(drawn_ptr)
     if K == 1:
+        keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
         chosen = _id(tl.max(keys, axis=0))
     else:
         rank = tl.arange(0, K)
-        groups = _take(keys, top_k, K)
+        groups = _merge(keys_ptr, count, top_k, K, KEYS)
         first = tl.where(groups == -(2**63), V, _id(groups) // GROUP * GROUP)
         ids = (first[:, None] + tl.arange(0, GROUP)[None, :]).to(tl.int32)
         x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
@@ -181,7 +213,7 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
         _best_groups_kernel[(spans,)](
             keys, fewer, count, top_k, K=K, SPAN=SPAN, PDL=pdl, num_warps=1, launch_pdl=pdl
         )
-        keys, count = fewer, spans * top_k
+        keys, count = fewer, spans  # lists
     _choose_kernel[(1,)](
         logits,
         keys,
