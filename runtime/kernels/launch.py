@@ -59,8 +59,8 @@ GEMV_MEASURED = {
     (4, 160, 76): GemvLaunch(1, 4, 8, early=True, registers=128),
     (8, 384, 40): GemvLaunch(1, 2, 8, early=True, raw=True),
     (8, 160, 64): GemvLaunch(1, 3, 8, early=True, registers=168, raw=True),
-    (8, 1216, 40): GemvLaunch(1, 3, 8, raw=True, abreast=2),
-    (8, 160, 152): GemvLaunch(1, 3, 8, early=True, registers=128, raw=True),
+    (8, 1216, 40): GemvLaunch(1, 4, 4, early=True, registers=128, raw=True),
+    (8, 160, 152): GemvLaunch(1, 5, 8, raw=True),
     (8, 9496, 40): GemvLaunch(1, 4, 4, registers=168, raw=True),
     # 8B
     (4, 384, 32): GemvLaunch(1, 4, 8, registers=168, abreast=2),
@@ -68,8 +68,8 @@ GEMV_MEASURED = {
     (4, 1536, 32): GemvLaunch(2, 2, 4, early=True, registers=168, raw=True),
     (4, 256, 96): GemvLaunch(1, 3, 8, early=True, registers=128),
     (8, 384, 64): GemvLaunch(1, 3, 8, raw=True),
-    (8, 1536, 64): GemvLaunch(1, 3, 4, early=True, registers=144),
-    (8, 256, 192): GemvLaunch(1, 4, 8, early=True),
+    (8, 1536, 64): GemvLaunch(1, 2, 8, early=True),
+    (8, 256, 192): GemvLaunch(1, 3, 8, raw=True),
     (8, 9496, 64): GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2),
     # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
     (4, 512, 8): GemvLaunch(1, 2, 4, early=True, raw=True),
@@ -87,8 +87,8 @@ GEMV_MEASURED = {
 # Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
 GEMV_SHARES = (
     (200_000, 48, GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2)),
-    (40_000, 128, GemvLaunch(1, 4, 8, early=True)),
-    (40_000, 48, GemvLaunch(1, 3, 4, early=True, registers=144)),
+    (40_000, 128, GemvLaunch(1, 3, 8, raw=True)),
+    (40_000, 48, GemvLaunch(1, 2, 8, early=True)),
     (40_000, 24, GemvLaunch(2, 2, 4, early=True, registers=168, raw=True)),
     (10_000, 64, GemvLaunch(1, 3, 8, early=True, registers=128, raw=True)),
     (10_000, 24, GemvLaunch(1, 2, 8, raw=True)),
@@ -97,6 +97,17 @@ GEMV_SHARES = (
     (0, 16, GemvLaunch(1, 2, 8, registers=168, raw=True)),
     (0, 0, GemvLaunch(1, 2, 4, early=True)),
 )
+# The same for two to eight tokens: x takes registers too, and two tiles share it.
+SEVERAL_SHARES = (
+    (40_000, 128, GemvLaunch(1, 2, 8, early=True)),
+    (40_000, 64, GemvLaunch(1, 2, 4, early=True)),
+    (40_000, 0, GemvLaunch(2, 2, 4, early=True)),
+    (10_000, 64, GemvLaunch(1, 2, 8, early=True)),
+    (10_000, 32, GemvLaunch(1, 2, 4, early=True)),
+    (10_000, 0, GemvLaunch(2, 1, 8)),
+    (0, 16, GemvLaunch(1, 2, 8)),
+    (0, 0, GemvLaunch(1, 2, 4)),
+)
 MANY_TOKENS = GemvLaunch(1, 1, 8, registers=255)  # more than one block of eight
 
 
@@ -104,12 +115,10 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     """The share of a program, for so many tokens times a weight of tiles by steps."""
     if tokens > 8:
         return MANY_TOKENS
-    share = GEMV_MEASURED.get((bits, tiles, steps)) or next(
-        share for size, depth, share in GEMV_SHARES if tiles * steps >= size and steps >= depth
-    )
-    if tokens == 1:
-        return share
-    return replace(share, steps=min(share.steps, 2), registers=None)  # x takes registers too
+    if tokens == 1 and (bits, tiles, steps) in GEMV_MEASURED:
+        return GEMV_MEASURED[bits, tiles, steps]
+    shares = GEMV_SHARES if tokens == 1 else SEVERAL_SHARES
+    return next(share for size, depth, share in shares if tiles * steps >= size and steps >= depth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ def workload(full: bool) -> Iterator[str]:
         yield from linears(model, 8, 1)
     if full:
         yield from linears("8B", 4, 8)
+        yield from measured()
     yield from attentions(full)
     yield from delta_nets()
     yield from others(full)
@@ -172,6 +173,20 @@ def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
     if bits == 8:
         cuda.norm_logits(x, gain, EPS, weight(8, VOCABULARY, hidden))
         yield f"head {label}"
+
+
+def measured() -> Iterator[str]:
+    """Every launch of the table, in front of attention or MLP or after them."""
+    from lowbit.runtime import cuda
+    from lowbit.runtime.kernels.launch import GEMV_MEASURED
+
+    for bits, tiles, steps in GEMV_MEASURED:
+        N, K = 16 * tiles, steps * 512 // bits
+        if N > K:
+            cuda.norm_linear(zeros(1, K), zeros(K), EPS, weight(bits, N, K))
+        else:
+            cuda.linear_add(zeros(1, K), weight(bits, N, K), zeros(1, N))
+        yield f"INT{bits} {N}x{K}"
 
 
 def attentions(full: bool) -> Iterator[str]:
