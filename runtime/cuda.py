@@ -102,8 +102,8 @@ def norm_linears(
     x: Tensor, norm: Tensor, eps: float, w: GpuLinear, small: GpuLinear
 ) -> tuple[Tensor, Tensor]:
     """`norm_linear` of two weights; see `Ops.norm_linears`."""
-    one = x.shape[0] == 1 and isinstance(w, TiledLinear) and w.K <= MOST_STAGED
-    if one and isinstance(small, DenseLinear):
+    fits = x.shape[0] == 1 and w.K <= MOST_STAGED
+    if fits and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
 

@@ -121,7 +121,7 @@ def sum_of_parts(
             y = (
                 y[0] + as_float(v[0]),
                 y[1] + as_float(v[1]),
-                y[2] + as_float(v[2]),
-                y[3] + as_float(v[3]),
+                y[2] + as_float(v[2]),  # type: ignore[misc]
+                y[3] + as_float(v[3]),  # type: ignore[misc]
             )
     return y

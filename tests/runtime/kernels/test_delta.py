@@ -50,8 +50,8 @@ class Layer:
 
     def run(self, qkvz: Tensor, ba: Tensor, *lengths: int) -> Tensor:
         """The output of layer 1, in pieces of these lengths; the state moves on."""
-        outs = []
-        for x, y in zip(torch.split(qkvz, lengths), torch.split(ba, lengths), strict=True):
+        outs, pieces = [], list(lengths)
+        for x, y in zip(torch.split(qkvz, pieces), torch.split(ba, pieces), strict=True):
             outs.append(cuda.delta_net(x, y, self.weights, EPS, self.state, 1))
             if x.is_cuda:  # no other kernel lies between: the state may be read before the wait
                 torch.cuda.synchronize()

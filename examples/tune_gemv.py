@@ -1,0 +1,200 @@
+"""Try launch sizes of a model's linears inside its whole decode step, on this GPU.
+
+Run: python examples/tune_gemv.py FOLDER [RECIPE]
+FOLDER is a packed model, or a plain one that is quantized as it is read by RECIPE (int4 or int8).
+Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
+neighbours, so every candidate is timed as the whole step. One linear after the other takes its best
+launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by hand, with the figures
+in `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a minute a model.
+"""
+
+import multiprocessing
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from bench_kernels import packed, randn
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.engine import Engine
+from lowbit.runtime.graphs import aside
+from lowbit.runtime.kernels import gemv
+from lowbit.runtime.kernels.launch import GemvLaunch
+from lowbit.runtime.kernels.tiles import TiledLinear
+
+POSITION = 100
+REACH = 256
+RUNS = 7
+BEST = 4  # launches that are tried with other registers and raw codes
+SHOWN = 5
+MULTIPROCESSORS = 132
+PROCESSES = 15
+COMPILED_ROWS = 192  # enough to compile a kernel, which does not know the rows
+
+Key = tuple[int, int, int]  # bits, tiles, steps
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How a step uses a linear."""
+
+    K: int
+    norm: torch.dtype | None
+    added: bool
+    paired: bool
+    dtype: torch.dtype
+    rows: int  # dense ones beside it
+    calls: int
+    size_bytes: int
+
+
+def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
+    """Launches that leave few multiprocessors and few steps idle."""
+    found = []
+    for warps in (4, 8):
+        for abreast in (1, 2, 4, 8):
+            if warps < abreast:
+                continue
+            share = -(-steps // (warps // abreast))  # steps of a warp
+            for rows in (1, 2):
+                programs = tiles / (rows * abreast)
+                if rows * abreast > 1 and programs < 0.9 * MULTIPROCESSORS:
+                    continue
+                depths = {share, -(-share // 2), -(-share // 3), -(-share // 4), 3, 4}
+                fitting = [d for d in depths if d <= min(share, 6) and d * rows <= 8]
+                fitting.sort(key=lambda d: (-(-share // d) * d, -d))  # the fewest idle steps first
+                for depth in fitting[:3]:
+                    late = GemvLaunch(rows, depth, warps, abreast=abreast)
+                    found += [late, replace(late, early=True)]
+    return found
+
+
+def variants(launch: GemvLaunch) -> list[GemvLaunch]:
+    """The same launch with registers capped, and with raw codes."""
+    return [
+        replace(launch, registers=registers, raw=raw)
+        for registers in (None, 128, 168)
+        for raw in (False, True)
+    ]
+
+
+def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
+    """Bring one kernel into the cache on disk; what does not compile is left to the timing."""
+    (bits, _, _), use, launch = job
+    torch.set_num_threads(1)
+    gemv.gemv_launch = lambda *sizes: launch
+    w, x = packed(bits, COMPILED_ROWS, use.K, use.paired), randn(1, use.K)
+    norm = None if use.norm is None else randn(use.K).to(use.norm)
+    try:
+        if use.rows and norm is not None:
+            gemv.gemv_and_rows(x, w, randn(use.rows, use.K), norm=norm, eps=1e-6)
+        else:
+            added = randn(1, COMPILED_ROWS) if use.added else None
+            gemv.gemv(x, w, norm=norm, eps=1e-6, added=added, dtype=use.dtype)
+    except Exception as error:
+        print(f"{launch}: {str(error)[-80:]}", file=sys.stderr)
+
+
+def linears_of(engine: Engine) -> dict[Key, Use]:
+    """The packed linears of one decode step."""
+    found: dict[Key, Use] = {}
+    launch = gemv._launch
+
+    def spy(
+        x: Tensor, w: TiledLinear, norm: Tensor | None, eps: float, added: Tensor | None,
+        y: Tensor, rows: Tensor | None = None, rows_y: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        key = (w.bits, w.tiles, w.steps)
+        calls = found[key].calls + 1 if key in found else 1
+        found[key] = Use(
+            K=w.K,
+            norm=None if norm is None else norm.dtype,
+            added=added is not None,
+            paired=w.paired,
+            dtype=y.dtype,
+            rows=0 if rows is None else rows.shape[0],
+            calls=calls,
+            size_bytes=w.size_bytes,
+        )
+        launch(x, w, norm, eps, added, y, rows, rows_y)
+
+    gemv._launch = spy
+    try:
+        with aside():
+            engine._step()
+    finally:
+        gemv._launch = launch
+    return found
+
+
+def step_us(engine: Engine) -> float:
+    """Median time of a step as a graph, in microseconds."""
+    engine.cache.position.fill_(POSITION)
+    with aside():
+        engine._step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        engine._step()
+    times = []
+    for _ in range(RUNS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:])
+
+
+def tune(engine: Engine, pool: Any) -> None:
+    engine.cache.reach = REACH
+    uses = linears_of(engine)
+    table = gemv.gemv_launch
+    chosen: dict[Key, GemvLaunch] = {}
+    gemv.gemv_launch = lambda bits, tiles, steps, tokens: (
+        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens)
+    )
+
+    def timed(key: Key, launches: list[GemvLaunch]) -> list[tuple[float, GemvLaunch]]:
+        pool.map(compile_one, [(key, uses[key], launch) for launch in launches], chunksize=1)
+        times = []
+        for launch in launches:
+            chosen[key] = launch
+            times.append((step_us(engine), launch))
+        return sorted(times, key=lambda pair: pair[0])
+
+    print(f"{step_us(engine):.1f} us a step with the table")
+    for key in sorted(uses, key=lambda key: -uses[key].calls * uses[key].size_bytes):
+        bits, tiles, steps = key
+        now = timed(key, [table(bits, tiles, steps, 1)])
+        found = timed(key, candidates(tiles, steps))[:BEST]
+        found = sorted(
+            now + timed(key, [v for _, launch in found for v in variants(launch)]),
+            key=lambda pair: pair[0],
+        )
+        chosen[key] = found[0][1]
+        print(f"INT{bits}, {tiles} tiles of {steps} steps, {uses[key].calls} a step:")
+        print(f"  {now[0][0]:8.1f} us {now[0][1]}, the table's")
+        for us, launch in found[:SHOWN]:
+            print(f"  {us:8.1f} us {launch}", flush=True)
+    print(f"{step_us(engine):.1f} us a step with the best")
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("tune_gemv needs an NVIDIA GPU")
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit("usage: tune_gemv.py FOLDER [RECIPE]")
+    folder, recipe = sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else None
+    model = lowbit.load(folder, device="cuda", quantize=recipe)  # type: ignore[arg-type]
+    for _ in model.engine.generate(list(range(64)), lowbit.SamplingParams(), 4):
+        pass
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        tune(model.engine, pool)
+
+
+if __name__ == "__main__":
+    main()
