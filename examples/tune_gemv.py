@@ -9,13 +9,12 @@ in `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a min
 """
 
 import multiprocessing
-import statistics
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_kernels import packed, randn
+from bench_kernels import graph_us, packed, randn
 from torch import Tensor
 
 import lowbit.runtime as lowbit
@@ -133,20 +132,7 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
 def step_us(engine: Engine) -> float:
     """Median time of a step as a graph, in microseconds."""
     engine.cache.position.fill_(POSITION)
-    with aside():
-        engine._step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        engine._step()
-    times = []
-    for _ in range(RUNS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+    return graph_us(engine._step, RUNS)
 
 
 def tune(engine: Engine, pool: Any) -> None:

@@ -218,12 +218,15 @@ LAUNCHES = [
     GemvLaunch(tiles=2, steps=2, warps=8),
     GemvLaunch(tiles=3, steps=4, warps=1),
     GemvLaunch(tiles=4, steps=8, warps=2),
+    GemvLaunch(tiles=1, steps=3, warps=8, abreast=4),
+    GemvLaunch(tiles=2, steps=2, warps=8, raw=True, abreast=2),
+    GemvLaunch(tiles=1, steps=5, warps=4, early=True, raw=True, abreast=4),
 ]
 
 
 @pytest.mark.parametrize(("bits", "B"), [(4, 1), (8, 1), (4, 3)])
 @pytest.mark.parametrize(
-    "launch", LAUNCHES, ids=[f"R{x.tiles}-C{x.steps}-W{x.warps}" for x in LAUNCHES]
+    "launch", LAUNCHES, ids=[f"R{x.tiles}-C{x.steps}-W{x.warps}-A{x.abreast}" for x in LAUNCHES]
 )
 def test_every_launch(
     make_tiled: MakeTiled,
