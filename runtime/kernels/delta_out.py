@@ -1,4 +1,4 @@
-"""gated_norm: the end of a gated DeltaNet layer, for one token and for many.
+"""gated_norm: the end of a gated DeltaNet layer, for a prompt; one token has it in `delta_decode`.
 
     out[m, h] = o[m, h] * rsqrt(mean(o[m, h]^2) + eps) * gain * silu(z[m, h])       (per head, FP32)
     window    = the last W - 1 inputs of the convolution, of old window and new tokens together
@@ -13,10 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.delta import DeltaWeights
-from lowbit.runtime.kernels.device import programmatic_launch
 
 
 def gated_norm_ref(o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float) -> Tensor:
@@ -46,16 +44,12 @@ def _gated_norm_kernel(
     Dv: tl.constexpr,
     W: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Hv = tl.num_programs(1)
     stride = C + Hv * Dv
     offs_d = head * Dv + tl.arange(0, Dv)
     gain = tl.load(gain_ptr + tl.arange(0, Dv)).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     o = tl.load(o_ptr + token * Hv * Dv + offs_d)
     z = tl.load(qkvz_ptr + token * stride + C + offs_d).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, axis=0) / Dv + eps) * gain
@@ -92,7 +86,6 @@ def gated_norm(
     M, Hv = o.shape[0], weights.value_heads
     C, W = weights.conv.shape
     out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
-    pdl = programmatic_launch(qkvz)
     _gated_norm_kernel[(M, Hv)](
         o,
         qkvz,
@@ -105,9 +98,7 @@ def gated_norm(
         Dv=weights.value_dim,
         W=W,
         BLOCK_C=triton.next_power_of_2(triton.cdiv(C, Hv)),
-        PDL=pdl,
         num_warps=1,
-        launch_pdl=pdl,
         enable_fp_fusion=True,
     )
     return out

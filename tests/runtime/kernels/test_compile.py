@@ -36,8 +36,8 @@ MODELS = {
 }
 VOCABULARY = 151936
 
-DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "gated_norm", "embed", "rms_norm"}
-PREFILL = {"widen", "swiglu", "rotate_append", "mix", "chunk", "scan"}
+DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "embed", "rms_norm"}
+PREFILL = {"widen", "swiglu", "rotate_append", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"
 
