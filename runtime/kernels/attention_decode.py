@@ -9,11 +9,12 @@ Layout  qkv [B, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where
 Bytes   4 * Hkv * D * position; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at 4.56 TB/s
 Plan    a program per kv head and split of the cache, for the Hq / Hkv query heads that share the kv
         head: rows of one tensor-core tile, keys its columns, read from the cache as fragments.
-        Every warp has keys and an online softmax of its own, joined in order at the end.
-        Split 0 also owns the new token. The number of splits is fixed by the cache's reach, the
-        rows of a split follow the position: splits without rows return at once. The program that
-        comes last joins the splits, in order, so bit-reproducible. Keys and values of earlier steps
-        are on their way before the kernel waits for its predecessor
+        A warp norms and rotates a head for all of them; then every warp has keys and an online
+        softmax of its own, joined in order at the end. Split 0 also owns the new token. The number
+        of splits is fixed by the cache's reach, the rows of a split follow the position: splits
+        without rows return at once. The program that comes last joins the splits, in order, so
+        bit-reproducible. Keys and values of earlier steps are on their way before the kernel waits
+        for its predecessor
 """
 
 import torch
@@ -35,7 +36,7 @@ from lowbit.runtime.kernels.attention_fragments import (
 from lowbit.runtime.kernels.attention_join import join_splits
 from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
 from lowbit.runtime.kernels.device import programmatic_launch
-from lowbit.runtime.kernels.launch import attention_launch, join_bytes
+from lowbit.runtime.kernels.launch import attention_launch, join_bytes, row_bytes
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
@@ -51,6 +52,7 @@ from lowbit.runtime.kernels.mma import (
     shared_buffer,
     store_shared4,
     store_shared16,
+    threads,
 )
 from lowbit.runtime.kernels.rotate import rotated_ref
 from lowbit.runtime.ops import Rope
@@ -104,21 +106,16 @@ def _attention_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position_ptr,
     part_ptr, state_ptr, arrived_ptr, out_ptr, T, eps, score_scale,
     SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr,
-    PDL: gl.constexpr,
+    SPLITS: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, STRIDE: gl.constexpr,
+    BUFFER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
     SETS: gl.constexpr = (D + 63) // 64
     WIDE: gl.constexpr = D > 128  # queries are too many registers
-    STRIDE: gl.constexpr = 2 * D + 64  # of rows in shared memory: two of them share no bank
     WORD: gl.constexpr = gl.pointer_type(gl.int32)
     NORM: gl.constexpr = q_norm_ptr is not None
     FP32: gl.constexpr = NORM and q_norm_ptr.dtype.element_ty == gl.float32
-    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
-    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    warp, lane, zero, none = threads(WARPS)
     g = lane // 4
     t = lane % 4
     head, split, token = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -352,6 +349,7 @@ def attention_decode(
         SPLITS=launch.splits,
         BLOCKS=launch.blocks,
         WARPS=launch.warps,
+        STRIDE=row_bytes(D),
         BUFFER=declaration(join_bytes(shared, D, launch.warps)),
         PDL=pdl,
         num_warps=launch.warps,

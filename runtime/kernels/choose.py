@@ -24,6 +24,7 @@ BLOCK = 1024  # logits of a program
 GROUP = 4  # logits of which the best is kept
 SPAN = 512  # groups of which a warp keeps the best
 MOST = 64  # candidates
+LOWEST = tl.constexpr(-(2**63))  # below every key
 
 
 def can_choose(params: SamplingParams) -> bool:
@@ -68,7 +69,7 @@ def _best_kernel(
 def _split(keys):
     """Value and rest, the higher the lower the id: no number but -1 for the lowest key there is."""
     rest = (keys & 0x7FFFFFFF).to(tl.int32)
-    return (keys >> 32).to(tl.int32), tl.where(keys == -(2**63), -1, rest)
+    return (keys >> 32).to(tl.int32), tl.where(keys == LOWEST, -1, rest)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def _best(value, rest):
     top = tl.max(value, axis=0)
     first = tl.max(tl.where(value == top, rest, -1), axis=0)
     key = (top.to(tl.int64) << 32) | first.to(tl.int64)
-    return top, first, tl.where(first < 0, tl.full([], -(2**63), tl.int64), key)
+    return top, first, tl.where(first < 0, tl.full([], LOWEST, tl.int64), key)
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def _take(keys, count, K: tl.constexpr):
     """The `count` best keys in order, then the lowest there is: [K]. For programs of one warp."""
     value, rest = _split(keys)
     rank = tl.arange(0, K)
-    best = tl.full([K], -(2**63), tl.int64)
+    best = tl.full([K], LOWEST, tl.int64)
     for i in range(count):
         top, first, key = _best(value, rest)
         best = tl.where(rank == i, key, best)
@@ -101,15 +102,15 @@ def _merge(keys_ptr, lists, count, K: tl.constexpr, LISTS: tl.constexpr):
     at = tl.arange(0, LISTS)
     place = tl.zeros([LISTS], tl.int32)
     rank = tl.arange(0, K)
-    best = tl.full([K], -(2**63), tl.int64)
-    keys = tl.load(keys_ptr + at * count, mask=at < lists, other=-(2**63))
+    best = tl.full([K], LOWEST, tl.int64)
+    keys = tl.load(keys_ptr + at * count, mask=at < lists, other=LOWEST)
     for i in range(count):
         value, rest = _split(keys)
         _, _, key = _best(value, rest)
         best = tl.where(rank == i, key, best)
         place += (keys == key).to(tl.int32)
         there = (at < lists) & (place < count)
-        keys = tl.load(keys_ptr + at * count + place, mask=there, other=-(2**63))
+        keys = tl.load(keys_ptr + at * count + place, mask=there, other=LOWEST)
     return best
 
 
@@ -121,7 +122,7 @@ def _best_groups_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
+    keys = tl.load(keys_ptr + at, mask=at < count, other=LOWEST)
     rank = tl.arange(0, K)
     tl.store(out_ptr + tl.program_id(0) * top_k + rank, _take(keys, top_k, K), mask=rank < top_k)
 
@@ -150,12 +151,12 @@ def _choose_kernel(
         gdc_launch_dependents()
     drawn = tl.load(drawn_ptr)
     if K == 1:
-        keys = tl.load(keys_ptr + at, mask=at < count, other=-(2**63))
+        keys = tl.load(keys_ptr + at, mask=at < count, other=LOWEST)
         chosen = _id(tl.max(keys, axis=0))
     else:
         rank = tl.arange(0, K)
         groups = _merge(keys_ptr, count, top_k, K, KEYS)
-        first = tl.where(groups == -(2**63), V, _id(groups) // GROUP * GROUP)
+        first = tl.where(groups == LOWEST, V, _id(groups) // GROUP * GROUP)
         ids = (first[:, None] + tl.arange(0, GROUP)[None, :]).to(tl.int32)
         x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
         best = _take(tl.reshape(_keys(x, ids), (K * GROUP,)), top_k, K)

@@ -40,6 +40,7 @@ from lowbit.runtime.kernels.mma import (
     store_shared4,
     store_shared16,
     stream16,
+    threads,
 )
 
 WARPS = 8
@@ -123,16 +124,12 @@ def _recurrence_kernel(
     Hk: gl.constexpr, Hv: gl.constexpr, Dk: gl.constexpr, Dv: gl.constexpr, W: gl.constexpr,
     WARPS: gl.constexpr, SHARED: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     C: gl.constexpr = 2 * Hk * Dk + Hv * Dv
     HALF: gl.constexpr = WARPS * 16  # threads
     LANES: gl.constexpr = Dv // 4  # lanes that have a row of S, four columns each
     ROWS: gl.constexpr = 32 // LANES  # of S that a warp holds at a time
     EACH: gl.constexpr = (Dk + WARPS * ROWS - 1) // (WARPS * ROWS)  # rows of a thread
-    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
-    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    warp, lane, zero, none = threads(WARPS)
     thread = warp * 32 + lane
     head, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     qkvz_ptr += token * (C + Hv * Dv)

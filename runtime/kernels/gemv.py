@@ -30,6 +30,7 @@ from lowbit.runtime.kernels.mma import (
     store_shared4,
     store_shared8,
     store_shared16,
+    threads,
 )
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
@@ -61,28 +62,25 @@ def _gemv_kernel(
     added_stride, eps,
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-    WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, STAGED: gl.constexpr,
+    WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
     RAW: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    """X_BYTES: of shared memory that `stage_x` takes; 0 where every lane reads x itself."""
     if PDL and EARLY:
         gdc_launch_dependents()
-    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
-    none = gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
+    warp, lane, zero, none = threads(WARPS)
     buffer = shared_buffer(SHARED) + zero
     first: gl.constexpr = (ROWS + 15) // 16  # programs with dense rows: they take longest
     if ROWS > 0 and gl.program_id(0) < first:
         multiply_rows(
             x_ptr, gain_ptr, rows_ptr, rows_y_ptr, buffer, warp, lane, none, eps,
-            ROWS, K, WARPS, PDL, EARLY,
+            ROWS, K, WARPS, X_BYTES, PDL, EARLY,
         )  # fmt: skip
     else:
         _multiply_tiles(
             x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
             gl.program_id(0) - first, buffer, warp, lane, none,
-            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, STAGED, RAW, PDL, EARLY,
+            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, RAW, PDL, EARLY,
         )  # fmt: skip
 
 
@@ -92,10 +90,11 @@ def _multiply_tiles(
     program, buffer, warp, lane, none,
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    ABREAST: gl.constexpr, STAGED: gl.constexpr, RAW: gl.constexpr, PDL: gl.constexpr,
+    ABREAST: gl.constexpr, X_BYTES: gl.constexpr, RAW: gl.constexpr, PDL: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
     """What one program does of the packed weight."""
+    STAGED: gl.constexpr = X_BYTES > 0
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     GROUPS: gl.constexpr = (K + G - 1) // G
     PARTS: gl.constexpr = WARPS // ABREAST  # of a tile's steps
@@ -140,7 +139,7 @@ def _multiply_tiles(
         squares = stage_x(
             x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32, RAW
         )
-        sums_at += (2 * K + K // 8 + 15) // 16 * 16
+        sums_at += X_BYTES
         if gain_ptr is not None:
             store_shared4(sums_at + thread * 4, squares, thread >= 0)
         barrier()
@@ -276,6 +275,7 @@ def _launch(
     rows_y: Tensor | None = None,
 ) -> None:
     B, staged = x.shape[0], _staged(x.shape[0], w)
+    x_bytes = (2 * w.K + w.K // 8 + 15) // 16 * 16 if staged else 0
     launch = gemv_launch(w.bits, w.tiles, w.steps, B)
     ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
@@ -306,8 +306,8 @@ def _launch(
         C=launch.steps,
         WARPS=launch.warps,
         ABREAST=launch.abreast,
-        SHARED=declaration(shared_bytes(launch, B, w.K, staged, norm is not None)),
-        STAGED=staged,
+        SHARED=declaration(x_bytes + sum_bytes(launch, B, staged and norm is not None)),
+        X_BYTES=x_bytes,
         RAW=launch.raw and staged and w.K * w.bits % 512 == 0,  # no padded columns
         PDL=pdl,
         EARLY=launch.early,
@@ -318,8 +318,7 @@ def _launch(
     )
 
 
-def shared_bytes(launch: GemvLaunch, B: int, K: int, staged: bool, normed: bool) -> int:
-    """Shared memory of a program: x and its sums, squares of each thread, sums of each warp."""
-    x = (2 * K + K // 8 + 15) // 16 * 16 if staged else 0
-    squares = 128 * launch.warps if staged and normed else 0
-    return x + squares + launch.warps * launch.tiles * -(-B // 8) * (64 if B == 1 else 512)
+def sum_bytes(launch: GemvLaunch, B: int, normed: bool) -> int:
+    """Shared memory of a program beside x: squares of each thread, sums of each warp."""
+    squares = 128 * launch.warps if normed else 0
+    return squares + launch.warps * launch.tiles * -(-B // 8) * (64 if B == 1 else 512)

@@ -19,8 +19,8 @@ from lowbit.runtime.kernels.mma import (
 @gluon.jit
 def multiply_rows(
     x_ptr, gain_ptr, rows_ptr, y_ptr, buffer, warp, lane, none, eps,
-    ROWS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
+    ROWS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, X_BYTES: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """16 rows of `rms_norm(x) @ rows.T`, by the program of that number.
 
@@ -45,7 +45,7 @@ def multiply_rows(
         if not EARLY:
             gdc_launch_dependents()
     squares = stage_x(x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, True, FP32, False)
-    squares_at = buffer + (2 * K + K // 8 + 15) // 16 * 16
+    squares_at = buffer + X_BYTES
     store_shared4(squares_at + thread * 4, squares, thread >= 0)
     barrier()
     factor = gl.rsqrt(total_of(squares_at + lane * 4, none, WARPS) / K + eps)

@@ -97,7 +97,7 @@ GEMV_SHARES = (
     (0, 16, GemvLaunch(1, 2, 8, registers=168, raw=True)),
     (0, 0, GemvLaunch(1, 2, 4, early=True)),
 )
-# The same for two to eight tokens: x takes registers too, and two tiles share it.
+# The same for two to eight tokens, whose x takes registers too.
 SEVERAL_SHARES = (
     (40_000, 128, GemvLaunch(1, 2, 8, early=True)),
     (40_000, 64, GemvLaunch(1, 2, 4, early=True)),
@@ -157,8 +157,13 @@ def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> A
 
 def join_bytes(shared: int, head_dim: int, warps: int) -> int:
     """Shared memory of an attention program: queries and the new key, then sums of each warp."""
-    queries = (shared + 1) * (2 * head_dim + 64)
-    return queries + warps * (64 + 4 * -(-head_dim // 64) * 128 * -(-shared // 2))
+    sums = 4 * -(-head_dim // 64) * 128 * -(-shared // 2)
+    return (shared + 1) * row_bytes(head_dim) + warps * (64 + sums)
+
+
+def row_bytes(head_dim: int) -> int:
+    """Of a head in shared memory, so far apart that two rows side by side share no bank."""
+    return 2 * head_dim + 64
 
 
 def power_of_two(n: int) -> int:

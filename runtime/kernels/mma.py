@@ -10,6 +10,16 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def threads(WARPS: gl.constexpr):
+    """The number of each thread's warp and of its lane, and zeros: int32, int32, int32, float32."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
+    return warp, lane, zero, gl.full([WARPS, 32], 0.0, gl.float32, layout=L)
+
+
+@gluon.jit
 def load16(address):
     """16 bytes at an address of each lane, as four words.
 

@@ -19,6 +19,7 @@ from lowbit.runtime.kernels.mma import (
     pairs,
     store16,
     stream16,
+    threads,
     unpacked_scales,
 )
 from lowbit.runtime.kernels.tiles import TILE, TiledLinear, dequantized
@@ -65,15 +66,12 @@ def _widen_kernel(
     SCALES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """rows: of the output; past it nothing is stored."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     STEP_K: gl.constexpr = 512 // BITS
     STEPS: gl.constexpr = (K + STEP_K - 1) // STEP_K
     GROUPS: gl.constexpr = K // G
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
-    zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zero
-    step = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
-    step += gl.program_id(1) * WARPS
+    warp, lane, _, _ = threads(WARPS)
+    step = gl.program_id(1) * WARPS + warp
     local = gl.program_id(0)
     tile = (first_tile + local).to(gl.int64)
     at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16
