@@ -99,14 +99,14 @@ GEMV_SHARES = (
 )
 # The same for two to eight tokens, whose x takes registers too.
 SEVERAL_SHARES = (
-    (40_000, 128, GemvLaunch(1, 2, 8, early=True)),
-    (40_000, 64, GemvLaunch(1, 2, 4, early=True)),
-    (40_000, 0, GemvLaunch(2, 2, 4, early=True)),
-    (10_000, 64, GemvLaunch(1, 2, 8, early=True)),
-    (10_000, 32, GemvLaunch(1, 2, 4, early=True)),
-    (10_000, 0, GemvLaunch(2, 1, 8)),
-    (0, 16, GemvLaunch(1, 2, 8)),
-    (0, 0, GemvLaunch(1, 2, 4)),
+    (40_000, 128, GemvLaunch(1, 2, 8, early=True, registers=128)),
+    (40_000, 64, GemvLaunch(1, 2, 4, early=True, registers=168)),
+    (40_000, 0, GemvLaunch(2, 2, 4, early=True, registers=168)),
+    (10_000, 64, GemvLaunch(1, 2, 8, early=True, registers=128)),
+    (10_000, 32, GemvLaunch(1, 2, 4, early=True, registers=168)),
+    (10_000, 0, GemvLaunch(2, 1, 8, registers=128)),
+    (0, 16, GemvLaunch(1, 2, 8, registers=128)),
+    (0, 0, GemvLaunch(1, 2, 4, registers=168)),
 )
 MANY_TOKENS = GemvLaunch(1, 1, 8, registers=255)  # more than one block of eight
 
