@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from lowbit.runtime.kernels.mma import (
     across,
     bf16_pair,
+    bytes_of,
     from_lane,
-    halves_of,
     load_shared16,
     mma,
     stream16,
@@ -136,13 +136,13 @@ def add_values(acc, fade, p, values, none, t, D: gl.constexpr, BLOCKS: gl.conste
         for u in gl.static_range(4):
             first = values[j][u]
             second = values[SETS + j][u]
-            a0 = halves_of(first, second, 0x5410)
-            a1 = halves_of(first, second, 0x7632)
+            a0 = bytes_of(first, second, 0x5410)
+            a1 = bytes_of(first, second, 0x7632)
             if BLOCKS == 2:
                 third = values[2 * SETS + j][u]
                 fourth = values[3 * SETS + j][u]
-                a2 = halves_of(third, fourth, 0x5410)
-                a3 = halves_of(third, fourth, 0x7632)
+                a2 = bytes_of(third, fourth, 0x5410)
+                a3 = bytes_of(third, fourth, 0x7632)
             else:
                 a2 = zero
                 a3 = zero

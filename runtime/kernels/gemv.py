@@ -4,10 +4,11 @@ Layout  weight in tiles of 16 rows (`tiles`), x [B, K] bf16 -> y [B, N]
 Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
         residual + y or bias + y; silu(gate) * up for a paired weight
 Bytes   N*K*bits/8 + 2*N*K/G; INT4, N = K = 4096, G = 128: 8.65 MB = 1.9 us at 4.56 TB/s
-Plan    a program takes R tiles over the whole of K; its warps take the steps in turn. Codes widen
-        to BF16 pairs (`mma`), up to eight tokens are the columns of one `mma`, scales multiply
-        FP32 sums. Weights are on their way before the kernel waits for its predecessor;
-        x goes through shared memory once. Warps are summed in order; no atomics, so
+Plan    a program takes R tiles over the whole of K; its warps take the steps in turn. Of one
+        token x goes through shared memory as three digits, and bytes are multiplied
+        (`gemv_digits`); up to eight tokens are the columns of one `mma`, whose codes widen to
+        BF16 pairs (`gemv_steps`). Scales multiply FP32 sums. Weights are on their way before the
+        kernel waits for its predecessor. Warps are summed in order; no atomics, so
         bit-reproducible
 """
 
@@ -18,11 +19,19 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.gemv_digits import (
+    TOP_WEIGHT,
+    digit_bytes,
+    multiply_digits,
+    plane_bytes,
+    stage_digits,
+)
 from lowbit.runtime.kernels.gemv_rows import multiply_rows
-from lowbit.runtime.kernels.gemv_stage import load_gains, stage_x, sum_of_parts, total_of
+from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
 from lowbit.runtime.kernels.gemv_steps import load_steps, multiply_steps
 from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.mma import (
+    across,
     as_word,
     barrier,
     declaration,
@@ -36,7 +45,7 @@ from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
 OLDER_REGISTERS = 168  # before Hopper the compiler spills for occupancy in more launches
-MOST_STAGED = 20480  # of K: 40 KB, and all of a program's shared memory may be 48
+MOST_STAGED = 14336  # of K: 43 KB, and all of a program's shared memory may be 48
 SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -63,9 +72,9 @@ def _gemv_kernel(
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
     WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
-    RAW: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """X_BYTES: of shared memory that `stage_x` takes; 0 where every lane reads x itself."""
+    """X_BYTES: of shared memory that x takes; 0 where every lane reads x itself."""
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
@@ -80,7 +89,7 @@ def _gemv_kernel(
         _multiply_tiles(
             x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
             gl.program_id(0) - first, buffer, warp, lane, none,
-            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, RAW, PDL, EARLY,
+            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL, EARLY,
         )  # fmt: skip
 
 
@@ -90,7 +99,7 @@ def _multiply_tiles(
     program, buffer, warp, lane, none,
     SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    ABREAST: gl.constexpr, X_BYTES: gl.constexpr, RAW: gl.constexpr, PDL: gl.constexpr,
+    ABREAST: gl.constexpr, X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
     """What one program does of the packed weight."""
@@ -132,41 +141,44 @@ def _multiply_tiles(
                 at = gl.minimum(b, B - 1) * added_stride + gl.minimum(n, N - 1)
                 added = added + (gl.load(added_ptr + at).to(gl.float32),)
     sources = ()
-    units = None
-    factor = none + 1.0
+    factor = none + (1.0 if BITS == 8 or not STAGED else 0.0625)  # digits meet 16 times the code
     sums_at = buffer
     if STAGED:
-        squares = stage_x(
-            x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32, RAW
+        chunks, squares = chunks_of(
+            x_ptr, gains, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32
         )
+        stage_digits(chunks, buffer, thread, lane, K, WARPS * 32, BITS, PLANE)
         sums_at += X_BYTES
         if gain_ptr is not None:
             store_shared4(sums_at + thread * 4, squares, thread >= 0)
         barrier()
-        sources = (buffer + t * 16,)
-        units = buffer + 2 * K if RAW else None
         if gain_ptr is not None:
-            factor = gl.rsqrt(total_of(sums_at + lane * 4, none, WARPS) / K + eps)
+            factor *= gl.rsqrt(total_of(sums_at + lane * 4, none, WARPS) / K + eps)
             sums_at += WARPS * 128
     else:
         for nt in gl.static_range(NT):
             token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
             sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K) + t * 16,)
-    TWO: gl.constexpr = S <= C and NT == 1  # a short weight: its latency counts
     acc = ()
     for i in gl.static_range(R * NT):
-        acc = acc + ((none, none, none, none),)
+        acc = acc + ((none, none) if STAGED else (none, none, none, none),)
     for first in gl.static_range(0, S, C):
         if first + C < S:
             next_loaded, next_raw = load_steps(
                 words, scales, part + (first + C) * PARTS, G, BITS, K, R,
                 C if first + 2 * C <= S else S - first - C, PARTS, SCALES,
             )  # fmt: skip
-        acc = multiply_steps(
-            acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
-            C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES, STAGED, TWO,
-            units,
-        )  # fmt: skip
+        if STAGED:
+            acc = multiply_digits(
+                acc, loaded, raw, buffer + gl.minimum(g, 2) * PLANE + t * 16, buffer + 3 * PLANE,
+                part + first * PARTS, gl.where(t == 0, 256, 0), (first + C) * PARTS > STEPS,
+                C if first + C <= S else S - first, G, BITS, K, R, PARTS, SCALES,
+            )  # fmt: skip
+        else:
+            acc = multiply_steps(
+                acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
+                C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES,
+            )  # fmt: skip
         if first + C < S:
             loaded = next_loaded
             raw = next_raw
@@ -178,7 +190,11 @@ def _multiply_tiles(
         a = acc[i]
         item = warp // PARTS * (R * NT) + i
         at = sums_at + ((item * PARTS + part) * HELD + slot) * (8 * COLUMNS)
-        if COLUMNS == 1:
+        if STAGED:
+            low = a[0] + TOP_WEIGHT * across(a[0], 1)
+            high = a[1] + TOP_WEIGHT * across(a[1], 1)
+            store_shared8(at, (as_word(low), as_word(high)), held)
+        elif COLUMNS == 1:
             store_shared8(at, (as_word(a[0]), as_word(a[2])), held)
         else:
             words_of = (as_word(a[0]), as_word(a[1]), as_word(a[2]), as_word(a[3]))
@@ -223,7 +239,7 @@ def gemv(
         x: [B, K] bfloat16, contiguous.
         w: [N, K].
         norm: [K] gain of the RMS norm; None leaves x as it is. Of several tokens, or K above
-            20,480, a kernel before norms.
+            14,336, a kernel before norms.
         eps: of the norm.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
@@ -245,7 +261,7 @@ def gemv_and_rows(
     """`rms_norm(x) @ w.T` and `rms_norm(x) @ rows.T` of one token, in one kernel.
 
     Args:
-        x: [1, K] bfloat16, contiguous; K is at most 20,480.
+        x: [1, K] bfloat16, contiguous; K is at most 14,336.
         w: [N, K], not paired.
         rows: [n, K] bfloat16, few: a program takes 16 of them.
         norm: [K] gain of the RMS norm.
@@ -275,7 +291,7 @@ def _launch(
     rows_y: Tensor | None = None,
 ) -> None:
     B, staged = x.shape[0], _staged(x.shape[0], w)
-    x_bytes = (2 * w.K + w.K // 8 + 15) // 16 * 16 if staged else 0
+    x_bytes = max(digit_bytes(w.K), 2 * w.K) if staged else 0
     launch = gemv_launch(w.bits, w.tiles, w.steps, B)
     ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
@@ -308,7 +324,7 @@ def _launch(
         ABREAST=launch.abreast,
         SHARED=declaration(x_bytes + sum_bytes(launch, B, staged and norm is not None)),
         X_BYTES=x_bytes,
-        RAW=launch.raw and staged and w.K * w.bits % 512 == 0,  # no padded columns
+        PLANE=plane_bytes(w.K),
         PDL=pdl,
         EARLY=launch.early,
         num_warps=launch.warps,

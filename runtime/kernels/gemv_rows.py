@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.gemv_stage import load_gains, stage_x, sum_of_parts, total_of
+from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
 from lowbit.runtime.kernels.mma import (
     as_word,
     barrier,
@@ -12,6 +12,7 @@ from lowbit.runtime.kernels.mma import (
     mma,
     store_shared4,
     store_shared8,
+    store_shared16,
     stream16,
 )
 
@@ -44,7 +45,10 @@ def multiply_rows(
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    squares = stage_x(x_ptr, gains, buffer, thread, lane, none, K, WARPS * 32, True, FP32, False)
+    chunks, squares = chunks_of(x_ptr, gains, thread, lane, none, K, WARPS * 32, True, FP32)
+    for first in gl.static_range(0, K // 8, WARPS * 32):
+        at = buffer + (first + thread) * 16
+        store_shared16(at, chunks[first // (WARPS * 32)], first + thread < K // 8)
     squares_at = buffer + X_BYTES
     store_shared4(squares_at + thread * 4, squares, thread >= 0)
     barrier()

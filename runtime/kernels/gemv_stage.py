@@ -1,4 +1,4 @@
-"""Device functions of the GEMV: x on its way to shared memory, times the gain of a norm."""
+"""Device functions of the GEMV: x times the gain of a norm, and sums over a program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,8 +14,6 @@ from lowbit.runtime.kernels.mma import (
     load_shared16,
     low_half,
     mma,
-    store_shared4,
-    store_shared16,
     times,
 )
 
@@ -49,31 +47,28 @@ def _times(words, gains, FP32: gl.constexpr):
 
 
 @gluon.jit
-def stage_x(
-    x_ptr, gains, buffer, at, lane, none, K: gl.constexpr, STRIDE: gl.constexpr,
-    NORM: gl.constexpr, FP32: gl.constexpr, SUMS: gl.constexpr,
+def chunks_of(
+    x_ptr, gains, at, lane, none, K: gl.constexpr, STRIDE: gl.constexpr, NORM: gl.constexpr,
+    FP32: gl.constexpr,
 ):  # fmt: skip
-    """Put x into shared memory, times the gain where there is one; its squares, over all lanes.
+    """This thread's chunks of 8 elements of x, times the gain, and squares of x, over all lanes.
 
-    Sums are products too: of a chunk with itself, the diagonal of one `mma`, and with ones.
-
-    SUMS: after x, K / 32 sums of 32 elements, FP32, of x as it is stored.
+    Squares are products too: of a chunk with itself, the diagonal of one `mma`.
     """
     g = lane // 4
     t = lane % 4
     zero = none.to(gl.int32)
-    ones = zero + 0x3F803F80
     squares = (none, none, none, none)
     loaded = ()
     for first in gl.static_range(0, K // 8, STRIDE):
         chunk = gl.minimum(first + at, K // 8 - 1)  # past the end: the last one again
         loaded = loaded + (load16(x_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 16),)
+    chunks = ()
     for first in gl.static_range(0, K // 8, STRIDE):
-        inside = first + at < K // 8
-        chunk = gl.minimum(first + at, K // 8 - 1)
         w = loaded[first // STRIDE]
         if NORM:
             if first + STRIDE > K // 8:
+                inside = first + at < K // 8
                 w = (
                     gl.where(inside, w[0], 0),
                     gl.where(inside, w[1], 0),
@@ -83,14 +78,9 @@ def stage_x(
             squares = mma(squares, w[0], zero, w[1], zero, w[0], w[1])
             squares = mma(squares, w[2], zero, w[3], zero, w[2], w[3])
             w = _times(w, gains[first // STRIDE], FP32)
-        store_shared16(buffer + chunk * 16, w, inside)
-        if SUMS:  # four lanes have the chunks of 32 elements
-            total = (none, none, none, none)
-            total = mma(total, w[0], zero, w[1], zero, ones, ones)
-            total = mma(total, w[2], zero, w[3], zero, ones, ones)
-            store_shared4(buffer + 2 * K + chunk // 4 * 4, total[0], inside & (t == 0))
+        chunks = chunks + (w,)
     own = gl.where(g == 2 * t, squares[0], 0.0)
-    return gl.where(g == 2 * t + 1, squares[1], own)
+    return chunks, gl.where(g == 2 * t + 1, squares[1], own)
 
 
 @gluon.jit

@@ -17,8 +17,7 @@ class GemvLaunch:
         warps: of a program; those of one tile share its steps.
         early: whether the next kernel may start before this one has its input.
         registers: of a thread at most; None leaves the compiler to spill for occupancy's sake.
-        raw: codes enter with the constant of their place, which the sums begin without: a third
-            fewer instructions, but sums of x to make first. Else they are exact.
+        abreast: tiles that warps take beside each other, each with its share of the warps.
     """
 
     tiles: int
@@ -26,75 +25,74 @@ class GemvLaunch:
     warps: int
     early: bool = False
     registers: int | None = None
-    raw: bool = False
     abreast: int = 1
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
 GEMV_MEASURED = {
     # Qwen3-0.6B: q, k, v; o; gate and up; down; head
-    (4, 256, 8): GemvLaunch(2, 2, 4, early=True),
-    (4, 64, 16): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (4, 384, 8): GemvLaunch(1, 2, 8, abreast=2),
-    (4, 64, 24): GemvLaunch(1, 3, 8, raw=True),
+    (4, 256, 8): GemvLaunch(2, 2, 4, registers=128),
+    (4, 64, 16): GemvLaunch(1, 4, 4, early=True, registers=168),
+    (4, 384, 8): GemvLaunch(2, 2, 4, registers=128),
+    (4, 64, 24): GemvLaunch(1, 6, 4, registers=168),
     (8, 256, 16): GemvLaunch(2, 4, 4, registers=168),
-    (8, 64, 32): GemvLaunch(1, 4, 8, raw=True),
-    (8, 384, 16): GemvLaunch(1, 3, 4, registers=168, raw=True),
-    (8, 64, 48): GemvLaunch(1, 6, 8, raw=True),
-    (8, 9496, 16): GemvLaunch(1, 2, 4, abreast=2),
+    (8, 64, 32): GemvLaunch(1, 4, 8),
+    (8, 384, 16): GemvLaunch(1, 3, 4, registers=168),
+    (8, 64, 48): GemvLaunch(1, 6, 8),
+    (8, 9496, 16): GemvLaunch(1, 4, 4, early=True),
     # 1.7B
-    (4, 256, 16): GemvLaunch(1, 2, 8, registers=168, raw=True),
-    (4, 128, 16): GemvLaunch(1, 2, 8, early=True, registers=128, raw=True),
-    (4, 768, 16): GemvLaunch(2, 1, 8),
-    (4, 128, 48): GemvLaunch(1, 6, 8, early=True, raw=True),
+    (4, 256, 16): GemvLaunch(2, 4, 4, registers=168),
+    (4, 128, 16): GemvLaunch(1, 2, 8, early=True, registers=168),
+    (4, 768, 16): GemvLaunch(1, 3, 8, registers=80, abreast=2),
+    (4, 128, 48): GemvLaunch(1, 6, 8, registers=168),
     (8, 256, 32): GemvLaunch(1, 4, 8, registers=168),
-    (8, 128, 32): GemvLaunch(1, 2, 8, registers=168, raw=True),
-    (8, 768, 32): GemvLaunch(1, 2, 8, raw=True),
+    (8, 128, 32): GemvLaunch(1, 2, 8, registers=168),
+    (8, 768, 32): GemvLaunch(1, 2, 8),
     (8, 128, 96): GemvLaunch(1, 3, 8, early=True, registers=128),
-    (8, 9496, 32): GemvLaunch(1, 3, 4, registers=168),
+    (8, 9496, 32): GemvLaunch(1, 6, 8, abreast=4),
     # 4B
     (4, 384, 20): GemvLaunch(1, 5, 8, registers=128, abreast=2),
     (4, 160, 32): GemvLaunch(1, 4, 8, registers=168),
-    (4, 1216, 20): GemvLaunch(1, 2, 4, registers=128, raw=True),
+    (4, 1216, 20): GemvLaunch(1, 2, 4, registers=128),
     (4, 160, 76): GemvLaunch(1, 4, 8, early=True, registers=128),
-    (8, 384, 40): GemvLaunch(1, 2, 8, early=True, raw=True),
-    (8, 160, 64): GemvLaunch(1, 3, 8, early=True, registers=168, raw=True),
-    (8, 1216, 40): GemvLaunch(1, 4, 4, early=True, registers=128, raw=True),
-    (8, 160, 152): GemvLaunch(1, 5, 8, raw=True),
-    (8, 9496, 40): GemvLaunch(1, 4, 4, registers=168, raw=True),
+    (8, 384, 40): GemvLaunch(1, 2, 8, early=True),
+    (8, 160, 64): GemvLaunch(1, 3, 8, early=True, registers=168),
+    (8, 1216, 40): GemvLaunch(1, 4, 4, early=True, registers=128),
+    (8, 160, 152): GemvLaunch(1, 5, 8),
+    (8, 9496, 40): GemvLaunch(1, 4, 4, registers=168),
     # 8B
-    (4, 384, 32): GemvLaunch(1, 4, 8, registers=168, abreast=2),
+    (4, 384, 32): GemvLaunch(1, 4, 8, early=True, registers=168, abreast=2),
     (4, 256, 32): GemvLaunch(1, 2, 8, registers=168),
-    (4, 1536, 32): GemvLaunch(2, 2, 4, early=True, registers=168, raw=True),
-    (4, 256, 96): GemvLaunch(1, 3, 8, early=True, registers=128),
-    (8, 384, 64): GemvLaunch(1, 3, 8, raw=True),
+    (4, 1536, 32): GemvLaunch(1, 4, 4, registers=128),
+    (4, 256, 96): GemvLaunch(1, 4, 8, registers=128),
+    (8, 384, 64): GemvLaunch(1, 3, 8),
     (8, 1536, 64): GemvLaunch(1, 2, 8, early=True),
-    (8, 256, 192): GemvLaunch(1, 3, 8, raw=True),
-    (8, 9496, 64): GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2),
+    (8, 256, 192): GemvLaunch(1, 3, 8),
+    (8, 9496, 64): GemvLaunch(1, 6, 4, early=True),
     # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
-    (4, 512, 8): GemvLaunch(1, 2, 4, early=True, raw=True),
+    (4, 512, 8): GemvLaunch(1, 2, 4, early=True),
     (4, 320, 8): GemvLaunch(1, 2, 4, early=True, registers=168),
     (4, 448, 8): GemvLaunch(1, 2, 4, registers=128),
-    (4, 64, 28): GemvLaunch(1, 4, 8, raw=True),
+    (4, 64, 28): GemvLaunch(1, 4, 8),
     (8, 15520, 16): GemvLaunch(1, 4, 4),
     # 4B
-    (4, 768, 20): GemvLaunch(1, 5, 4, raw=True, abreast=2),
+    (4, 768, 20): GemvLaunch(1, 5, 4, abreast=2),
     (4, 640, 20): GemvLaunch(1, 2, 8, abreast=2),
     (4, 1152, 20): GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2),
-    (4, 160, 72): GemvLaunch(1, 3, 8, registers=128, raw=True),
-    (8, 15520, 40): GemvLaunch(1, 5, 4, registers=128, raw=True),
+    (4, 160, 72): GemvLaunch(1, 3, 8, registers=128),
+    (8, 15520, 40): GemvLaunch(1, 5, 4, registers=128),
 }
 # Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
 GEMV_SHARES = (
-    (200_000, 48, GemvLaunch(1, 3, 8, early=True, raw=True, abreast=2)),
-    (40_000, 128, GemvLaunch(1, 3, 8, raw=True)),
+    (200_000, 48, GemvLaunch(1, 3, 8, early=True, abreast=2)),
+    (40_000, 128, GemvLaunch(1, 3, 8)),
     (40_000, 48, GemvLaunch(1, 2, 8, early=True)),
-    (40_000, 24, GemvLaunch(2, 2, 4, early=True, registers=168, raw=True)),
-    (10_000, 64, GemvLaunch(1, 3, 8, early=True, registers=128, raw=True)),
-    (10_000, 24, GemvLaunch(1, 2, 8, raw=True)),
+    (40_000, 24, GemvLaunch(2, 2, 4, early=True, registers=168)),
+    (10_000, 64, GemvLaunch(1, 3, 8, early=True, registers=128)),
+    (10_000, 24, GemvLaunch(1, 2, 8)),
     (10_000, 0, GemvLaunch(1, 3, 4, early=True, registers=128, abreast=2)),
-    (0, 33, GemvLaunch(1, 6, 8, early=True, raw=True)),
-    (0, 16, GemvLaunch(1, 2, 8, registers=168, raw=True)),
+    (0, 33, GemvLaunch(1, 6, 8, early=True)),
+    (0, 16, GemvLaunch(1, 2, 8, registers=168)),
     (0, 0, GemvLaunch(1, 2, 4, early=True)),
 )
 # The same for two to eight tokens, whose x takes registers too.

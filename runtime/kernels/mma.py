@@ -109,30 +109,13 @@ def mma(c, a0, a1, a2, a3, b0, b1):
 
 
 @gluon.jit
-def pairs(word, EVEN: gl.constexpr, ODD: gl.constexpr):
-    """The nibbles of a word as four pairs of BF16: (0, 4), (1, 5), (2, 6), (3, 7).
-
-    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n; EVEN and ODD, two BF16 in a
-    word, are added to it: to pairs 0 and 2, and to 1 and 3.
-    """
+def integer_mma(c, a0, a1, a2, a3, b0, b1):
+    """C + a @ b of 16 x 32 by 32 x 8 signed bytes, exact in int32."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, mask, one, p0, p1, p2, p3;
-        mov.b32 one, 0x3f803f80;
-        shr.u32 t, $4, 4;
-        lop3.b32 p0, $4, $5, $6, 0xea;
-        lop3.b32 p1, t, $5, $6, 0xea;
-        shr.u32 t, $4, 8;
-        lop3.b32 p2, t, $5, $6, 0xea;
-        shr.u32 t, $4, 12;
-        lop3.b32 p3, t, $5, $6, 0xea;
-        fma.rn.bf16x2 $0, p0, one, $7;
-        fma.rn.bf16x2 $1, p1, one, $8;
-        fma.rn.bf16x2 $2, p2, one, $7;
-        fma.rn.bf16x2 $3, p3, one, $8;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r",
-        [word, 0x000F000F, 0x43004300, EVEN, ODD],
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -140,21 +123,31 @@ def pairs(word, EVEN: gl.constexpr, ODD: gl.constexpr):
 
 
 @gluon.jit
-def raw_pairs(word):
-    """`pairs` with nothing added: 128 + n."""
+def pairs(word, BITS: gl.constexpr):
+    """The nibbles of a word as four pairs of BF16: (0, 4), (1, 5), (2, 6), (3, 7).
+
+    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n. Signed ones, all of 4-bit codes
+    and the upper of 8-bit codes, have their sign turned and 136 taken away; the others 128.
+    """
+    EVEN: gl.constexpr = 0x43084308 if BITS == 4 else 0x43004300
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 t;
+        .reg .b32 t, mask, one, p0, p1, p2, p3;
+        mov.b32 one, 0x3f803f80;
         shr.u32 t, $4, 4;
-        lop3.b32 $0, $4, $5, $6, 0xea;
-        lop3.b32 $1, t, $5, $6, 0xea;
+        lop3.b32 p0, $4, $5, $6, 0x6a;
+        lop3.b32 p1, t, $5, $7, 0x6a;
         shr.u32 t, $4, 8;
-        lop3.b32 $2, t, $5, $6, 0xea;
+        lop3.b32 p2, t, $5, $6, 0x6a;
         shr.u32 t, $4, 12;
-        lop3.b32 $3, t, $5, $6, 0xea;
+        lop3.b32 p3, t, $5, $7, 0x6a;
+        fma.rn.bf16x2 $0, p0, one, $8;
+        fma.rn.bf16x2 $1, p1, one, $9;
+        fma.rn.bf16x2 $2, p2, one, $8;
+        fma.rn.bf16x2 $3, p3, one, $9;
         }""",
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [word, 0x000F000F, 0x43004300],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [word, 0x000F000F, EVEN, 0x43084308, 0xC308C308 if BITS == 4 else 0xC300C300, 0xC308C308],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -178,6 +171,19 @@ def times(pair, other):
 def times16(pair):
     """Two BF16 times 16, exactly."""
     return times(pair, 0x41804180)
+
+
+@gluon.jit
+def larger(pair, other):
+    """The larger BF16 of each half of two words, NaN where one is."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [pair, other],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -359,6 +365,19 @@ def across(x, DISTANCE: gl.constexpr):
 
 
 @gluon.jit
+def largest(x):
+    """The largest int32 of the warp's lanes, for none below zero."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.u32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def from_lane(x, lane):
     """The value of some lane for each."""
     return gl.inline_asm_elementwise(
@@ -372,8 +391,8 @@ def from_lane(x, lane):
 
 
 @gluon.jit
-def halves_of(first, second, SELECTOR: gl.constexpr):
-    """Two halves of two words: the lower ones where SELECTOR is 0x5410, the upper for 0x7632."""
+def bytes_of(first, second, SELECTOR: gl.constexpr):
+    """Four bytes of two words, a hexadecimal digit each from the lowest: 0 to 3 are the first's."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",

@@ -94,8 +94,8 @@ def dequantized(w: TiledLinear) -> Tensor:
     chunks = chunks.permute(2, 0, 3, 1, 5, 4, 6)  # half, tile, row, step, q, lane, word
     rows = chunks.reshape(2, w.tiles, 8, -1)
     shifts = torch.tensor(_places(w.bits), dtype=torch.int32, device=rows.device) * w.bits
-    codes = (rows[..., None] >> shifts) & ((1 << w.bits) - 1)
-    values = (codes - (1 << (w.bits - 1))).float().flatten(-2)
+    codes = rows[..., None] >> shifts << (32 - w.bits) >> (32 - w.bits)  # the sign comes along
+    values = codes.float().flatten(-2)
     values = _untiled(values, w)[:, : w.K]
     scales = _untiled(w.scales.float().permute(3, 0, 2, 1), w)
     return values * scales.repeat_interleave(w.group_size, 1)[:, : w.K]
@@ -137,7 +137,8 @@ def _words(codes: Tensor, bits: int, paired: bool) -> Tensor:
             halves = torch.nn.functional.pad(halves, (0, steps * WORDS - width), value=zero)
         count = halves.shape[1]
         chunks = _placed(halves, bits).view(2, count, 8, steps, 4 // inner, 4, inner)
-        out[part] = chunks.permute(1, 3, 0, 2, 5, 4, 6).reshape(count, steps, 2, 8, 4, 4)
+        words = chunks.permute(1, 3, 0, 2, 5, 4, 6).reshape(count, steps, 2, 8, 4, 4)
+        out[part] = words ^ zero  # two's complement
     return out
 
 

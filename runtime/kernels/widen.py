@@ -38,12 +38,12 @@ def _chunk(words, q: gl.constexpr, BITS: gl.constexpr, scale):
     """Four words of two BF16 weights: a lane's q-th chunk of a row."""
     out = ()
     if BITS == 4:
-        codes = pairs(words[q], 0xC308C308, 0xC308C308)
+        codes = pairs(words[q], BITS)
         for i in gl.static_range(4):
             out = out + (bf16_pair(low_half(codes[i]) * scale, high_half(codes[i]) * scale),)
     else:
         for i in gl.static_range(2):
-            low0, high0, low1, high1 = pairs(words[2 * q + i], 0xC300C300, 0xC308C308)
+            low0, high0, low1, high1 = pairs(words[2 * q + i], BITS)
             out = out + (
                 _code_pair(low0, high0, scale),
                 _code_pair(low1, high1, scale),

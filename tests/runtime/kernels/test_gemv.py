@@ -210,6 +210,29 @@ def test_odd_pairs(make_tiled: MakeTiled, randn: Randn, bits: int, half: int, B:
     check(run(x, w, dtype=FP32), reference(x, w), SWIGLU)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_outliers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
+    """Elements up to 2^12 times as large as most others, and blocks 2^60 times as small."""
+    w, x = make_tiled(bits, 100, 2560, 128), randn(1, 2560)
+    x[:, ::97] *= 4096
+    check(run(x, w, dtype=FP32), reference(x, w))
+    x[:, 512:] *= 2.0**-60
+    check(run(x, w, dtype=FP32), reference(x, w))
+    assert not bool(run(torch.zeros_like(x), w).any())
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x[0, 1234] = value
+        assert not bool(run(x, w).isfinite().any())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_small_numbers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
+    """Down to what has no normal reciprocal."""
+    w, x = make_tiled(bits, 100, 512, 128), randn(1, 512)
+    for power in (-90, -100, -104):
+        small = x * 2.0**power
+        check(run(small, w, dtype=FP32), reference(small, w))
+
+
 LAUNCHES = [
     GemvLaunch(tiles=1, steps=1, warps=8),
     GemvLaunch(tiles=1, steps=3, warps=8, early=True),
@@ -219,8 +242,8 @@ LAUNCHES = [
     GemvLaunch(tiles=3, steps=4, warps=1),
     GemvLaunch(tiles=4, steps=8, warps=2),
     GemvLaunch(tiles=1, steps=3, warps=8, abreast=4),
-    GemvLaunch(tiles=2, steps=2, warps=8, raw=True, abreast=2),
-    GemvLaunch(tiles=1, steps=5, warps=4, early=True, raw=True, abreast=4),
+    GemvLaunch(tiles=2, steps=2, warps=8, abreast=2),
+    GemvLaunch(tiles=1, steps=5, warps=4, early=True, abreast=4),
 ]
 
 

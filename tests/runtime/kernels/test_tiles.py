@@ -95,8 +95,12 @@ def fragment_b(pairs: list[Tensor]) -> Tensor:
     return b
 
 
-def widened(word: Tensor) -> list[Tensor]:
-    """Four pairs [..., 2] of unsigned nibbles: a shift and the mask 0x000f000f each."""
+def widened(word: Tensor, bits: int) -> list[Tensor]:
+    """Four pairs [..., 2] of unsigned nibbles: a shift and the mask 0x000f000f each.
+
+    Signed nibbles have their sign turned, which adds 8.
+    """
+    word = word ^ {4: -0x77777778, 8: -0x7F7F7F80}[bits]
     words = [word >> shift & 0x000F000F for shift in (0, 4, 8, 12)]
     return [torch.stack([w & 0xFFFF, w >> 16], -1).double() for w in words]
 
@@ -118,8 +122,8 @@ def warp_product(t: TiledLinear, x: Tensor) -> Tensor:
             chunk = x[:, start : start + 32].view(8, 4, 8)[lanes // 4, lanes % 4].view(32, 4, 2)
             products: Tensor | float = 0.0
             for i in range(t.bits // 4):
-                low = widened(loads[:, step, 0, :, t.bits // 4 * q + i])
-                high = widened(loads[:, step, 1, :, t.bits // 4 * q + i])
+                low = widened(loads[:, step, 0, :, t.bits // 4 * q + i], t.bits)
+                high = widened(loads[:, step, 1, :, t.bits // 4 * q + i], t.bits)
                 if t.bits == 4:
                     for k in (0, 2):
                         a = fragment_a([p - 8 for p in low[k:][:2]], [p - 8 for p in high[k:][:2]])
@@ -131,10 +135,52 @@ def warp_product(t: TiledLinear, x: Tensor) -> Tensor:
                     products = products + a @ fragment_b([pair, 16 * pair])
             of_rows = scales[:, start // t.group_size]  # [tiles, 8, 2]
             total += of_rows.transpose(1, 2).reshape(-1, 16, 1) * products
+    return rows_of(total, t)
+
+
+def rows_of(total: Tensor, t: TiledLinear) -> Tensor:
+    """[tiles, 16, 8] to [8, N]."""
     if t.paired:
         halves = total.view(t.tiles, 2, 8, 8).transpose(0, 1).reshape(2, -1, 8)
         return halves[:, : t.N // 2].reshape(t.N, 8).T
     return total.view(-1, 8)[: t.N].T
+
+
+def signed_bytes(words: Tensor) -> Tensor:
+    """[...] int32 to [..., 4], lowest first."""
+    return torch.stack([words << shift >> 24 for shift in (24, 16, 8, 0)], -1).double()
+
+
+def integer_product(t: TiledLinear, x: Tensor) -> Tensor:
+    """`warp_product` by `mma.m16n8k32` of signed bytes, 4-bit codes in their upper halves.
+
+    A lane holds rows g and g + 8 of A at k = 4 * t to 4 * t + 3 and 16 more, and the same rows of
+    B at column g. Which k of x these are is for `gemv_digits` to get right: in a chunk of 8,
+    those of even nibbles and then those of odd ones, or of one byte after the other.
+    """
+    step_k = 512 // t.bits
+    x = torch.nn.functional.pad(x, (0, t.steps * step_k - t.K))
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if t.bits == 4 else (0, 2, 1, 3, 4, 6, 5, 7)
+    loads = t.words.reshape(t.tiles, t.steps, 2, 8, 4, 4)  # half, g, t
+    scales = t.scales.double().permute(0, 1, 3, 2).reshape(t.tiles, -1, 16)
+    total = torch.zeros(t.tiles, 16, 8, dtype=torch.float64, device=x.device)
+    for step in range(t.steps):
+        for q in range(16 // t.bits):
+            start = step * step_k + 32 * q
+            if start >= t.K:
+                continue
+            if t.bits == 4:
+                words = loads[:, step, ..., q]
+                halves = [words << 4 & -0x0F0F0F10, words & -0x0F0F0F10]
+            else:
+                halves = [loads[:, step, ..., 2 * q], loads[:, step, ..., 2 * q + 1]]
+            a = torch.stack(
+                [signed_bytes(half) for half in halves], -2
+            )  # [tiles, half, g, t, 2, 4]: rows, then k
+            b = x[:, start : start + 32].view(8, 4, 8)[:, :, list(order)].view(8, 4, 2, 4)
+            products = torch.einsum("nhgtij,btij->nhgb", a, b).reshape(t.tiles, 16, 8)
+            total += scales[:, start // t.group_size, :, None] * products
+    return rows_of(total / (16 if t.bits == 4 else 1), t)
 
 
 def exact_product(w: PackedLinear, x: Tensor) -> Tensor:
@@ -162,6 +208,7 @@ def test_lanes_find_their_codes(
 ) -> None:
     w, x = make_packed(bits, N, K, G), integers(K)
     assert torch.equal(warp_product(tiled(w, paired), x), exact_product(w, x))
+    assert torch.equal(integer_product(tiled(w, paired), x), exact_product(w, x))
 
 
 @pytest.mark.parametrize(
@@ -187,8 +234,9 @@ def test_any_other_order_is_noticed(
     monkeypatch.setattr(tiles, "_places", lambda bits: places)
     t = tiled(w)
     assert torch.equal(dequantized(t), w.dequantized())
-    error = warp_product(t, x) - exact_product(w, x)
-    assert float(error.norm() / exact_product(w, x).norm()) > 0.1
+    for product in (warp_product, integer_product):
+        error = product(t, x) - exact_product(w, x)
+        assert float(error.norm() / exact_product(w, x).norm()) > 0.1
 
 
 def test_scales_lie_beside_each_other(make_packed: MakePacked) -> None:
