@@ -35,7 +35,7 @@ from lowbit.runtime.kernels.attention_fragments import (
 )
 from lowbit.runtime.kernels.attention_join import join_splits
 from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes, row_bytes
 from lowbit.runtime.kernels.mma import (
     across,
@@ -326,7 +326,9 @@ def attention_decode(
         state = torch.empty((B * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
     out = torch.empty((B, Hq * D), dtype=qkv.dtype, device=qkv.device)
     pdl = programmatic_launch(qkv)
-    _attention_kernel[(Hkv, launch.splits, B)](
+    run(
+        _attention_kernel,
+        (Hkv, launch.splits, B),
         qkv,
         q_norm,
         k_norm,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.rotate import rotated, rotated_ref
 from lowbit.runtime.ops import Rope
 
@@ -118,7 +119,9 @@ def attention_prefill(
     Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     keys, values = cache.k[layer], cache.v[layer]
-    _rotate_append_kernel[(M, Hq + 2 * Hkv)](
+    run(
+        _rotate_append_kernel,
+        (M, Hq + 2 * Hkv),
         qkv,
         q_norm,
         k_norm,

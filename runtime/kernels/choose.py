@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.sampling import MASS_BITS, Sampler, SamplingParams
 
@@ -204,18 +204,39 @@ def choose(logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) ->
     count = programs * (BLOCK // group)
     keys = torch.empty(count, dtype=torch.int64, device=logits.device)
     pdl = programmatic_launch(logits)
-    _best_kernel[(programs,)](
-        logits, keys, V, GROUP=group, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    run(
+        _best_kernel,
+        (programs,),
+        logits,
+        keys,
+        V,
+        GROUP=group,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     top_k = min(params.top_k, V)
     if K > 1:
         spans = triton.cdiv(count, SPAN)
         fewer = torch.empty(spans * top_k, dtype=torch.int64, device=logits.device)
-        _best_groups_kernel[(spans,)](
-            keys, fewer, count, top_k, K=K, SPAN=SPAN, PDL=pdl, num_warps=1, launch_pdl=pdl
+        run(
+            _best_groups_kernel,
+            (spans,),
+            keys,
+            fewer,
+            count,
+            top_k,
+            K=K,
+            SPAN=SPAN,
+            PDL=pdl,
+            num_warps=1,
+            launch_pdl=pdl,
         )
         keys, count = fewer, spans  # lists
-    _choose_kernel[(1,)](
+    run(
+        _choose_kernel,
+        (1,),
         logits,
         keys,
         sampler.knobs,
@@ -252,4 +273,4 @@ def post(token: Tensor, position: Tensor, slots: Tensor) -> None:
     stream, and take longer.
     """
     pdl = programmatic_launch(token)
-    _post_kernel[(1,)](token, position, slots, PDL=pdl, num_warps=1, launch_pdl=pdl)
+    run(_post_kernel, (1,), token, position, slots, PDL=pdl, num_warps=1, launch_pdl=pdl)

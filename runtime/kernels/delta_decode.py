@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.delta_gates import gates, gates_ref
 from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
@@ -283,7 +283,9 @@ def delta_decode(
     Hv, Dv = weights.value_heads, weights.value_dim
     out = torch.empty((B, Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
     pdl = programmatic_launch(qkvz)
-    _recurrence_kernel[(Hv, B)](
+    run(
+        _recurrence_kernel,
+        (Hv, B),
         qkvz,
         ba,
         state.conv[layer],

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.runtime.delta import DeltaWeights
+from lowbit.runtime.kernels.device import run
 
 
 def gated_norm_ref(o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float) -> Tensor:
@@ -86,7 +87,9 @@ def gated_norm(
     M, Hv = o.shape[0], weights.value_heads
     C, W = weights.conv.shape
     out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
-    _gated_norm_kernel[(M, Hv)](
+    run(
+        _gated_norm_kernel,
+        (M, Hv),
         o,
         qkvz,
         weights.norm,

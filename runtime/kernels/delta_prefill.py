@@ -23,6 +23,7 @@ from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.delta_decode import L2_EPS, delta_decode_ref
 from lowbit.runtime.kernels.delta_gates import gates
 from lowbit.runtime.kernels.delta_out import gated_norm
+from lowbit.runtime.kernels.device import run
 
 CHUNK = 64
 BLOCK_M = 16  # tokens a program convolves
@@ -241,7 +242,9 @@ def delta_prefill(
     mixed, o = scratch(M, C), scratch(M, Hv * Dv)
     inverse, scores = scratch(2, Hv, chunks, CHUNK, CHUNK)
     steps = scratch(Hv, chunks, CHUNK, 3)  # beta, exp(G), exp(G[-1] - G)
-    _mix_kernel[(triton.cdiv(M, BLOCK_M), 2 * Hk + Hv)](
+    run(
+        _mix_kernel,
+        (triton.cdiv(M, BLOCK_M), 2 * Hk + Hv),
         qkvz,
         state.conv[layer],
         weights.conv,
@@ -254,7 +257,9 @@ def delta_prefill(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    _chunk_kernel[(chunks, Hv)](
+    run(
+        _chunk_kernel,
+        (chunks, Hv),
         mixed,
         ba,
         weights.decay,
@@ -271,7 +276,9 @@ def delta_prefill(
         enable_fp_fusion=True,
     )
     block_v = min(BLOCK_V, Dv)
-    _scan_kernel[(Hv, Dv // block_v)](
+    run(
+        _scan_kernel,
+        (Hv, Dv // block_v),
         mixed,
         inverse,
         scores,

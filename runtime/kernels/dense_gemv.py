@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import dense_gemv_launch
 from lowbit.runtime.kernels.rows import rms_norm_ref
 
@@ -113,7 +113,9 @@ def dense_gemv(
     y = torch.empty((1, N), dtype=dtype or x.dtype, device=x.device)
     launch = dense_gemv_launch(N, K)
     pdl = programmatic_launch(x)
-    _dense_gemv_kernel[(triton.cdiv(N, launch.block_n),)](
+    run(
+        _dense_gemv_kernel,
+        (triton.cdiv(N, launch.block_n),),
         x,
         norm,
         w,

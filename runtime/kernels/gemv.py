@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.gemv_digits import (
     TOP_WEIGHT,
     digit_bytes,
@@ -298,7 +298,9 @@ def _launch(
     registers = launch.registers if pdl else launch.registers or OLDER_REGISTERS
     if w.K > MOST_STAGED:  # every lane holds its own x
         registers = None
-    _gemv_kernel[(-(-w.tiles // (launch.tiles * launch.abreast)) + -(-ROWS // 16),)](
+    run(
+        _gemv_kernel,
+        (-(-w.tiles // (launch.tiles * launch.abreast)) + -(-ROWS // 16),),
         x,
         norm,
         w.words,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch
+from lowbit.runtime.kernels.device import programmatic_launch, run
 
 BLOCK = 1024
 
@@ -74,8 +74,17 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     M, h = ids.shape[0], table.shape[1]
     out = torch.empty((M, h), dtype=table.dtype, device=table.device)
     pdl = programmatic_launch(table)
-    _embed_kernel[(M, triton.cdiv(h, BLOCK))](
-        ids, table, out, h, BLOCK=BLOCK, PDL=pdl, launch_pdl=pdl, enable_fp_fusion=True
+    run(
+        _embed_kernel,
+        (M, triton.cdiv(h, BLOCK)),
+        ids,
+        table,
+        out,
+        h,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -85,7 +94,9 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     M, K = x.shape
     y = torch.empty_like(x)
     pdl = programmatic_launch(x)
-    _rms_norm_kernel[(M,)](
+    run(
+        _rms_norm_kernel,
+        (M,),
         x,
         gain,
         y,
@@ -104,7 +115,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [M, N], gate first: [M, N / 2]."""
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((M, inner), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(M, triton.cdiv(inner, BLOCK))](
-        gate_up, y, inner, BLOCK=BLOCK, enable_fp_fusion=True
+    run(
+        _swiglu_kernel,
+        (M, triton.cdiv(inner, BLOCK)),
+        gate_up,
+        y,
+        inner,
+        BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )
     return y

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.gemv import SCALES
 from lowbit.runtime.kernels.mma import (
     bf16_pair,
@@ -112,7 +113,9 @@ def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
     count = w.tiles - first if count is None else count
     rows = TILE * count if w.paired else min(w.N - TILE * first, TILE * count)
     out = torch.empty((rows, w.K), dtype=torch.bfloat16, device=w.words.device)
-    _widen_kernel[(count, -(-w.steps // WARPS))](
+    run(
+        _widen_kernel,
+        (count, -(-w.steps // WARPS)),
         w.words,
         w.scales.view(torch.int32),
         out,

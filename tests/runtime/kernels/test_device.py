@@ -1,0 +1,55 @@
+"""`run` finds a kernel again by all that Triton compiles for."""
+
+import pytest
+import torch
+
+from lowbit.runtime.kernels import device
+from lowbit.runtime.kernels.rows import embed, rms_norm, rms_norm_ref, swiglu, swiglu_ref
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_compiled", {})
+
+
+@pytest.mark.gpu
+def test_alignment_and_sizes_are_told_apart() -> None:
+    """Vector loads of a kernel compiled for aligned rows would fault on these, or read others."""
+    flat = torch.randn(1 << 14, dtype=torch.bfloat16, device="cuda")
+    for start, M, N in ((0, 4, 2048), (1, 4, 2048), (0, 1, 2046), (8, 3, 2046), (0, 4, 2048)):
+        x = flat[start : start + M * N].view(M, N)
+        y = swiglu(x)
+        torch.testing.assert_close(y.double(), swiglu_ref(x), rtol=2.0**-7, atol=1e-3)
+    assert len(device._compiled) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_are_told_apart(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 512, device="cuda").bfloat16()
+    for gain in (torch.rand(512, device="cuda").to(dtype), torch.rand(512, device="cuda")):
+        for eps in (1e-6, 1.0):
+            y = rms_norm(x, gain, eps)
+            torch.testing.assert_close(y.double(), rms_norm_ref(x, gain, eps), rtol=0.01, atol=1e-3)
+    assert len(device._compiled) == (1 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.gpu
+def test_found_again_in_a_graph() -> None:
+    """The stream is the one of the moment, not the one of the first launch."""
+    table = torch.randn(50, 64, device="cuda").bfloat16()
+    ids = torch.zeros(2, dtype=torch.int64, device="cuda")
+    embed(ids, table)
+    graph, rows = torch.cuda.CUDAGraph(), table
+    with torch.cuda.graph(graph):
+        rows = embed(ids, table)
+    ids.copy_(torch.tensor([7, 49]))
+    graph.replay()
+    assert torch.equal(rows, table[[7, 49]])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_interpreted_kernels_are_not_kept() -> None:
+    x = torch.randn(2, 64).bfloat16()
+    rms_norm(x, torch.ones(64), 1e-6)
+    assert not device._compiled
