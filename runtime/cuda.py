@@ -2,7 +2,7 @@
 
 A decode step, of one token or of one of each of several sequences, takes the GEMVs and split
 attention, without a synchronization or a host read, so a CUDA graph can capture it; a prompt takes
-the GEMVs up to 32 tokens and weights widened for cuBLAS beyond.
+the GEMVs up to 128 tokens and weights widened for cuBLAS beyond.
 """
 
 import torch
@@ -24,14 +24,14 @@ from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm, swiglu
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
-from lowbit.runtime.kernels.widen import gemm
+from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
 MOST_SHARED = 8  # rows of half a tile
 MOST_HEAD = 256  # what registers hold
-GEMV_TOKENS = 32  # up to here weights are widened on their way, above before
+GEMV_TOKENS = 128  # up to here weights are widened on their way, above before
 
 
 def prepare(w: Linear, paired: bool = False) -> GpuLinear:
@@ -132,7 +132,7 @@ def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: GpuLinear) -> Tens
     x = rms_norm(x, norm, eps)
     if isinstance(gate_up, DenseLinear):
         return swiglu(linear(x, gate_up.weight))
-    return gemv(x, gate_up) if x.shape[0] <= GEMV_TOKENS else swiglu(gemm(x, gate_up))
+    return (gemv if x.shape[0] <= GEMV_TOKENS else gemm_swiglu)(x, gate_up)
 
 
 def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
         arguments: all that are no constants, in order; the first is a tensor.
         named: constants, all of them, and options.
     """
-    key = (kernel, arguments[0].device, *map(_kind, arguments), *named.items())
+    kinds = [
+        (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else _kind(a) for a in arguments
+    ]
+    key = (kernel, arguments[0].device, *kinds, *named, *named.values())
     found = _compiled.get(key)
     if found is None:
         code = kernel[grid](*arguments, **named)
@@ -54,10 +57,8 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
     code[(*grid, 1, 1)[:3]](*arguments, *values)
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton compiles for: dtype and alignment, or of a number size and divisibility."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
+def _kind(argument: int | float | None) -> Any:
+    """What Triton compiles for beside constants, and dtype and alignment of tensors."""
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
     return type(argument)

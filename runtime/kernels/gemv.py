@@ -44,6 +44,7 @@ from lowbit.runtime.kernels.mma import (
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
+MOST_TOKENS = 32  # of a program
 OLDER_REGISTERS = 168  # before Hopper the compiler spills for occupancy in more launches
 MOST_STAGED = 14336  # of K: 43 KB, and all of a program's shared memory may be 48
 SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -65,16 +66,19 @@ def gemv_ref(
     return y if added is None else y + added.double()
 
 
-@gluon.jit(do_not_specialize=["N", "tiles", "added_stride"])
+@gluon.jit(do_not_specialize=["B", "N", "tiles", "added_stride"])
 def _gemv_kernel(
-    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, N, tiles,
+    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, B, N, tiles,
     added_stride, eps,
-    SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
     WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
     PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """X_BYTES: of shared memory that x takes; 0 where every lane reads x itself."""
+    """MOST: tokens that there is room for, 1 or a multiple of 8, of which B are there.
+
+    X_BYTES: of shared memory that x takes; 0 where every lane reads x itself.
+    """
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
@@ -87,17 +91,17 @@ def _gemv_kernel(
         )  # fmt: skip
     else:
         _multiply_tiles(
-            x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
-            gl.program_id(0) - first, buffer, warp, lane, none,
-            SWIGLU, B, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL, EARLY,
+            x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles, added_stride,
+            eps, gl.program_id(0) - first, buffer, warp, lane, none,
+            SWIGLU, MOST, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL, EARLY,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, added_stride, eps,
+    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles, added_stride, eps,
     program, buffer, warp, lane, none,
-    SWIGLU: gl.constexpr, B: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
     ABREAST: gl.constexpr, X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
     EARLY: gl.constexpr,
@@ -108,8 +112,8 @@ def _multiply_tiles(
     GROUPS: gl.constexpr = (K + G - 1) // G
     PARTS: gl.constexpr = WARPS // ABREAST  # of a tile's steps
     S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
-    COLUMNS: gl.constexpr = 1 if B == 1 else 2  # of a lane's two tokens
-    NT: gl.constexpr = (B + 7) // 8
+    COLUMNS: gl.constexpr = 1 if MOST == 1 else 2  # of a lane's two tokens
+    NT: gl.constexpr = (MOST + 7) // 8
     ITEMS: gl.constexpr = ABREAST * R * NT  # blocks of 16 results by 8 tokens
     FP32: gl.constexpr = gain_ptr is not None and gain_ptr.dtype.element_ty == gl.float32
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
@@ -138,7 +142,9 @@ def _multiply_tiles(
             for i in gl.static_range(2 * COLUMNS):
                 n = (first_tile + (first + warp) // NT) * 16 + i // COLUMNS * 8 + g
                 b = (first + warp) % NT * 8 + 2 * t + i % COLUMNS
-                at = gl.minimum(b, B - 1) * added_stride + gl.minimum(n, N - 1)
+                at = gl.minimum(n, N - 1)
+                if MOST > 1:
+                    at += gl.minimum(b, B - 1) * added_stride
                 added = added + (gl.load(added_ptr + at).to(gl.float32),)
     sources = ()
     factor = none + (1.0 if BITS == 8 or not STAGED else 0.0625)  # digits meet 16 times the code
@@ -208,7 +214,9 @@ def _multiply_tiles(
             b = item % NT * 8 + 2 * t + column
             low = y[column] * factor
             high = y[COLUMNS + column] * factor
-            stored = held & (item < ITEMS) & (b < B)
+            stored = held & (item < ITEMS)
+            if MOST > 1:
+                stored = stored & (b < B)
             if SWIGLU:
                 n = (first_tile + item // NT) * 8 + g
                 act = low * high / (1.0 + gl.exp(-low))
@@ -233,10 +241,10 @@ def gemv(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for 1 to 32 tokens; `silu(gate) * up` of it for a paired weight.
+    """`added + rms_norm(x) @ w.T`; `silu(gate) * up` of it for a paired weight.
 
     Args:
-        x: [B, K] bfloat16, contiguous.
+        x: [B, K] bfloat16, contiguous; the weight is read once for every 32 tokens.
         w: [N, K].
         norm: [K] gain of the RMS norm; None leaves x as it is. Of several tokens, or K above
             14,336, a kernel before norms.
@@ -251,7 +259,13 @@ def gemv(
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
     if norm is not None and not _staged(B, w):  # the kernel norms what it stages
         x, norm = rms_norm(x, norm, eps), None
-    _launch(x, w, norm, eps, added, y)
+    if B <= MOST_TOKENS:
+        _launch(x, w, norm, eps, added, y)
+        return y
+    for first in range(0, B, MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        of_part = added if added is None or added.shape[0] == 1 else added[part]
+        _launch(x[part], w, norm, eps, of_part, y[part])
     return y
 
 
@@ -309,12 +323,13 @@ def _launch(
         rows,
         y,
         rows_y,
+        B,
         w.N,
         w.tiles,
         0 if added is None or added.shape[0] == 1 else w.N,
         eps,
         SWIGLU=w.paired,
-        B=B,
+        MOST=1 if B == 1 else -(-B // 8) * 8,
         K=w.K,
         G=w.group_size,
         BITS=w.bits,

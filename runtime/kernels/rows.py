@@ -59,14 +59,16 @@ def _rms_norm_kernel(
     tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=offs < K)
 
 
-@triton.jit
-def _swiglu_kernel(gate_up_ptr, y_ptr, I, BLOCK: tl.constexpr):  # noqa: E741 - inner size
+@triton.jit(do_not_specialize=["count"])
+def _swiglu_kernel(gate_up_ptr, y_ptr, I, count, stride, BLOCK: tl.constexpr):  # noqa: E741
+    """I: inner size of gate and up, of which count are wanted; stride: from row to row of y."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up_ptr + token * 2 * I + offs, mask=offs < I, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * 2 * I + I + offs, mask=offs < I, other=0.0).to(tl.float32)
+    mask = offs < count
+    gate = tl.load(gate_up_ptr + token * 2 * I + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * 2 * I + I + offs, mask=mask, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
-    tl.store(y_ptr + token * I + offs, y.to(y_ptr.dtype.element_ty), mask=offs < I)
+    tl.store(y_ptr + token * stride + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -111,17 +113,25 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return y
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of [M, N], gate first: [M, N / 2]."""
+def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of [M, N], gate first: [M, N / 2].
+
+    Args:
+        gate_up: contiguous.
+        out: of the first so many columns where it has fewer; its rows may lie apart.
+    """
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty((M, inner), dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty((M, inner), dtype=gate_up.dtype, device=gate_up.device)
     run(
         _swiglu_kernel,
-        (M, triton.cdiv(inner, BLOCK)),
+        (M, triton.cdiv(out.shape[1], BLOCK)),
         gate_up,
-        y,
+        out,
         inner,
+        out.shape[1],
+        out.stride(0),
         BLOCK=BLOCK,
         enable_fp_fusion=True,
     )
-    return y
+    return out

@@ -6,6 +6,8 @@ Plan    a warp takes one step of a tile: its loads are those of the GEMV, and ev
         8 consecutive k, 16 bytes of a row. One rounding, of the FP32 product
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,6 +25,7 @@ from lowbit.runtime.kernels.mma import (
     threads,
     unpacked_scales,
 )
+from lowbit.runtime.kernels.rows import swiglu
 from lowbit.runtime.kernels.tiles import TILE, TiledLinear, dequantized
 
 WARPS = 4
@@ -141,29 +144,43 @@ def gemm(
 
     Args:
         x: [M, K] bfloat16.
-        w: [N, K]; some rows of it are wide at a time.
-        added: [M, N] or [1, N], added in FP32 before the one rounding; None where w is paired.
+        w: [N, K], not paired; some rows of it are wide at a time.
+        added: [M, N] or [1, N], added in FP32 before the one rounding.
         dtype: of the result, bfloat16 or float32; None is x's.
 
     Returns:
-        [M, N]; where paired, gate and then up, as in the rows of the checkpoint.
+        [M, N].
     """
     dtype = dtype or x.dtype
-    halves = 2 if w.paired else 1
-    y = torch.empty((x.shape[0], halves, w.N // halves), dtype=dtype, device=x.device)
+    y = torch.empty((x.shape[0], w.N), dtype=dtype, device=x.device)
+    for first, wide in _blocks(w):
+        columns = slice(TILE * first, TILE * first + wide.shape[1])
+        part = y[:, columns]
+        if dtype != x.dtype:
+            torch.mm(x, wide, out_dtype=dtype, out=part)
+            if added is not None:
+                part += added[:, columns]
+        elif added is not None:
+            torch.addmm(added[:, columns], x, wide, out=part)
+        else:
+            torch.mm(x, wide, out=part)
+    return y
+
+
+def gemm_swiglu(x: Tensor, w: TiledLinear) -> Tensor:
+    """`silu(gate) * up` of `x @ w.T`, as `gemm` does it: [M, K] and a paired [N, K] to [M, N / 2].
+
+    Gate and up are rounded in between.
+    """
+    y = torch.empty((x.shape[0], w.N // 2), dtype=x.dtype, device=x.device)
+    for first, wide in _blocks(w):
+        start = first * TILE // 2
+        swiglu(torch.mm(x, wide), y[:, start : start + wide.shape[1] // 2])
+    return y
+
+
+def _blocks(w: TiledLinear) -> Iterator[tuple[int, Tensor]]:
+    """First tile and transposed rows, [K, rows], of every part that is wide at a time."""
     step = max(1, BLOCK_WEIGHTS // (TILE * w.K))
     for first in range(0, w.tiles, step):
-        wide = widen(w, first, min(step, w.tiles - first)).T
-        columns = slice(TILE * first, TILE * first + wide.shape[1])
-        if added is None:
-            part = torch.mm(x, wide, out_dtype=dtype) if dtype != x.dtype else torch.mm(x, wide)
-        elif dtype == x.dtype:
-            part = torch.addmm(added[:, columns], x, wide)
-        else:
-            part = torch.mm(x, wide, out_dtype=dtype).add_(added[:, columns])
-        part = part.view(x.shape[0], halves, -1)
-        if step >= w.tiles and part.shape == y.shape:
-            return part.flatten(1)
-        start = first * TILE // halves
-        y[:, :, start : start + part.shape[2]] = part[:, :, : w.N // halves - start]
-    return y.flatten(1)
+        yield first, widen(w, first, min(step, w.tiles - first)).T

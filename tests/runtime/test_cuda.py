@@ -138,7 +138,7 @@ MANY = cuda.GEMV_TOKENS
 
 
 @pytest.mark.parametrize("kind", ["dense", *PACKED])
-@pytest.mark.parametrize("M", [1, 3, MANY, MANY + 1])
+@pytest.mark.parametrize("M", [1, 3, 32, 33, MANY, MANY + 1])
 def test_linears_of_any_number_of_tokens(kind: str, M: int) -> None:
     """Whatever kernel so many tokens take, each op is the same product."""
     torch.manual_seed(1)

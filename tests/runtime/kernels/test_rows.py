@@ -39,6 +39,16 @@ def test_swiglu(randn: Randn, bf16_error: float, M: int, N: int) -> None:
     assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())
 
 
+def test_swiglu_of_some_columns(randn: Randn, bf16_error: float) -> None:
+    x, whole = 4 * randn(3, 3000), torch.zeros(3, 4000, dtype=torch.bfloat16)
+    y = whole.to(x.device)
+    assert swiglu(x, y[:, 1000:2100]).shape == (3, 1100)
+    ref = swiglu_ref(x)[:, :1100]
+    assert bool(((y[:, 1000:2100].double() - ref).abs() <= bf16_error * ref.abs()).all())
+    assert not bool(y[:, :1000].any())
+    assert not bool(y[:, 2100:].any())
+
+
 def test_rms_norm_with_an_fp32_gain(randn: Randn, bf16_error: float) -> None:
     """The gain is rounded with the product, not before it."""
     x, gain = randn(3, 500), 1 + 0.1 * randn(500).float() ** 2
