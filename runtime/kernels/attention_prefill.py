@@ -6,9 +6,12 @@
 
 Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
         [Hkv, T, D] bf16; token m takes row length + m
-Plan    one Triton program per token and head writes q aside and k, v into the cache; the attention
-        itself is PyTorch's (flash attention on a GPU)
+Plan    one Triton program per token and head writes q aside and k, v into the cache. Attention of
+        many tokens is PyTorch's (flash attention on a GPU); that of few, which would wait for the
+        host, one kernel: a program takes 16 tokens of a head over all keys, its softmax as it goes
 """
+
+import math
 
 import torch
 import triton
@@ -23,6 +26,12 @@ from lowbit.runtime.ops import Rope
 
 # Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+LOG2E = math.log2(math.e)
+FEW_TOKENS = 128
+BLOCK_M = 16  # tokens of a program
+BLOCK_N = 64  # keys at a time
 
 
 def attention_prefill_ref(
@@ -99,6 +108,65 @@ def _rotate_append_kernel(
         tl.store(v_ptr + ((head - Hq - Hkv) * T + row) * D + offs_d, v)
 
 
+@triton.jit(do_not_specialize=["M", "length"])
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qkv_ptr,
+    out_ptr,
+    M,
+    length,
+    T,
+    scale,
+    Hq: tl.constexpr,
+    Hkv: tl.constexpr,
+    GATED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """scale: of scores, times log2(e); WIDE: products in FP32, for Triton's interpreter."""
+    head = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
+    there = tokens[:, None] < M
+    at = (tokens[:, None] * Hq + head) * D + offs_d[None, :]
+    q = tl.load(q_ptr + at, mask=there, other=0.0)
+    first = (head // (Hq // Hkv)).to(tl.int64) * T * D
+    end = length + tl.minimum(M, (tl.program_id(1) + 1) * BLOCK_M)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        keys = start + offs_n
+        rows = first + keys[:, None] * D + offs_d[None, :]
+        inside = keys[:, None] < end
+        k = tl.load(k_ptr + rows, mask=inside, other=0.0)
+        v = tl.load(v_ptr + rows, mask=inside, other=0.0)
+        if WIDE:
+            scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
+        else:
+            scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.where(keys[None, :] <= length + tokens[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        kept = tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weights, axis=1)
+        acc *= kept[:, None]
+        if WIDE:
+            acc += tl.dot(weights, v.to(tl.float32))
+        else:
+            acc += tl.dot(weights.to(v.dtype), v)
+        top = new_top
+    out = acc / total[:, None]
+    if GATED:
+        gate = tokens[:, None] * (2 * Hq + 2 * Hkv) * D + (2 * head + 1) * D + offs_d[None, :]
+        out *= tl.sigmoid(tl.load(qkv_ptr + gate, mask=there, other=0.0).to(tl.float32))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+
+
 def attention_prefill(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -141,6 +209,31 @@ def attention_prefill(
         num_warps=1,
         enable_fp_fusion=True,
     )
+    if M <= FEW_TOKENS:
+        few = torch.empty_like(q)
+        run(
+            _attend_kernel,
+            (Hq, triton.cdiv(M, BLOCK_M)),
+            q,
+            keys,
+            values,
+            qkv,
+            few,
+            M,
+            past,
+            T,
+            D**-0.5 * LOG2E,
+            Hq=Hq,
+            Hkv=Hkv,
+            GATED=gated,
+            D=D,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            WIDE=qkv.device.type == "cpu",
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+        return few.view(M, Hq * D)
     with sdpa_kernel(BACKENDS):
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1)[None],

@@ -54,7 +54,10 @@ REAL = [
 ]
 CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
 CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
-ON_GPU = [(heads, 8192, past, M) for heads in REAL for past, M in ((0, 777), (1000, 129))]
+# Beyond FEW_TOKENS, which PyTorch attends.
+CASES += [(heads, 180, past, 130) for heads in (QWEN3[0], SMALL[0]) for past in (0, 33)]
+LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33))
+ON_GPU = [(heads, 8192, past, M) for heads in REAL for past, M in LENGTHS]
 
 
 def gains(

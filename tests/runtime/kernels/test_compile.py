@@ -37,7 +37,7 @@ MODELS = {
 VOCABULARY = 151936
 
 DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "embed", "rms_norm"}
-PREFILL = {"widen", "swiglu", "rotate_append", "mix", "chunk", "scan", "gated_norm"}
+PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"
 
