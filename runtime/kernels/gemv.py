@@ -125,9 +125,13 @@ def _multiply_tiles(
     scales = ()
     for r in gl.static_range(R):
         tile = gl.minimum(first_tile + warp // PARTS * R + r, tiles - 1).to(gl.int64)
-        words = words + (words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16,)
-        scales = scales + (scales_ptr + (tile * (GROUPS * 8) + g) * SCALE_WORDS,)
-    loaded, raw = load_steps(words, scales, part, G, BITS, K, R, C if C < S else S, PARTS, SCALES)
+        at = tile * (STEPS * 1024) + part * 1024 + lane * 16
+        words = words + (words_ptr.to(gl.int64, bitcast=True) + at,)
+        at = (tile * (GROUPS * 8) + g) * (SCALE_WORDS * 4)
+        scales = scales + (scales_ptr.to(gl.int64, bitcast=True) + at,)
+    loaded, raw = load_steps(
+        words, scales, part, 0, G, BITS, K, R, C if C < S else S, PARTS, SCALES
+    )  # fmt: skip
     thread = warp * 32 + lane
     gains = load_gains(gain_ptr, thread, K, WARPS * 32)
 
@@ -164,25 +168,27 @@ def _multiply_tiles(
     else:
         for nt in gl.static_range(NT):
             token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
-            sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K) + t * 16,)
+            at = token * (2 * K) + t * 16 + part * (1024 // BITS)
+            sources = sources + (x_ptr.to(gl.int64, bitcast=True) + at,)
+    digits = buffer + gl.minimum(g, 2) * PLANE + t * 16 + part * (512 // BITS)
+    mixed = gl.where(t == 0, 256, 0)
     acc = ()
     for i in gl.static_range(R * NT):
         acc = acc + ((none, none) if STAGED else (none, none, none, none),)
     for first in gl.static_range(0, S, C):
         if first + C < S:
             next_loaded, next_raw = load_steps(
-                words, scales, part + (first + C) * PARTS, G, BITS, K, R,
+                words, scales, part, first + C, G, BITS, K, R,
                 C if first + 2 * C <= S else S - first - C, PARTS, SCALES,
             )  # fmt: skip
         if STAGED:
             acc = multiply_digits(
-                acc, loaded, raw, buffer + gl.minimum(g, 2) * PLANE + t * 16, buffer + 3 * PLANE,
-                part + first * PARTS, gl.where(t == 0, 256, 0), (first + C) * PARTS > STEPS,
+                acc, loaded, raw, digits, buffer + 3 * PLANE, part, mixed, first,
                 C if first + C <= S else S - first, G, BITS, K, R, PARTS, SCALES,
             )  # fmt: skip
         else:
             acc = multiply_steps(
-                acc, loaded, raw, sources, part + first * PARTS, none, (first + C) * PARTS > STEPS,
+                acc, loaded, raw, sources, part, none, first,
                 C if first + C <= S else S - first, G, BITS, K, R, NT, PARTS, SCALES,
             )  # fmt: skip
         if first + C < S:

@@ -107,16 +107,18 @@ def _digits(a, b, c, d):
 
 @gluon.jit
 def multiply_digits(
-    acc, loaded, raw, digits, units, first, mixed, TAIL: gl.constexpr, C: gl.constexpr,
-    G: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, STRIDE: gl.constexpr,
+    acc, loaded, raw, digits, units, part, mixed, FIRST: gl.constexpr, C: gl.constexpr,
+    G: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, PARTS: gl.constexpr,
     SCALES: gl.constexpr,
 ):  # fmt: skip
     """Acc, sums of rows g and g + 8 for each tile, with what C loaded steps of every tile add.
 
+    Steps are those of `load_steps`.
+
     Lanes t = 0 sum the lower two digits, lanes t = 1 the last; see `digits_joined`.
 
-    digits: address of this lane's column in its plane; units: of the first unit; mixed: 256 in
-    lanes t = 0, else 0; TAIL where a step may not exist.
+    digits: address of this lane's column in its plane, at the warp's first step; units: of the
+    first unit; mixed: 256 in lanes t = 0, else 0.
     """
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     STEP_K: gl.constexpr = 512 // BITS
@@ -125,19 +127,26 @@ def multiply_digits(
     zero = mixed * 0
     sums = ()
     factors = ()
-    for c in gl.static_range(C):
-        step = first + c * STRIDE
-        unit = load_shared4(units + gl.minimum(step, STEPS - 1) * STEP_K // BLOCK_K * 4)
-        factors = factors + (gl.where(step < STEPS, unit, 0.0) if TAIL else unit,)
+    for c in gl.static_range(FIRST, FIRST + C):
+        if (c + 1) * PARTS <= STEPS and PARTS * STEP_K % BLOCK_K == 0:
+            here = units + part * STEP_K // BLOCK_K * 4
+            factors = factors + (load_shared4(here, c * PARTS * STEP_K // BLOCK_K * 4),)
+        else:
+            step = part + c * PARTS
+            unit = load_shared4(units + gl.minimum(step, STEPS - 1) * STEP_K // BLOCK_K * 4)
+            factors = factors + (gl.where(step < STEPS, unit, 0.0),)
         for _r in gl.static_range(R):
             sums = sums + ((zero, zero, zero, zero),)
     pairs = ()  # columns of two products, of each step
     for q in gl.static_range(Q):
         if q % 2 == 0:
             pairs = ()
-            for c in gl.static_range(C):
-                step = gl.minimum(first + c * STRIDE, STEPS - 1)
-                pairs = pairs + (load_shared16(digits + step * STEP_K + q * 32),)
+            for c in gl.static_range(FIRST, FIRST + C):
+                if (c + 1) * PARTS <= STEPS:
+                    pairs = pairs + (load_shared16(digits, c * PARTS * STEP_K + q * 32),)
+                else:
+                    at = gl.minimum(part + c * PARTS, STEPS - 1) - part
+                    pairs = pairs + (load_shared16(digits + at * STEP_K, q * 32),)
         new = ()
         for c in gl.static_range(C):
             b0 = pairs[c][2 * (q % 2)]

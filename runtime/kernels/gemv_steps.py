@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.mma import (
+    load4,
+    load8,
     load16,
     mma,
     pairs,
@@ -15,57 +17,72 @@ from lowbit.runtime.kernels.mma import (
 
 @gluon.jit
 def load_steps(
-    words, scales, step, G: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr,
-    R: gl.constexpr, C: gl.constexpr, STRIDE: gl.constexpr, SCALES: gl.constexpr,
+    words, scales, part, FIRST: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Words and raw scales of C steps of every tile of this program.
+    """Words and raw scales of C steps of every tile of this program, the FIRST and those after it.
 
-    words, scales: address of each tile for this lane; step: the first; STRIDE: to the next.
+    words: address of this warp's own first step of each tile, for this lane; scales: of the tile's
+    first group; part: number of the warp's first step, from there every PARTS-th is its.
     """
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     GROUPS: gl.constexpr = (K + G - 1) // G
     STEP_K: gl.constexpr = 512 // BITS
     UNIT: gl.constexpr = min(STEP_K, G & -G)  # k of a step that surely share a scale
+    GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
+    SAME: gl.constexpr = PARTS * STEP_K % G == 0 and K % STEP_K == 0  # way to the next in groups
     loaded = ()
     raw = ()
     for r in gl.static_range(R):
-        for c in gl.static_range(C):
-            at = gl.minimum(step + c * STRIDE, STEPS - 1)
-            here = words[r] + at.to(gl.int64) * 1024
-            loaded = loaded + (stream16(here), stream16(here + 512))
-            for part in gl.static_range(STEP_K // UNIT):
-                group = gl.minimum((at * STEP_K + part * UNIT) // G, GROUPS - 1)
-                if SCALES == "fp32":
-                    here = scales[r] + group * 16
-                    raw = raw + ((gl.load(here), gl.load(here + 1)),)
+        for c in gl.static_range(FIRST, FIRST + C):
+            if (c + 1) * PARTS <= STEPS:
+                at = part + c * PARTS
+                loaded = loaded + (
+                    stream16(words[r], c * PARTS * 1024),
+                    stream16(words[r], c * PARTS * 1024 + 512),
+                )
+            else:
+                at = gl.minimum(part + c * PARTS, STEPS - 1)
+                here = words[r] + (at - part).to(gl.int64) * 1024
+                loaded = loaded + (stream16(here), stream16(here, 512))
+            for unit in gl.static_range(STEP_K // UNIT):
+                if (c + 1) * PARTS <= STEPS and SAME:
+                    here = scales[r] + (part * STEP_K + unit * UNIT) // G * GROUP_BYTES
+                    raw = raw + (_raw_scales(here, c * PARTS * STEP_K // G * GROUP_BYTES, SCALES),)
                 else:
-                    raw = raw + (gl.load(scales[r] + group * 8),)
+                    group = gl.minimum((at * STEP_K + unit * UNIT) // G, GROUPS - 1)
+                    raw = raw + (_raw_scales(scales[r] + group * GROUP_BYTES, 0, SCALES),)
     return loaded, raw
 
 
 @gluon.jit
+def _raw_scales(address, OFFSET: gl.constexpr, SCALES: gl.constexpr):
+    if SCALES == "fp32":
+        raw = load8(address, OFFSET)
+    else:
+        raw = load4(address, OFFSET)
+    return raw
+
+
+@gluon.jit
 def multiply_steps(
-    acc, loaded, raw, sources, first, none, TAIL: gl.constexpr, C: gl.constexpr, G: gl.constexpr,
-    BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, STRIDE: gl.constexpr,
+    acc, loaded, raw, sources, part, none, FIRST: gl.constexpr, C: gl.constexpr, G: gl.constexpr,
+    BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, NT: gl.constexpr, PARTS: gl.constexpr,
     SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Acc with what C loaded steps of every tile add, x in BF16; TAIL where a step may not exist.
+    """Acc with what C loaded steps of every tile add, x in BF16; steps are those of `load_steps`.
 
-    sources: address of the first chunk of this lane's column, for each block of tokens.
+    sources: address of the first chunk of this lane's column at the warp's first step, for each
+        block of tokens.
     """
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
     Q: gl.constexpr = 16 // BITS  # chunks of a lane in a step
     GROUP_Q: gl.constexpr = min(Q, (G & -G) // 32)  # chunks that surely share a scale
     sums = _zeros(none, C * R * NT)
     for q in gl.static_range(Q):
         fragments = ()
-        for c in gl.static_range(C):
-            step = first + c * STRIDE
+        for c in gl.static_range(FIRST, FIRST + C):
             for nt in gl.static_range(NT):
-                x = _fragments(sources[nt], gl.minimum(step, STEPS - 1), q, K, BITS)
-                if TAIL:
-                    x = _where(step < STEPS, x)
-                fragments = fragments + (x,)
+                fragments = fragments + (_fragments(sources[nt], part, c, q, K, BITS, PARTS),)
         sums = _multiply_chunks(sums, loaded, fragments, q, C, BITS, R, NT)
         if (q + 1) % GROUP_Q == 0:
             total = ()
@@ -98,13 +115,22 @@ def _zeros(none, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _fragments(source, step, q, K: gl.constexpr, BITS: gl.constexpr):
-    """Four words of two k that a lane's q-th chunk multiplies, its token's column of B."""
+def _fragments(
+    source, part, c: gl.constexpr, q: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Four words of two k that a lane's q-th chunk of a step multiplies, its token's column."""
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
     STEP_K: gl.constexpr = 512 // BITS
-    at = step * STEP_K + q * 32
-    if K % STEP_K != 0:  # past K: any numbers, the weights there are zero
-        at = gl.where(at + 32 <= K, at, 0)
-    return load16(source + at.to(gl.int64) * 2)
+    if (c + 1) * PARTS <= STEPS and K % STEP_K == 0:
+        x = load16(source, (c * PARTS * STEP_K + q * 32) * 2)
+    else:
+        step = part + c * PARTS
+        k = gl.minimum(step, STEPS - 1) * STEP_K + q * 32
+        if K % STEP_K != 0:  # past K: any numbers, the weights there are zero
+            k = gl.where(k + 32 <= K, k, 0)
+        x = _where(step < STEPS, load16(source + (k - part * STEP_K).to(gl.int64) * 2))
+    return x
 
 
 @gluon.jit

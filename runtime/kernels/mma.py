@@ -20,14 +20,16 @@ def threads(WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load16(address):
+def load16(address, OFFSET: gl.constexpr = 0):
     """16 bytes at an address of each lane, as four words.
 
     A weak load: what a kernel writes may be read after it; the compiler keeps it on its side of a
     programmatic wait.
+
+    OFFSET: bytes beyond the address, which costs no instruction.
     """
     return gl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
         "=r,=r,=r,=r,l",
         [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -37,10 +39,10 @@ def load16(address):
 
 
 @gluon.jit
-def stream16(address):
+def stream16(address, OFFSET: gl.constexpr = 0):
     """`load16` of what is read once: it takes no room in L1."""
     return gl.inline_asm_elementwise(
-        "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
+        f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
         "=r,=r,=r,=r,l",
         [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
@@ -74,18 +76,23 @@ def stream16_if(address, wanted):
 
 
 @gluon.jit
-def load4(address):
+def load4(address, OFFSET: gl.constexpr = 0):
     """4 bytes at an address of each lane; see `load16`."""
     return gl.inline_asm_elementwise(
-        "ld.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+        f"ld.global.b32 $0, [$1 + {OFFSET}];",
+        "=r,l",
+        [address],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 @gluon.jit
-def load8(address):
+def load8(address, OFFSET: gl.constexpr = 0):
     """8 bytes at an address of each lane, as two words; see `load16`."""
     return gl.inline_asm_elementwise(
-        "ld.global.v2.b32 {$0, $1}, [$2];",
+        f"ld.global.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
         "=r,=r,l",
         [address],
         dtype=(gl.int32, gl.int32),
@@ -250,10 +257,15 @@ def store_shared4(address, x, inside):
 
 
 @gluon.jit
-def load_shared4(address):
-    """An FP32 of shared memory for each lane."""
+def load_shared4(address, OFFSET: gl.constexpr = 0):
+    """An FP32 of shared memory for each lane; see `load16` for OFFSET."""
     return gl.inline_asm_elementwise(
-        "ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1
+        f"ld.shared.f32 $0, [$1 + {OFFSET}];",
+        "=f,r",
+        [address],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -284,10 +296,10 @@ def store_shared8(address, words, inside):
 
 
 @gluon.jit
-def load_shared16(address):
-    """16 bytes of shared memory for each lane, as four words."""
+def load_shared16(address, OFFSET: gl.constexpr = 0):
+    """16 bytes of shared memory for each lane, as four words; see `load16` for OFFSET."""
     return gl.inline_asm_elementwise(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
         "=r,=r,=r,=r,r",
         [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
