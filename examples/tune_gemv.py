@@ -27,7 +27,7 @@ from lowbit.runtime.kernels.tiles import TiledLinear
 POSITION = 100
 REACH = 256
 RUNS = 7
-BEST = 4  # launches that are tried with other registers and raw codes
+BEST = 4  # launches that are tried with other caps of registers
 SHOWN = 5
 MULTIPROCESSORS = 132
 PROCESSES = 15
@@ -58,12 +58,12 @@ def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
             if warps < abreast:
                 continue
             share = -(-steps // (warps // abreast))  # steps of a warp
-            for rows in (1, 2):
+            for rows in (1, 2, 4):
                 programs = tiles / (rows * abreast)
                 if rows * abreast > 1 and programs < 0.9 * MULTIPROCESSORS:
                     continue
                 depths = {share, -(-share // 2), -(-share // 3), -(-share // 4), 3, 4}
-                fitting = [d for d in depths if d <= min(share, 6) and d * rows <= 8]
+                fitting = [d for d in depths if d <= min(share, 8) and d * rows <= 8]
                 fitting.sort(key=lambda d: (-(-share // d) * d, -d))  # the fewest idle steps first
                 for depth in fitting[:3]:
                     late = GemvLaunch(rows, depth, warps, abreast=abreast)
@@ -72,12 +72,8 @@ def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
 
 
 def variants(launch: GemvLaunch) -> list[GemvLaunch]:
-    """The same launch with registers capped, and with raw codes."""
-    return [
-        replace(launch, registers=registers, raw=raw)
-        for registers in (None, 128, 168)
-        for raw in (False, True)
-    ]
+    """The same launch with registers capped."""
+    return [replace(launch, registers=registers) for registers in (None, 80, 128, 168)]
 
 
 def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
