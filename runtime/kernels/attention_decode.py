@@ -24,6 +24,16 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.kernels.access import (
+    barrier,
+    declaration,
+    load4,
+    load_shared4,
+    load_shared16,
+    shared_buffer,
+    store_shared4,
+    store_shared16,
+)
 from lowbit.runtime.kernels.attention_fragments import (
     add_values,
     key_scores,
@@ -41,17 +51,9 @@ from lowbit.runtime.kernels.mma import (
     across,
     as_float,
     as_word,
-    barrier,
-    declaration,
     from_lane,
     high_half,
-    load4,
-    load_shared4,
-    load_shared16,
     low_half,
-    shared_buffer,
-    store_shared4,
-    store_shared16,
     threads,
 )
 from lowbit.runtime.kernels.rotate import rotated_ref

@@ -3,7 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.mma import as_float, high_half, load4, load16, low_half
+from lowbit.runtime.kernels.access import (
+    load4,
+    load16,
+)
+from lowbit.runtime.kernels.mma import (
+    as_float,
+    high_half,
+    low_half,
+)
 
 
 @gluon.jit

@@ -31,7 +31,6 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 LOG2E = math.log2(math.e)
 FEW_TOKENS = 128
 BLOCK_M = 16  # tokens of a program
-BLOCK_N = 64  # keys at a time
 
 
 def attention_prefill_ref(
@@ -228,9 +227,10 @@ def attention_prefill(
             GATED=gated,
             D=D,
             BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=64 if D <= 128 else 32,  # what cards with 99 KB of shared memory hold twice
             WIDE=qkv.device.type == "cpu",
             num_warps=4,
+            num_stages=2,
             enable_fp_fusion=True,
         )
         return few.view(M, Hq * D)

@@ -3,13 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.access import (
+    load4,
+    load8,
+)
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
     bf16_pair,
     high_half,
-    load4,
-    load8,
     low_half,
 )
 

@@ -23,13 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.delta import DeltaState, DeltaWeights
-from lowbit.runtime.kernels.delta_gates import gates, gates_ref
-from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
-from lowbit.runtime.kernels.device import programmatic_launch, run
-from lowbit.runtime.kernels.mma import (
-    across,
-    as_float,
-    as_word,
+from lowbit.runtime.kernels.access import (
     barrier,
     count_up,
     declaration,
@@ -40,6 +34,14 @@ from lowbit.runtime.kernels.mma import (
     store_shared4,
     store_shared16,
     stream16,
+)
+from lowbit.runtime.kernels.delta_gates import gates, gates_ref
+from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
+from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.mma import (
+    across,
+    as_float,
+    as_word,
     threads,
 )
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OLDER_REGISTERS = 168
+
 
 def programmatic_launch(x: Tensor) -> bool:
     """Whether a kernel may start before the one that feeds it ends (Hopper and later).
@@ -18,7 +20,22 @@ def programmatic_launch(x: Tensor) -> bool:
     earlier steps wrote may be read before the wait: the cache, the position, the states of linear
     layers. So two steps of one layer need a kernel between them, as every model has.
     """
-    return x.is_cuda and _capability(x.device) >= (9, 0)
+    return capability(x) >= (9, 0)
+
+
+def register_cap(x: Tensor, measured: int | None) -> int | None:
+    """The most registers of a thread, for what is best on Hopper; None leaves it to the compiler.
+
+    Before Hopper it spills in more launches if it is left to it, after Hopper if it is not.
+    """
+    if capability(x) >= (10, 0):
+        return None
+    return measured if capability(x) >= (9, 0) else measured or OLDER_REGISTERS
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """Of the tensor's GPU; (0, 0) on a CPU."""
+    return _capability(x.device) if x.is_cuda else (0, 0)
 
 
 @cache

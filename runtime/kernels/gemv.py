@@ -18,7 +18,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.access import (
+    barrier,
+    declaration,
+    shared_buffer,
+    store_shared4,
+    store_shared8,
+    store_shared16,
+)
+from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.gemv_digits import (
     TOP_WEIGHT,
     digit_bytes,
@@ -33,19 +41,12 @@ from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.mma import (
     across,
     as_word,
-    barrier,
-    declaration,
-    shared_buffer,
-    store_shared4,
-    store_shared8,
-    store_shared16,
     threads,
 )
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
 MOST_TOKENS = 32  # of a program
-OLDER_REGISTERS = 168  # before Hopper the compiler spills for occupancy in more launches
 MOST_STAGED = 14336  # of K: 43 KB, and all of a program's shared memory may be 48
 SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -311,11 +312,11 @@ def _launch(
     rows_y: Tensor | None = None,
 ) -> None:
     B, staged = x.shape[0], _staged(x.shape[0], w)
-    x_bytes = max(digit_bytes(w.K), 2 * w.K) if staged else 0
+    x_bytes = digit_bytes(w.K) if staged else 0
     launch = gemv_launch(w.bits, w.tiles, w.steps, B)
     ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
-    registers = launch.registers if pdl else launch.registers or OLDER_REGISTERS
+    registers = register_cap(x, launch.registers)
     if w.K > MOST_STAGED:  # every lane holds its own x
         registers = None
     run(

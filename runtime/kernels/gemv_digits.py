@@ -17,6 +17,12 @@ the order of k is that of the codes in their words (`tiles`).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.access import (
+    load_shared4,
+    load_shared16,
+    store_shared4,
+    store_shared8,
+)
 from lowbit.runtime.kernels.mma import (
     as_float,
     as_word,
@@ -25,11 +31,7 @@ from lowbit.runtime.kernels.mma import (
     integer_mma,
     larger,
     largest,
-    load_shared4,
-    load_shared16,
     low_half,
-    store_shared4,
-    store_shared8,
     unpacked_scales,
 )
 

@@ -4,16 +4,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
-from lowbit.runtime.kernels.mma import (
-    as_word,
+from lowbit.runtime.kernels.access import (
     barrier,
     load_shared16,
-    mma,
     store_shared4,
     store_shared8,
     store_shared16,
     stream16,
+)
+from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
+from lowbit.runtime.kernels.mma import (
+    as_word,
+    mma,
 )
 
 

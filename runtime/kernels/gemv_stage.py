@@ -3,15 +3,17 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.access import (
+    load16,
+    load_shared4,
+    load_shared8,
+    load_shared16,
+)
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
     bf16_pair,
     high_half,
-    load16,
-    load_shared4,
-    load_shared8,
-    load_shared16,
     low_half,
     mma,
     times,

@@ -3,13 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.mma import (
+from lowbit.runtime.kernels.access import (
     load4,
     load8,
     load16,
+    stream16,
+)
+from lowbit.runtime.kernels.mma import (
     mma,
     pairs,
-    stream16,
     times16,
     unpacked_scales,
 )

@@ -13,6 +13,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.access import (
+    store16,
+    stream16,
+)
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.gemv import SCALES
 from lowbit.runtime.kernels.mma import (
@@ -20,8 +24,6 @@ from lowbit.runtime.kernels.mma import (
     high_half,
     low_half,
     pairs,
-    store16,
-    stream16,
     threads,
     unpacked_scales,
 )

@@ -42,6 +42,7 @@ SMALL = [
     Heads(3, 3, 32, 24, gain=FP32),  # rotated dimensions not a power of two
     Heads(7, 1, 32, 32),
     Heads(8, 1, 64, 32, gated=True),
+    Heads(2, 1, 256, 64, gated=True, gain=FP32),
 ]
 REAL = [
     Heads(16, 8, 128, 128, gain=BF16),  # Qwen3 0.6B

@@ -1,0 +1,220 @@
+"""Device functions for memory that lanes address themselves: loads, stores, a barrier, a counter.
+
+Values are those of `mma`: what each lane holds, tensors of one element a thread. Order is as
+written, since none of them is pure.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def load16(address, OFFSET: gl.constexpr = 0):
+    """16 bytes at an address of each lane, as four words.
+
+    A weak load: what a kernel writes may be read after it; the compiler keeps it on its side of a
+    programmatic wait.
+
+    OFFSET: bytes beyond the address, which costs no instruction.
+    """
+    return gl.inline_asm_elementwise(
+        f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        "=r,=r,=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stream16(address, OFFSET: gl.constexpr = 0):
+    """`load16` of what is read once: it takes no room in L1."""
+    return gl.inline_asm_elementwise(
+        f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        "=r,=r,=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stream16_if(address, wanted):
+    """`stream16` of the lanes that want it, zeros in others.
+
+    A load that nobody needs still costs its latency: registers are awaited in the order of loads.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $5, 0;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];
+        }""",
+        "=&r,=&r,=&r,=&r,l,r",
+        [address, wanted.to(gl.int32)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load4(address, OFFSET: gl.constexpr = 0):
+    """4 bytes at an address of each lane; see `load16`."""
+    return gl.inline_asm_elementwise(
+        f"ld.global.b32 $0, [$1 + {OFFSET}];",
+        "=r,l",
+        [address],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load8(address, OFFSET: gl.constexpr = 0):
+    """8 bytes at an address of each lane, as two words; see `load16`."""
+    return gl.inline_asm_elementwise(
+        f"ld.global.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
+        "=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def shared_buffer(DECLARATION: gl.constexpr):
+    """The address of shared memory that lanes address themselves; see `declaration`."""
+    return gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def declaration(size_bytes: int) -> str:
+    """What `shared_buffer` takes for so many bytes, at most 48 KB; once a kernel."""
+    return f".shared .align 16 .b8 staged[{size_bytes}]; mov.b32 $0, staged;"
+
+
+@gluon.jit
+def store_shared16(address, words, inside):
+    """Four words of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
+        "@p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
+        "=r,r,r,r,r,r,r",
+        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_shared4(address, x, inside):
+    """An FP32 of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0;}",
+        "=r,r,f,r",
+        [address, x, inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared4(address, OFFSET: gl.constexpr = 0):
+    """An FP32 of shared memory for each lane; see `load16` for OFFSET."""
+    return gl.inline_asm_elementwise(
+        f"ld.shared.f32 $0, [$1 + {OFFSET}];",
+        "=f,r",
+        [address],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared8(address):
+    """Two words of shared memory for each lane."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,r",
+        [address],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_shared8(address, words, inside):
+    """Two words of each lane that is inside, to shared memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
+        "=r,r,r,r,r",
+        [address, words[0], words[1], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_shared16(address, OFFSET: gl.constexpr = 0):
+    """16 bytes of shared memory for each lane, as four words; see `load16` for OFFSET."""
+    return gl.inline_asm_elementwise(
+        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        "=r,=r,=r,=r,r",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def barrier():
+    """Every thread of the program waits for the others."""
+    gl.inline_asm_elementwise(
+        "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store16(address, words, inside):
+    """Four words of each lane that is inside, to global memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
+        "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r",
+        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def count_up(address, inside):
+    """Add one to a counter in global memory for each lane that is inside; what it was before.
+
+    Relaxed: a lane's loads have returned before it counts if their values have been used, but what
+    it has stored may be seen later.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
+        "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}",
+        "=&r,l,r",
+        [address, inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
