@@ -26,8 +26,6 @@ from lowbit.runtime.ops import Rope
 
 # Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
 LOG2E = math.log2(math.e)
 FEW_TOKENS = 128
 BLOCK_M = 16  # tokens of a program
@@ -227,7 +225,7 @@ def attention_prefill(
             GATED=gated,
             D=D,
             BLOCK_M=BLOCK_M,
-            BLOCK_N=64 if D <= 128 else 32,  # what cards with 99 KB of shared memory hold twice
+            BLOCK_N=64 if D <= 128 else 32,  # two programs in 99 KB of shared memory
             WIDE=qkv.device.type == "cpu",
             num_warps=4,
             num_stages=2,

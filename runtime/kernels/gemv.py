@@ -317,7 +317,7 @@ def _launch(
     ROWS = 0 if rows is None else rows.shape[0]
     pdl = programmatic_launch(x)
     registers = register_cap(x, launch.registers)
-    if w.K > MOST_STAGED:  # every lane holds its own x
+    if w.K > MOST_STAGED:  # under a cap rows so long spill
         registers = None
     run(
         _gemv_kernel,

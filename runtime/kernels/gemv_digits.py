@@ -7,7 +7,7 @@ becomes numbers of three digits to the base 256, and one `mma` takes the digits 
 
 The unit is 2^-20 of the power of two below the largest of a block of 256 elements, which is what a
 warp stages at a time: an element is off by at most 2^-21 of that largest, and one of BF16 above
-2^-13 of it is exact. NaN and infinities make their block NaN.
+2^-13 of it is exact. But it is at least 2^-126. NaN and infinities make their block NaN.
 
 In shared memory: three planes of a byte for each k, 2 * d2 in the last, then the units in FP32.
 Chunks of 8 lie as two steps of `integer_mma` take them, 16 bytes of a lane side by side; in each
@@ -45,7 +45,7 @@ def plane_bytes(K: int) -> int:
 
 
 def digit_bytes(K: int) -> int:
-    """Of shared memory for the planes and units of K elements."""
+    """Of shared memory for the planes and units of K elements: more than they take in BF16."""
     return 3 * plane_bytes(K) + -(-K // 1024) * 16
 
 
@@ -117,7 +117,8 @@ def multiply_digits(
 
     Steps are those of `load_steps`.
 
-    Lanes t = 0 sum the lower two digits, lanes t = 1 the last; see `digits_joined`.
+    Lanes t = 0 sum the lower two digits, lanes t = 1 the last; the rest
+    repeat the last; see `TOP_WEIGHT`.
 
     digits: address of this lane's column in its plane, at the warp's first step; units: of the
     first unit; mixed: 256 in lanes t = 0, else 0.

@@ -57,7 +57,7 @@ def pairs(word, BITS: gl.constexpr):
     EVEN: gl.constexpr = 0x43084308 if BITS == 4 else 0x43004300
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 t, mask, one, p0, p1, p2, p3;
+        .reg .b32 t, one, p0, p1, p2, p3;
         mov.b32 one, 0x3f803f80;
         shr.u32 t, $4, 4;
         lop3.b32 p0, $4, $5, $6, 0x6a;

@@ -1,14 +1,15 @@
 """Weights in the order in which tensor cores take them: what a GPU keeps instead of rows.
 
 A tile is 16 rows, one step of it 16 words of each row: 1 KB, which one warp reads with two loads of
-16 bytes a lane, and which are A fragments of `mma.m16n8k16` once the codes are widened to BF16:
+16 bytes a lane, and which are A fragments of `integer_mma`, or of `mma` once widened to BF16:
 
     words [N / 16, K / step, 2 halves, 8 rows, 4 lanes, 4] int32        (halves: rows 0-7, 8-15)
 
 A lane's words hold chunks of 8 consecutive k: chunk 4 * q + lane of the step for its q-th, so that
 x is read in its natural order. Inside a chunk the codes are placed for widening by a shift and a
 mask (`mma.pairs`): of a word's nibbles 0..7, 0 and 4 are the first pair, 1 and 5 the second...
-Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are padded with weights of zero.
+Codes are two's complement. Scales follow as [N / 16, K / G, 8 rows, 2 halves]. Rows and K are
+padded with weights of zero.
 """
 
 from dataclasses import dataclass

@@ -257,6 +257,7 @@ def others(full: bool) -> Iterator[str]:
     shapes = [(4, 4096, 4096, 32, 1), (4, 4096, 4096, 128, 8), (8, 4096, 4096, 128, 32)]
     if full:
         shapes += [(8, 4096, 4096, 128, 8), (4, 4096, 4096, 128, 32), (4, 5120, 25600, 128, 1)]
+        shapes += [(4, 5120, 17408, 128, 1), (4, 5120, 17408, 128, 8), (4, 5120, 25600, 128, 8)]
     for bits, N, K, G, tokens in shapes:
         cuda.linear_add(zeros(tokens, K), weight(bits, N, K, G), zeros(tokens, N))
         yield f"{N}x{K} G{G} INT{bits} B{tokens}"

@@ -48,6 +48,15 @@ def test_found_again_in_a_graph() -> None:
     assert torch.equal(rows, table[[7, 49]])
 
 
+def test_numbers_are_told_apart() -> None:
+    """As Triton does: 1 is a constant, multiples of 16 may be vectors, large ones are int64."""
+    numbers = (1, 3, 48, 2**31, 2**31 - 1, 2**31 + 1)
+    kinds = [device._kind(number) for number in numbers]
+    assert len(set(kinds)) == 5
+    assert kinds[1] == kinds[4]
+    assert len({device._kind(None), device._kind(1.0), *kinds}) == 7
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_interpreted_kernels_are_not_kept() -> None:
     x = torch.randn(2, 64).bfloat16()

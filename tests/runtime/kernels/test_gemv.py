@@ -23,9 +23,9 @@ Randn = Callable[..., Tensor]
 
 EPS = 1e-6
 # Products are exact and sums FP32, so this is their rounding: relative to the norm of the result,
-# for one element 20 times as much of their mean size. One token's codes carry the constant of
-# their place in BF16, about 30 times their size, which cancels; measured 6e-6 there, else 1e-7.
-SUMS = 1e-5
+# for one element 20 times as much of their mean size. Measured 1e-7, 2.5e-6 with outliers, since
+# one token's x is a fixed-point number within each 256 elements.
+SUMS = 3e-6
 # silu(gate) * up carries the errors of both, and an exponential of 2^-21.
 SWIGLU = 2e-5
 HALF_ULP = 2.0**-8  # of bfloat16, relative
@@ -215,9 +215,9 @@ def test_outliers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     """Elements up to 2^12 times as large as most others, and blocks 2^60 times as small."""
     w, x = make_tiled(bits, 100, 2560, 128), randn(1, 2560)
     x[:, ::97] *= 4096
-    check(run(x, w, dtype=FP32), reference(x, w))
+    check(run(x, w, dtype=FP32), reference(x, w), 2 * SUMS)
     x[:, 512:] *= 2.0**-60
-    check(run(x, w, dtype=FP32), reference(x, w))
+    check(run(x, w, dtype=FP32), reference(x, w), 2 * SUMS)
     assert not bool(run(torch.zeros_like(x), w).any())
     for value in (torch.inf, -torch.inf, torch.nan):
         x[0, 1234] = value
@@ -226,7 +226,7 @@ def test_outliers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_small_numbers(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
-    """Down to what has no normal reciprocal."""
+    """Far below what a model has, with units that are still normal numbers."""
     w, x = make_tiled(bits, 100, 512, 128), randn(1, 512)
     for power in (-90, -100, -104):
         small = x * 2.0**power
