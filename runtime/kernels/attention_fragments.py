@@ -8,18 +8,8 @@ values multiply: lane's head g, keys 2 * t and 2 * t + 1 of each block of 8.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load_shared16,
-    stream16,
-    stream16_if,
-)
-from lowbit.runtime.kernels.mma import (
-    across,
-    bf16_pair,
-    bytes_of,
-    from_lane,
-    mma,
-)
+from lowbit.runtime.kernels.access import load_shared16, stream16, stream16_if
+from lowbit.runtime.kernels.mma import across, bf16_pair, bytes_of, from_lane, mma
 
 
 @gluon.jit

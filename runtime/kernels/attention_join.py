@@ -3,15 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load4,
-    load16,
-)
-from lowbit.runtime.kernels.mma import (
-    as_float,
-    high_half,
-    low_half,
-)
+from lowbit.runtime.kernels.access import load4, load16
+from lowbit.runtime.kernels.mma import as_float, high_half, low_half
 
 
 @gluon.jit

@@ -3,17 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load4,
-    load8,
-)
-from lowbit.runtime.kernels.mma import (
-    across,
-    as_float,
-    bf16_pair,
-    high_half,
-    low_half,
-)
+from lowbit.runtime.kernels.access import load4, load8
+from lowbit.runtime.kernels.mma import across, as_float, bf16_pair, high_half, low_half
 
 
 @gluon.jit

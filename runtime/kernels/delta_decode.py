@@ -38,12 +38,7 @@ from lowbit.runtime.kernels.access import (
 from lowbit.runtime.kernels.delta_gates import gates, gates_ref
 from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
 from lowbit.runtime.kernels.device import programmatic_launch, run
-from lowbit.runtime.kernels.mma import (
-    across,
-    as_float,
-    as_word,
-    threads,
-)
+from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
 
 WARPS = 8
 MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads

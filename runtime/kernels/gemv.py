@@ -38,11 +38,7 @@ from lowbit.runtime.kernels.gemv_rows import multiply_rows
 from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
 from lowbit.runtime.kernels.gemv_steps import load_steps, multiply_steps
 from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.mma import (
-    across,
-    as_word,
-    threads,
-)
+from lowbit.runtime.kernels.mma import across, as_word, threads
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 

@@ -17,12 +17,8 @@ the order of k is that of the codes in their words (`tiles`).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load_shared4,
-    load_shared16,
-    store_shared4,
-    store_shared8,
-)
+from lowbit.runtime.kernels.access import load_shared4, load_shared16, store_shared4, store_shared8
+from lowbit.runtime.kernels.gemv_steps import zeros
 from lowbit.runtime.kernels.mma import (
     as_float,
     as_word,
@@ -128,7 +124,7 @@ def multiply_digits(
     Q: gl.constexpr = 16 // BITS  # products of a step
     GROUP_Q: gl.constexpr = min(Q, (G & -G) // 32)  # products that surely share a scale
     zero = mixed * 0
-    sums = ()
+    sums = zeros(zero, C * R)
     factors = ()
     for c in gl.static_range(FIRST, FIRST + C):
         if (c + 1) * PARTS <= STEPS and PARTS * STEP_K % BLOCK_K == 0:
@@ -138,8 +134,6 @@ def multiply_digits(
             step = part + c * PARTS
             unit = load_shared4(units + gl.minimum(step, STEPS - 1) * STEP_K // BLOCK_K * 4)
             factors = factors + (gl.where(step < STEPS, unit, 0.0),)
-        for _r in gl.static_range(R):
-            sums = sums + ((zero, zero, zero, zero),)
     pairs = ()  # columns of two products, of each step
     for q in gl.static_range(Q):
         if q % 2 == 0:
@@ -189,9 +183,7 @@ def multiply_digits(
                 total = total + (a,)
             acc = total
             if q + 1 < Q:
-                sums = ()
-                for _i in gl.static_range(C * R):
-                    sums = sums + ((zero, zero, zero, zero),)
+                sums = zeros(zero, C * R)
     return acc
 
 

@@ -13,10 +13,7 @@ from lowbit.runtime.kernels.access import (
     stream16,
 )
 from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
-from lowbit.runtime.kernels.mma import (
-    as_word,
-    mma,
-)
+from lowbit.runtime.kernels.mma import as_word, mma, words_where
 
 
 @gluon.jit
@@ -63,12 +60,7 @@ def multiply_rows(
             x = load_shared16(buffer + gl.minimum(step, STEPS - 1) * 64 + t * 16)
             if (first + c + 1) * WARPS > STEPS:
                 there = step < STEPS
-                x = (
-                    gl.where(there, x[0], 0),
-                    gl.where(there, x[1], 0),
-                    gl.where(there, x[2], 0),
-                    gl.where(there, x[3], 0),
-                )
+                x = words_where(there, x)
             a = loaded[2 * c]
             b = loaded[2 * c + 1]
             d = mma(d, a[0], b[0], a[1], b[1], x[0], x[1])

@@ -3,12 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load16,
-    load_shared4,
-    load_shared8,
-    load_shared16,
-)
+from lowbit.runtime.kernels.access import load16, load_shared4, load_shared8, load_shared16
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
@@ -17,6 +12,7 @@ from lowbit.runtime.kernels.mma import (
     low_half,
     mma,
     times,
+    words_where,
 )
 
 
@@ -71,12 +67,7 @@ def chunks_of(
         if NORM:
             if first + STRIDE > K // 8:
                 inside = first + at < K // 8
-                w = (
-                    gl.where(inside, w[0], 0),
-                    gl.where(inside, w[1], 0),
-                    gl.where(inside, w[2], 0),
-                    gl.where(inside, w[3], 0),
-                )
+                w = words_where(inside, w)
             squares = mma(squares, w[0], zero, w[1], zero, w[0], w[1])
             squares = mma(squares, w[2], zero, w[3], zero, w[2], w[3])
             w = _times(w, gains[first // STRIDE], FP32)

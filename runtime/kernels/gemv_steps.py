@@ -3,18 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    load4,
-    load8,
-    load16,
-    stream16,
-)
-from lowbit.runtime.kernels.mma import (
-    mma,
-    pairs,
-    times16,
-    unpacked_scales,
-)
+from lowbit.runtime.kernels.access import load4, load8, load16, stream16
+from lowbit.runtime.kernels.mma import mma, pairs, times16, unpacked_scales, words_where
 
 
 @gluon.jit
@@ -79,7 +69,7 @@ def multiply_steps(
     """
     Q: gl.constexpr = 16 // BITS  # chunks of a lane in a step
     GROUP_Q: gl.constexpr = min(Q, (G & -G) // 32)  # chunks that surely share a scale
-    sums = _zeros(none, C * R * NT)
+    sums = zeros(none, C * R * NT)
     for q in gl.static_range(Q):
         fragments = ()
         for c in gl.static_range(FIRST, FIRST + C):
@@ -104,16 +94,17 @@ def multiply_steps(
                 total = total + (a,)
             acc = total
             if q + 1 < Q:
-                sums = _zeros(none, C * R * NT)
+                sums = zeros(none, C * R * NT)
     return acc
 
 
 @gluon.jit
-def _zeros(none, COUNT: gl.constexpr):
-    zeros = ()
+def zeros(none, COUNT: gl.constexpr):
+    """Sums of so many products that begin with nothing."""
+    sums = ()
     for _i in gl.static_range(COUNT):
-        zeros = zeros + ((none, none, none, none),)
-    return zeros
+        sums = sums + ((none, none, none, none),)
+    return sums
 
 
 @gluon.jit
@@ -131,18 +122,8 @@ def _fragments(
         k = gl.minimum(step, STEPS - 1) * STEP_K + q * 32
         if K % STEP_K != 0:  # past K: any numbers, the weights there are zero
             k = gl.where(k + 32 <= K, k, 0)
-        x = _where(step < STEPS, load16(source + (k - part * STEP_K).to(gl.int64) * 2))
+        x = words_where(step < STEPS, load16(source + (k - part * STEP_K).to(gl.int64) * 2))
     return x
-
-
-@gluon.jit
-def _where(condition, x):
-    return (
-        gl.where(condition, x[0], 0),
-        gl.where(condition, x[1], 0),
-        gl.where(condition, x[2], 0),
-        gl.where(condition, x[3], 0),
-    )
 
 
 @gluon.jit

@@ -204,6 +204,17 @@ def bytes_of(first, second, SELECTOR: gl.constexpr):
 
 
 @gluon.jit
+def words_where(condition, words):
+    """Four words where the condition holds, else zeros."""
+    return (
+        gl.where(condition, words[0], 0),
+        gl.where(condition, words[1], 0),
+        gl.where(condition, words[2], 0),
+        gl.where(condition, words[3], 0),
+    )
+
+
+@gluon.jit
 def as_word(x):
     """The bits of an FP32."""
     return x.to(gl.int32, bitcast=True)

@@ -13,10 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    store16,
-    stream16,
-)
+from lowbit.runtime.kernels.access import store16, stream16
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.gemv import SCALES
 from lowbit.runtime.kernels.mma import (
