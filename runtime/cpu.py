@@ -13,12 +13,11 @@ from torch.nn import functional
 
 from lowbit.formats.packing import dequantize, unpack
 from lowbit.formats.scheme import Scheme
-from lowbit.runtime import delta_rule
+from lowbit.runtime import delta_rule, sampling
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
-from lowbit.runtime.sampling import advance as advance
 
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_ROWS = 16  # the INT4 product wants N to be a multiple
@@ -252,6 +251,14 @@ def _int4_blocks(w: PackedLinear) -> Int4Blocks:
     scales = w.scales.T  # [K / G, N]
     scale_zero = torch.stack((scales, torch.zeros_like(scales)), dim=-1)
     return Int4Blocks(torch.cat(blocks), scale_zero.contiguous(), w.group_size)
+
+
+def advance(
+    logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor, slots: Tensor
+) -> None:
+    """Choose the next token and move on; see `Ops.advance`."""
+    sampling.advance(logits, sampler, token, position)
+    post(token, position, slots)
 
 
 def post(token: Tensor, position: Tensor, slots: Tensor) -> None:

@@ -177,9 +177,12 @@ def delta_net(
     return advance(qkvz, ba, weights, eps, state, layer)
 
 
-def advance(logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor) -> None:
+def advance(
+    logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor, slots: Tensor
+) -> None:
     """Choose the next token and move on; see `Ops.advance`."""
     if can_choose(sampler.params):
-        choose(logits, sampler, token, position)
+        choose(logits, sampler, token, position, slots)
     else:
         sampling.advance(logits, sampler, token, position)
+        post(token, position, slots)

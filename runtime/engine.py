@@ -171,10 +171,8 @@ class Engine:
 
     def _step(self) -> None:
         hidden = self.decoder.hidden(self.token, self.cache)
-        self.decoder.ops.advance(
-            self.decoder.logits(hidden), self.sampler, self.token, self.cache.position
-        )
-        self.decoder.ops.post(self.token, self.cache.position, self._slots)
+        logits = self.decoder.logits(hidden)
+        self.decoder.ops.advance(logits, self.sampler, self.token, self.cache.position, self._slots)
 
     def _capture(self) -> None:
         """Record a step of the cache's reach as a graph.

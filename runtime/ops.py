@@ -134,8 +134,13 @@ class Ops(Protocol[W]):
             [M, Hv * Dv].
         """
 
-    def advance(self, logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor) -> None:
-        """Choose the next token from logits [1, V] into token [1]; position [1] moves on by one."""
+    def advance(
+        self, logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor, slots: Tensor
+    ) -> None:
+        """Choose the next token from logits [1, V] into token [1]; position [1] moves on by one.
+
+        The token is also left in `slots` for that position, as by `post`.
+        """
 
     def post(self, token: Tensor, position: Tensor, slots: Tensor) -> None:
         """Leave token [1] in `slots[position % 2]`, [2] int64 on the host, without waiting."""

@@ -178,6 +178,19 @@ def largest(x):
 
 
 @gluon.jit
+def total(x):
+    """The sum of an int32 over the warp's lanes."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.add.s32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def from_lane(x, lane):
     """The value of some lane for each."""
     return gl.inline_asm_elementwise(

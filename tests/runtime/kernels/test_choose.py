@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lowbit.runtime.kernels.choose import MOST, can_choose, choose, post
+from lowbit.runtime.kernels.choose import can_choose, choose, post
+from lowbit.runtime.kernels.draw import MOST
 from lowbit.runtime.sampling import SamplingParams, new_sampler, sample
 
 VOCABULARY = 3000  # three blocks; the logits have padding beyond
@@ -16,18 +17,26 @@ PARAMS = (
 )
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
+def host_slots(device: str) -> torch.Tensor:
+    """Where a step leaves its token."""
+    return torch.zeros(2, dtype=torch.int64, pin_memory=device == "cuda")
+
+
+@pytest.mark.parametrize(
+    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
+)
 def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
     ours, theirs = (new_sampler(VOCABULARY, 8, device) for _ in range(2))
     ours.start(params, [1], 8)
     theirs.start(params, [1], 8)
     token = torch.zeros(1, dtype=torch.int64, device=device)
     position = torch.full((1,), 5, dtype=torch.int32, device=device)
-    for step in range(8 if device == "cuda" else 3):
+    slots = host_slots(device)
+    for step in range(8):
         logits = torch.randn(1, VOCABULARY + 100, device=device) * 3
         logits[:, VOCABULARY:] = 1e9  # padding is never chosen
-        choose(logits, ours, token, position)
-        assert int(token) == int(sample(logits, theirs))
+        choose(logits, ours, token, position, slots)
+        assert int(token) == int(sample(logits, theirs)) == int(slots[step % 2])
         assert int(ours.drawn) == step + 1 == int(theirs.drawn)
         assert int(position) == 6 + step
 
@@ -36,15 +45,19 @@ def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
 @pytest.mark.parametrize("vocabulary", [151669, 248077])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_a_real_vocabulary(vocabulary: int, params: SamplingParams) -> None:
-    """Two rounds of the best before the last."""
+    """Likely tokens far apart and side by side, where they share groups and parts of groups."""
     ours, theirs = (new_sampler(vocabulary, 20, "cuda") for _ in range(2))
     ours.start(params, [1], 20)
     theirs.start(params, [1], 20)
     token = torch.zeros(1, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int32, device="cuda")
-    for _ in range(20):
+    slots = host_slots("cuda")
+    for step in range(20):
         logits = torch.randn(1, vocabulary + 200, device="cuda") * 3
-        choose(logits, ours, token, position)
+        if step % 2:
+            first = step * 5000
+            logits[0, first : first + 10 * step] += 20
+        choose(logits, ours, token, position, slots)
         assert int(token) == int(sample(logits, theirs))
 
 
@@ -54,7 +67,8 @@ def test_of_equals_the_first(device: str) -> None:
     token = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.full((1, VOCABULARY), -2.0, device=device)
     logits[0, [2500, 2900]] = -1.0
-    choose(logits, sampler, token, torch.zeros(1, dtype=torch.int32, device=device))
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    choose(logits, sampler, token, position, host_slots(device))
     assert int(token) == 2500
 
 
@@ -69,7 +83,8 @@ def test_any_logits_give_a_token_of_the_vocabulary(
     sampler.start(params, [1], 1)
     token = torch.full((1,), -1, dtype=torch.int64, device=device)
     logits = torch.full((1, VOCABULARY), value, device=device)
-    choose(logits, sampler, token, torch.zeros(1, dtype=torch.int32, device=device))
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    choose(logits, sampler, token, position, host_slots(device))
     assert 0 <= int(token) < VOCABULARY
 
 

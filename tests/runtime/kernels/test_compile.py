@@ -36,7 +36,8 @@ MODELS = {
 }
 VOCABULARY = 151936
 
-DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "embed", "rms_norm"}
+CHOICE = {"best", "likeliest", "rank_groups", "draw", "post"}
+DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "embed", "rms_norm"} | CHOICE
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"
@@ -136,6 +137,7 @@ def workload(full: bool) -> Iterator[str]:
         yield from measured()
     yield from attentions(full)
     yield from delta_nets()
+    yield from choices()
     yield from others(full)
 
 
@@ -234,6 +236,23 @@ def delta_nets() -> Iterator[str]:
         yield f"{tokens} tokens"
 
 
+def choices() -> Iterator[str]:
+    """The next token, the likeliest or drawn, and its way to the host."""
+    from lowbit.runtime import cuda
+    from lowbit.runtime.sampling import SamplingParams, new_sampler
+
+    sampler = new_sampler(VOCABULARY, 1, "meta")
+    logits = torch.empty((1, VOCABULARY), dtype=torch.float32)
+    token, slots = torch.empty(1, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    position = torch.empty(1, dtype=torch.int32)
+    for top_k in (0, 20, 64):
+        sampler.params = SamplingParams(temperature=float(top_k > 0), top_k=top_k)
+        cuda.advance(logits, sampler, token, position, slots)
+        yield f"top {top_k}"
+    cuda.post(token, position, slots)
+    yield ""
+
+
 def others(full: bool) -> Iterator[str]:
     """Embedding, dense linears, and what only prefill needs."""
     from lowbit.runtime import cuda
@@ -270,6 +289,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 
 

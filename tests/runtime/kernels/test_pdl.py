@@ -224,9 +224,10 @@ def test_choosing_waits(randn: Randn, params: SamplingParams) -> None:
     sampler.uniforms.fill_(0.7)  # the same for every call
     token = torch.zeros(1, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int32, device="cuda")
+    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
 
     def chosen(logits: Tensor) -> Tensor:
-        choose(logits, sampler, token, position)
+        choose(logits, sampler, token, position, slots)
         return token.clone()
 
     assert waits(chosen, 5 * randn(1, 151936).float())

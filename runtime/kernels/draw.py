@@ -1,0 +1,280 @@
+"""draw: a token at random among the top_k likeliest, as `lowbit.runtime.sampling.draw` draws it.
+
+Layout  logits [1, V] fp32, keys of groups of 64 logits (`choose`) -> token [1] int64
+Bytes   4 * V and 8 * V / 64; V = 151936: 0.6 MB, from L2
+Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
+        are the same. A program per block of the vocabulary ranks its groups among all, one key a
+        thread against the program's 16; the top_k best groups, which hold the top_k best logits,
+        leave the best of each of their parts. Then one program, a thread a key, ranks the parts
+        and, of the best parts, the logits, puts what it has ranked where it belongs and draws in
+        the sampler's exact integers. No atomics
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.access import (
+    barrier,
+    declaration,
+    load8,
+    load_shared8,
+    load_shared16,
+    shared_buffer,
+    store_shared4,
+    store_shared8,
+)
+from lowbit.runtime.kernels.access import load_shared4 as load_float
+from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.kernels.mma import across, as_float, as_word, threads, total
+from lowbit.runtime.sampling import MASS_BITS, Sampler
+
+BLOCK = 1024  # logits of a program that ranks groups
+GROUP = 64  # logits of which the best is ranked
+PART = 8  # logits of a part of a group, those of one thread
+MOST = 64  # candidates
+LOWEST = gl.constexpr(-(2**63))  # below every key
+
+
+@gluon.jit
+def key_of(x, id):
+    """A key that orders by value, then by the lower id: int64."""
+    bits = x.to(gl.int32, bitcast=True)
+    ordered = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(gl.int64) << 32) | (0x7FFFFFFF - id).to(gl.int64)
+
+
+@gluon.jit
+def _id(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(gl.int32)
+
+
+@gluon.jit
+def _value(key):
+    ordered = (key >> 32).to(gl.int32)
+    return gl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _words(key):
+    return key.to(gl.int32), (key >> 32).to(gl.int32)
+
+
+@gluon.jit
+def _joined(low, high):
+    return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+
+
+@gluon.jit
+def _rank_groups_kernel(
+    logits_ptr, keys_ptr, parts_ptr, count, V, top_k,
+    BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, EACH: gl.constexpr,
+    WARPS: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """EACH: of the `count` keys that a thread compares."""
+    GROUPS: gl.constexpr = BLOCK // GROUP
+    LANES: gl.constexpr = GROUP // PART  # that share a group
+    warp, lane, zero, _ = threads(WARPS)
+    thread = warp * 32 + lane
+    buffer = shared_buffer(BUFFER) + zero
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    keys = keys_ptr.to(gl.int64, bitcast=True)
+    others = ()
+    for i in gl.static_range(EACH):
+        at = i * (WARPS * 32) + thread
+        low, high = load8(keys + gl.minimum(at, count - 1).to(gl.int64) * 8)
+        others = others + (gl.where(at < count, _joined(low, high), LOWEST),)
+    part = gl.full([WARPS, 32], LOWEST, gl.int64, layout=thread.type.layout)
+    for i in gl.static_range(PART):
+        id = gl.program_id(0) * BLOCK + thread * PART + i
+        x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
+        part = gl.maximum(part, key_of(x, id))
+    best = part
+    for i in gl.static_range(3):
+        low, high = _words(best)
+        low = as_word(across(as_float(low), 1 << i))
+        high = as_word(across(as_float(high), 1 << i))
+        best = gl.maximum(best, _joined(low, high))
+    store_shared8(buffer + thread // LANES * 8, _words(best), lane % LANES == 0)
+    barrier()
+    ranks_at = buffer + GROUPS * 8
+    for group in gl.static_range(0, GROUPS, 2):
+        w = load_shared16(buffer, group * 8)
+        first = _joined(w[0], w[1])
+        second = _joined(w[2], w[3])
+        better = (zero, zero)
+        for i in gl.static_range(EACH):
+            better = (
+                better[0] + (others[i] > first).to(gl.int32),
+                better[1] + (others[i] > second).to(gl.int32),
+            )
+        at = ranks_at + (group * WARPS + warp) * 4
+        store_shared4(at, as_float(total(better[0])), lane == 0)
+        store_shared4(at + WARPS * 4, as_float(total(better[1])), lane == 0)
+    barrier()
+    rank = zero
+    for i in gl.static_range(WARPS):
+        rank += as_word(load_float(ranks_at + thread // LANES * (WARPS * 4), i * 4))
+    at = rank * LANES + thread % LANES
+    gl.store(parts_ptr + at, part, mask=rank < top_k)
+
+
+@gluon.jit
+def _rank(key, at, count):
+    """How many of `count` keys at an address of shared memory are better; 32 are there at a time.
+
+    Loads of 32 keys are on their way at once: one by one, their latency is all the time it takes.
+    """
+    even = at * 0
+    odd = even
+    for _ in range(0, count, 32):
+        words = ()
+        for i in gl.static_range(16):
+            words = words + (load_shared16(at, i * 16),)
+        for i in gl.static_range(16):
+            w = words[i]
+            even += (_joined(w[0], w[1]) > key).to(gl.int32)
+            odd += (_joined(w[2], w[3]) > key).to(gl.int32)
+        at += 256
+    return even + odd
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _draw_kernel(
+    logits_ptr, parts_ptr, knobs_ptr, uniforms_ptr, drawn_ptr, position_ptr, token_ptr, slots_ptr,
+    count, V, top_k, K: gl.constexpr, PART: gl.constexpr, MASS: gl.constexpr, WARPS: gl.constexpr,
+    BUFFER: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """K: top_k rounded up, a PART-th of the threads; count: of the parts."""
+    THREADS: gl.constexpr = WARPS * 32
+    warp, lane, zero, _ = threads(WARPS)
+    thread = warp * 32 + lane
+    base = shared_buffer(BUFFER)
+    keys_at = base + zero
+    best_at = keys_at + THREADS * 8
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    temperature = gl.load(knobs_ptr)
+    top_p = gl.load(knobs_ptr + 1)
+    min_p = gl.load(knobs_ptr + 2)
+    drawn = gl.load(drawn_ptr)
+    position = gl.load(position_ptr) + 1
+    key = gl.load(parts_ptr + thread, mask=thread < count, other=LOWEST)
+    uniform = gl.load(uniforms_ptr + drawn)
+    store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
+    barrier()
+    rank = _rank(key, keys_at, count)
+    store_shared8(best_at + rank * 8, _words(key), (thread < count) & (rank < top_k))
+    barrier()
+    low, high = load_shared8(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
+    id = _id(_joined(low, high)) // PART * PART + thread % PART
+    x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
+    inside = thread < top_k * PART
+    key = gl.where(inside, key_of(x, id), LOWEST)
+    store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
+    barrier()
+    rank = _rank(key, keys_at, top_k * PART)
+    store_shared8(best_at + rank * 8, _words(key), inside & (rank < top_k))
+    barrier()
+
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    rank = gl.arange(0, K, layout=L)
+    inside = rank < top_k
+    low, high = load_shared8(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
+    best = _joined(low, high)
+    low, high = load_shared8(base + (THREADS * 8) + rank * 0)
+    highest = _value(_joined(low, high)).to(gl.float64)
+    odds = gl.exp((_value(best).to(gl.float64) - highest) / temperature)
+    rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
+    mass = gl.where(inside, rounded, 0.0).to(gl.int64)
+    reached = gl.associative_scan(mass, 0, _add)
+    whole = gl.sum(mass, axis=0)
+    # Both filters keep the likeliest: what passes both is a prefix too.
+    kept = inside & ((reached - mass).to(gl.float64) < top_p * whole.to(gl.float64))
+    kept = kept & (odds >= min_p)
+    limit = gl.sum(gl.where(kept, mass, 0), axis=0)
+    last = gl.maximum(gl.sum(kept.to(gl.int32), axis=0) - 1, 0)
+    target = gl.minimum((uniform * limit.to(gl.float64)).to(gl.int64), limit - 1)
+    place = gl.minimum(gl.sum((inside & (reached <= target)).to(gl.int32), axis=0), last)
+    low, high = load_shared8(base + (THREADS * 8) + place * 8)
+    chosen = _id(_joined(low, high)).to(gl.int64)
+    chosen = gl.minimum(gl.maximum(chosen, 0), V - 1)  # whatever the logits are
+    gl.store(slots_ptr + position % 2, chosen)
+    gl.store(token_ptr, chosen)
+    gl.store(drawn_ptr, drawn + 1)
+    gl.store(position_ptr, position)
+
+
+def draw(
+    logits: Tensor, keys: Tensor, sampler: Sampler, token: Tensor, position: Tensor, slots: Tensor
+) -> None:
+    """The rest of `choose`, where a token is drawn.
+
+    Args:
+        logits: as there.
+        keys: [groups] int64, the best of each group, as `choose` finds it.
+        sampler: of a temperature above 0 and a top_k from 1 to MOST.
+        token: as there.
+        position: as there.
+        slots: as there.
+    """
+    V, count = sampler.vocabulary, keys.shape[0]
+    top_k = min(sampler.params.top_k, V)
+    K = max(32 // PART, power_of_two(top_k))
+    parts = torch.empty(K * (GROUP // PART), dtype=torch.int64, device=logits.device)
+    pdl = programmatic_launch(logits)
+    run(
+        _rank_groups_kernel,
+        (count * GROUP // BLOCK,),
+        logits,
+        keys,
+        parts,
+        count,
+        V,
+        top_k,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        PART=PART,
+        EACH=-(-count // (BLOCK // PART)),
+        WARPS=BLOCK // PART // 32,
+        BUFFER=declaration(BLOCK // GROUP * (8 + BLOCK // PART // 32 * 4)),
+        PDL=pdl,
+        num_warps=BLOCK // PART // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    run(
+        _draw_kernel,
+        (1,),
+        logits,
+        parts,
+        sampler.knobs,
+        sampler.uniforms,
+        sampler.drawn,
+        position,
+        token,
+        slots,
+        min(top_k, count) * (GROUP // PART),
+        V,
+        top_k,
+        K=K,
+        PART=PART,
+        MASS=2.0**MASS_BITS,
+        WARPS=K * PART // 32,
+        BUFFER=declaration(K * PART * 16),
+        PDL=pdl,
+        num_warps=K * PART // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
