@@ -42,6 +42,7 @@ class Use:
 
     K: int
     norm: torch.dtype | None
+    heads: int  # of x that are normed, each with its own sum of squares
     added: bool
     paired: bool
     dtype: torch.dtype
@@ -88,7 +89,8 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
             gemv.gemv_and_rows(x, w, randn(use.rows, use.K), norm=norm, eps=1e-6)
         else:
             added = randn(1, COMPILED_ROWS) if use.added else None
-            gemv.gemv(x, w, norm=norm, eps=1e-6, added=added, dtype=use.dtype)
+            squares = randn(use.heads, 4).float() if use.heads else None
+            gemv.gemv(x, w, norm=norm, squares=squares, eps=1e-6, added=added, dtype=use.dtype)
     except Exception as error:
         print(f"{launch}: {str(error)[-80:]}", file=sys.stderr)
 
@@ -100,13 +102,15 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
 
     def spy(
         x: Tensor, w: TiledLinear, norm: Tensor | None, eps: float, added: Tensor | None,
-        y: Tensor, rows: Tensor | None = None, rows_y: Tensor | None = None,
+        y: Tensor, squares: Tensor | None = None, rows: Tensor | None = None,
+        rows_y: Tensor | None = None,
     ) -> None:  # fmt: skip
         key = (w.bits, w.tiles, w.steps)
         calls = found[key].calls + 1 if key in found else 1
         found[key] = Use(
             K=w.K,
             norm=None if norm is None else norm.dtype,
+            heads=0 if squares is None else squares.shape[0],
             added=added is not None,
             paired=w.paired,
             dtype=y.dtype,
@@ -114,7 +118,7 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
             calls=calls,
             size_bytes=w.size_bytes,
         )
-        launch(x, w, norm, eps, added, y, rows, rows_y)
+        launch(x, w, norm, eps, added, y, squares, rows, rows_y)
 
     gemv._launch = spy
     try:

@@ -193,10 +193,24 @@ def _attended(
     return mixed.transpose(0, 1).reshape(M, -1)
 
 
+def delta_linear(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    state: DeltaState,
+    layer: int,
+    w: CpuLinear,
+    residual: Tensor,
+) -> Tensor:
+    """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
+    return linear_add(delta_net(qkvz, ba, weights, eps, state, layer), w, residual)
+
+
 def delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """Convolution, gates, delta rule, gated norm; see `Ops.delta_net`."""
+    """What `delta_linear` multiplies: [M, Hv * Dv]."""
     if state.sequences == 1:
         return delta_rule.delta_net(qkvz, ba, weights, eps, state, layer)
     each = [

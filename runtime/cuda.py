@@ -17,7 +17,7 @@ from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
 from lowbit.runtime.kernels.choose import can_choose, choose
 from lowbit.runtime.kernels.choose import post as post
-from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode
+from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
@@ -168,10 +168,27 @@ def attention(
     return attend(qkv, q_norm, k_norm, eps, rope, cache, layer, gated)
 
 
+def delta_linear(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    state: DeltaState,
+    layer: int,
+    w: GpuLinear,
+    residual: Tensor,
+) -> Tensor:
+    """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
+    if qkvz.shape[0] == 1 and isinstance(w, TiledLinear) and w.K <= MOST_STAGED:
+        parts, squares = delta_decode_parts(qkvz, ba, weights, eps, state, layer)
+        return gemv(parts, w, squares=squares, eps=eps, added=residual)
+    return linear_add(delta_net(qkvz, ba, weights, eps, state, layer), w, residual)
+
+
 def delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """Convolution, gates, delta rule, gated norm; see `Ops.delta_net`."""
+    """What `delta_linear` multiplies: [M, Hv * Dv]."""
     decoding = qkvz.shape[0] == 1 or state.sequences > 1
     advance = delta_decode if decoding else delta_prefill
     return advance(qkvz, ba, weights, eps, state, layer)

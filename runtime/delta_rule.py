@@ -18,7 +18,7 @@ L2_EPS = 1e-6  # a constant of the architecture, whatever the norms use
 def delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """Convolution, gates, delta rule and gated norm; see `Ops.delta_net`."""
+    """Convolution, gates, delta rule and gated norm; see `Ops.delta_linear`."""
     T = qkvz.shape[0]
     heads, shared = weights.value_heads, weights.value_heads // weights.key_heads
     channels = weights.conv.shape[0]

@@ -111,7 +111,7 @@ class Ops(Protocol[W]):
             [M, Hq * D].
         """
 
-    def delta_net(
+    def delta_linear(
         self,
         qkvz: Tensor,
         ba: Tensor,
@@ -119,8 +119,12 @@ class Ops(Protocol[W]):
         eps: float,
         state: DeltaState,
         layer: int,
+        w: W,
+        residual: Tensor,
     ) -> Tensor:
-        """Gated DeltaNet between its linears: convolution, gates, delta rule, gated norm.
+        """Gated DeltaNet after its first linears, and `linear_add` of what it gives.
+
+        That is convolution, gates, delta rule and gated norm, then the output linear.
 
         Args:
             qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaWeights.conv`), then z.
@@ -129,9 +133,11 @@ class Ops(Protocol[W]):
             eps: of the norm.
             state: brought forward by M tokens, in place; of several sequences, by one each.
             layer: which of the state's L layers.
+            w: [h, Hv * Dv].
+            residual: [M, h].
 
         Returns:
-            [M, Hv * Dv].
+            [M, h].
         """
 
     def advance(

@@ -8,12 +8,15 @@
 Layout  qkvz [B, C + Hv * Dv] bf16, ba [B, 2 * Hv], memory [B * Hv, Dk, Dv] fp32, window
         [B * (W - 1), C] bf16; out [B, Hv * Dv] bf16
 Bytes   8 * Hv * Dk * Dv; 32 heads of 128 x 128: 4.2 MB = 1 us at 4.3 TB/s
-Plan    a program per value head and sequence holds the whole S in registers, read before the kernel
-        waits for its predecessor: an earlier step wrote it. A thread convolves one channel of q or
-        k and one of v or z. S^T q of the new S is exp(g) * S^T q + (k . q) * u, so one pass over S
-        gives both products and q and k enter before they are normed; rows are summed over the warps
-        through shared memory. Value heads that share q and k convolve them each for themselves; the
-        last of them moves the window that all have read. No float atomics, so bit-reproducible
+Plan    programs of a value head and sequence hold S in registers, some of its columns each, read
+        before the kernel waits for its predecessor: an earlier step wrote it. A thread convolves
+        one channel of q or k and one of v or z. S^T q of the new S is exp(g) * S^T q + (k . q) * u,
+        so one pass over S gives both products and q and k enter before they are normed; rows are
+        summed over the warps through shared memory. Programs that share q and k convolve them each
+        for themselves; the last of them moves the window that all have read. A kernel ends when all
+        it has stored is there, so the state of one sequence is stored by four programs a head; the
+        norm of a head, which none of them can take, is left to the output linear, with the sums of
+        squares for it. No float atomics, so bit-reproducible
 """
 
 import torch
@@ -41,6 +44,7 @@ from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
 
 WARPS = 8
+SPLITS = 4  # programs of a head of one sequence
 MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
@@ -117,23 +121,28 @@ def _four(address):
 @gluon.jit
 def _recurrence_kernel(
     qkvz_ptr, ba_ptr, window_ptr, memory_ptr, taps_ptr, decay_ptr, dt_bias_ptr, gain_ptr,
-    arrived_ptr, out_ptr, l2_eps, eps,
+    arrived_ptr, out_ptr, squares_ptr, l2_eps, eps,
     Hk: gl.constexpr, Hv: gl.constexpr, Dk: gl.constexpr, Dv: gl.constexpr, W: gl.constexpr,
-    WARPS: gl.constexpr, SHARED: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, SHARED: gl.constexpr, SPLITS: gl.constexpr, BUFFER: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
+    """SHARED: value heads that have a q and k together; SPLITS: programs of a value head."""
     C: gl.constexpr = 2 * Hk * Dk + Hv * Dv
     HALF: gl.constexpr = WARPS * 16  # threads
-    LANES: gl.constexpr = Dv // 4  # lanes that have a row of S, four columns each
+    COLUMNS: gl.constexpr = Dv // SPLITS
+    LANES: gl.constexpr = COLUMNS // 4  # lanes that have a row of S, four columns each
     ROWS: gl.constexpr = 32 // LANES  # of S that a warp holds at a time
     EACH: gl.constexpr = (Dk + WARPS * ROWS - 1) // (WARPS * ROWS)  # rows of a thread
     warp, lane, zero, none = threads(WARPS)
     thread = warp * 32 + lane
-    head, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
+    head, token = gl.program_id(0) // SPLITS, gl.program_id(1).to(gl.int64)
+    split = gl.program_id(0) % SPLITS
     qkvz_ptr += token * (C + Hv * Dv)
     ba_ptr += token * (2 * Hv)
     window_ptr += token * (W - 1) * C
 
-    column = lane % LANES * 4
+    own = lane % LANES * 4  # column of those that the program has
+    column = split * COLUMNS + own
     first_row = (warp * ROWS + lane // LANES) * EACH
     held = first_row < Dk
     memory = memory_ptr.to(gl.int64, bitcast=True) + (token * Hv + head) * (Dk * Dv * 4)
@@ -144,9 +153,9 @@ def _recurrence_kernel(
     upper = thread >= HALF
     of_head = thread % HALF
     is_key = of_head < Dk
-    is_value = of_head < Dv
+    is_value = of_head < COLUMNS
     qk_channel = gl.where(upper, Hk * Dk, 0) + head // SHARED * Dk + of_head
-    v_channel = 2 * Hk * Dk + head * Dv + of_head
+    v_channel = 2 * Hk * Dk + head * Dv + split * COLUMNS + of_head
     qk_taps = ()
     v_taps = ()
     for tap in gl.static_range(W):
@@ -166,7 +175,8 @@ def _recurrence_kernel(
 
     qk_in = qk_window + (gl.load(qkvz_ptr + qk_channel, mask=is_key, other=0.0),)
     v_in = v_window + (gl.load(qkvz_ptr + v_channel, mask=convolves, other=0.0),)
-    z = gl.load(qkvz_ptr + C + head * Dv + of_head, mask=is_value & upper, other=0.0)
+    z_at = qkvz_ptr + C + head * Dv + split * COLUMNS + of_head
+    z = gl.load(z_at, mask=is_value & upper, other=0.0)
     b = gl.load(ba_ptr + head)
     a = gl.load(ba_ptr + Hv + head)
     z = z.to(gl.float32)
@@ -175,8 +185,8 @@ def _recurrence_kernel(
     vz = gl.where(upper, z / (1.0 + gl.exp(-z)), _convolved(v_in, v_taps, W))
     store_shared4(at + HALF * 8 + thread * 4, vz, is_value)
     barrier()
-    before = zero  # heads that have read the window they share, all threads of them
-    if SHARED > 1:
+    before = zero  # programs that have read the window they share, all threads of them
+    if SHARED * SPLITS > 1:
         arrived = arrived_ptr.to(gl.int64, bitcast=True) + (token * Hk + head // SHARED) * 4
         before = count_up(arrived + zero, thread == 0)
     beta, g = gates(b, a, decay, dt_bias)
@@ -200,7 +210,7 @@ def _recurrence_kernel(
         for i in gl.static_range(4):
             y = gl.where(held, part[i], 0.0)
             words = words + (as_word(_over_lanes(y, LANES, 32)),)
-        store_shared16(sums_at + ((which * WARPS + warp) * Dv + column) * 4, words, lane < LANES)
+        store_shared16(sums_at + ((which * WARPS + warp) * COLUMNS + own) * 4, words, lane < LANES)
     qq = none
     kk = none
     qk = none
@@ -217,15 +227,15 @@ def _recurrence_kernel(
     barrier()
     total = none  # of one column, for q below HALF and for k above
     for w in gl.static_range(WARPS):
-        of_warp = (gl.where(upper, WARPS, 0) + w) * Dv + gl.minimum(of_head, Dv - 1)
+        of_warp = (gl.where(upper, WARPS, 0) + w) * COLUMNS + gl.minimum(of_head, COLUMNS - 1)
         total += load_shared4(sums_at + of_warp * 4)
-    totals_at = sums_at + 2 * WARPS * Dv * 4
-    store_shared4(totals_at + (gl.where(upper, Dv, 0) + of_head) * 4, total, is_value)
+    totals_at = sums_at + 2 * WARPS * COLUMNS * 4
+    store_shared4(totals_at + (gl.where(upper, COLUMNS, 0) + of_head) * 4, total, is_value)
     barrier()
-    Sq = _four(totals_at + column * 4)
-    Sk = _four(totals_at + (Dv + column) * 4)
-    v = _four(at + (2 * HALF + column) * 4)
-    silu_z = _four(at + (3 * HALF + column) * 4)
+    Sq = _four(totals_at + own * 4)
+    Sk = _four(totals_at + (COLUMNS + own) * 4)
+    v = _four(at + (2 * HALF + own) * 4)
+    silu_z = _four(at + (3 * HALF + own) * 4)
     u = ()
     o = ()
     squares = none
@@ -240,16 +250,22 @@ def _recurrence_kernel(
         for j in gl.static_range(4):
             words = words + (as_word(fade * as_float(S[i][j]) + keys[i] * u[j]),)
         store16(memory + i * (Dv * 4), words, held)
-    factor = gl.rsqrt(_over_lanes(squares, 1, LANES) / Dv + eps)
+    squares = _over_lanes(squares, 1, LANES)
+    factor = none + 1.0
+    if SPLITS == 1:
+        factor = gl.rsqrt(squares / Dv + eps)
+    else:
+        at_head = squares_ptr + (token * Hv + head) * SPLITS + split + zero
+        gl.store(at_head, squares, mask=thread == 0)
     out = out_ptr + (token * Hv + head) * Dv + column
     for i in gl.static_range(4):
         y = o[i] * factor * gains[i] * silu_z[i]
         gl.store(out + i, y.to(out_ptr.dtype.element_ty), mask=(warp == 0) & (lane < LANES))
     _move(window_ptr, v_in, v_channel, convolves, C, W)
-    if SHARED > 1:
+    if SHARED * SPLITS > 1:
         store_shared4(at, as_float(before), thread == 0)
         barrier()
-        last = as_word(load_shared4(at)) == SHARED - 1
+        last = as_word(load_shared4(at)) == SHARED * SPLITS - 1
         _move(window_ptr, qk_in, qk_channel, is_key & last, C, W)
         gl.store(arrived_ptr + token * Hk + head // SHARED + zero, 0, mask=last & (thread == 0))
     else:
@@ -269,20 +285,46 @@ def _add4(sums, words, factor):
 def delta_decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """One token of each of B sequences in a gated DeltaNet layer; see `Ops.delta_net`.
+    """One token of each of B sequences in a gated DeltaNet layer; see `Ops.delta_linear`.
 
     Heads have 16 to 128 dimensions, a power of two.
 
     Returns:
         [B, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the token.
     """
+    return _launch(qkvz, ba, weights, eps, state, layer, None)
+
+
+def delta_decode_parts(
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+) -> tuple[Tensor, Tensor]:
+    """The same of one sequence, by four programs a head: `gemv` norms what this returns.
+
+    Returns:
+        out [1, Hv * Dv], all but the norm's factor, and the sums of squares that it follows from,
+        [Hv, SPLITS] float32.
+    """
+    squares = torch.empty((weights.value_heads, SPLITS), dtype=torch.float32, device=qkvz.device)
+    return _launch(qkvz, ba, weights, eps, state, layer, squares), squares
+
+
+def _launch(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    state: DeltaState,
+    layer: int,
+    squares: Tensor | None,
+) -> Tensor:
     B = qkvz.shape[0]
     Hv, Dv = weights.value_heads, weights.value_dim
+    splits = 1 if squares is None else SPLITS
     out = torch.empty((B, Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
     pdl = programmatic_launch(qkvz)
     run(
         _recurrence_kernel,
-        (Hv, B),
+        (Hv * splits, B),
         qkvz,
         ba,
         state.conv[layer],
@@ -293,6 +335,7 @@ def delta_decode(
         weights.norm,
         state.arrived,
         out,
+        squares,
         L2_EPS,
         eps,
         Hk=weights.key_heads,
@@ -302,7 +345,8 @@ def delta_decode(
         W=weights.conv.shape[1],
         WARPS=WARPS,
         SHARED=Hv // weights.key_heads,
-        BUFFER=declaration(WARPS * 16 * 16 + (2 * WARPS + 2) * Dv * 4),
+        SPLITS=splits,
+        BUFFER=declaration(WARPS * 16 * 16 + (2 * WARPS + 2) * Dv // splits * 4),
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,

@@ -1,7 +1,8 @@
 """gemv: y[b, n] = sum_k scale[n, k / G] * code[n, k] * x[b, k]     (few tokens, FP32 sums).
 
 Layout  weight in tiles of 16 rows (`tiles`), x [B, K] bf16 -> y [B, N]
-Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
+Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result,
+        or norms of its heads, whose sums of squares are given, before x becomes digits;
         residual + y or bias + y; silu(gate) * up for a paired weight
 Bytes   N*K*bits/8 + 2*N*K/G; INT4, N = K = 4096, G = 128: 8.65 MB = 1.9 us at 4.56 TB/s
 Plan    a program takes R tiles over the whole of K; its warps take the steps in turn. Of one
@@ -35,7 +36,13 @@ from lowbit.runtime.kernels.gemv_digits import (
     stage_digits,
 )
 from lowbit.runtime.kernels.gemv_rows import multiply_rows
-from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
+from lowbit.runtime.kernels.gemv_stage import (
+    chunks_of,
+    head_factors,
+    load_gains,
+    sum_of_parts,
+    total_of,
+)
 from lowbit.runtime.kernels.gemv_steps import load_steps, multiply_steps
 from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.mma import across, as_word, threads
@@ -52,11 +59,16 @@ def gemv_ref(
     w: TiledLinear,
     *,
     norm: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     added: Tensor | None = None,
 ) -> Tensor:
     """The value `gemv` approximates: [B, N] float64 on the exact stored codes."""
     x = x.double()
+    if squares is not None:
+        heads = x.view(squares.shape[0], -1)
+        mean = squares.double().sum(-1, keepdim=True) / heads.shape[1]
+        x = (heads * torch.rsqrt(mean + eps)).view(x.shape)
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.double()
     y = x @ dequantized(w).double().T
@@ -65,14 +77,16 @@ def gemv_ref(
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles", "added_stride"])
 def _gemv_kernel(
-    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, B, N, tiles,
-    added_stride, eps,
+    x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, B,
+    N, tiles, added_stride, eps,
     SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+    SCALES: gl.constexpr, HEAD: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
     WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
     PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """MOST: tokens that there is room for, 1 or a multiple of 8, of which B are there.
+
+    HEAD: elements of x that are normed by one of the sums of squares, where those are given.
 
     X_BYTES: of shared memory that x takes; 0 where every lane reads x itself.
     """
@@ -88,18 +102,19 @@ def _gemv_kernel(
         )  # fmt: skip
     else:
         _multiply_tiles(
-            x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles, added_stride,
-            eps, gl.program_id(0) - first, buffer, warp, lane, none,
-            SWIGLU, MOST, K, G, BITS, SCALES, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL, EARLY,
+            x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
+            added_stride, eps, gl.program_id(0) - first, buffer, warp, lane, none,
+            SWIGLU, MOST, K, G, BITS, SCALES, HEAD, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL,
+            EARLY,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, gain_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles, added_stride, eps,
-    program, buffer, warp, lane, none,
+    x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
+    added_stride, eps, program, buffer, warp, lane, none,
     SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
+    SCALES: gl.constexpr, HEAD: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
     ABREAST: gl.constexpr, X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -151,10 +166,13 @@ def _multiply_tiles(
     factor = none + (1.0 if BITS == 8 or not STAGED else 0.0625)  # digits meet 16 times the code
     sums_at = buffer
     if STAGED:
+        factors = ()
+        if squares_ptr is not None:
+            factors = head_factors(squares_ptr, thread, eps, K, WARPS * 32, HEAD)
         chunks, squares = chunks_of(
             x_ptr, gains, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32
         )
-        stage_digits(chunks, buffer, thread, lane, K, WARPS * 32, BITS, PLANE)
+        stage_digits(chunks, factors, buffer, thread, lane, K, WARPS * 32, BITS, PLANE)
         sums_at += X_BYTES
         if gain_ptr is not None:
             store_shared4(sums_at + thread * 4, squares, thread >= 0)
@@ -240,6 +258,7 @@ def gemv(
     w: TiledLinear,
     *,
     norm: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -251,6 +270,8 @@ def gemv(
         w: [N, K].
         norm: [K] gain of the RMS norm; None leaves x as it is. Of several tokens, or K above
             14,336, a kernel before norms.
+        squares: [heads, 4] float32, parts of the sum of the squares that norm each head of x, which
+            need not be those of x; of one token and K up to 14,336.
         eps: of the norm.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
@@ -263,7 +284,7 @@ def gemv(
     if norm is not None and not _staged(B, w):  # the kernel norms what it stages
         x, norm = rms_norm(x, norm, eps), None
     if B <= MOST_TOKENS:
-        _launch(x, w, norm, eps, added, y)
+        _launch(x, w, norm, eps, added, y, squares)
         return y
     for first in range(0, B, MOST_TOKENS):
         part = slice(first, first + MOST_TOKENS)
@@ -288,7 +309,7 @@ def gemv_and_rows(
         [1, N] and [1, n] in x's dtype.
     """
     y, rows_y = x.new_empty((1, w.N)), x.new_empty((1, rows.shape[0]))
-    _launch(x, w, norm, eps, None, y, rows, rows_y)
+    _launch(x, w, norm, eps, None, y, None, rows, rows_y)
     return y, rows_y
 
 
@@ -304,6 +325,7 @@ def _launch(
     eps: float,
     added: Tensor | None,
     y: Tensor,
+    squares: Tensor | None = None,
     rows: Tensor | None = None,
     rows_y: Tensor | None = None,
 ) -> None:
@@ -320,6 +342,7 @@ def _launch(
         (-(-w.tiles // (launch.tiles * launch.abreast)) + -(-ROWS // 16),),
         x,
         norm,
+        squares,
         w.words,
         w.scales.view(torch.int32),
         added,
@@ -337,6 +360,7 @@ def _launch(
         G=w.group_size,
         BITS=w.bits,
         SCALES=SCALES[w.scales.dtype],
+        HEAD=0 if squares is None else w.K // squares.shape[0],
         ROWS=ROWS,
         R=launch.tiles,
         C=launch.steps,

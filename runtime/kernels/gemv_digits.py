@@ -47,10 +47,14 @@ def digit_bytes(K: int) -> int:
 
 @gluon.jit
 def stage_digits(
-    chunks, buffer, at, lane, K: gl.constexpr, STRIDE: gl.constexpr, BITS: gl.constexpr,
-    PLANE: gl.constexpr,
+    chunks, factors, buffer, at, lane, K: gl.constexpr, STRIDE: gl.constexpr,
+    BITS: gl.constexpr, PLANE: gl.constexpr,
 ):  # fmt: skip
-    """Put this thread's chunks into shared memory; see `chunks_of`."""
+    """Put this thread's chunks into shared memory; see `chunks_of`.
+
+    factors: what each chunk is multiplied by, none for 1.
+    """
+    SCALED: gl.constexpr = len(factors) > 0
     for first in gl.static_range(0, K // 8, STRIDE):
         chunk = first + at
         inside = chunk < K // 8
@@ -59,9 +63,14 @@ def stage_digits(
             larger(w[0] & 0x7FFF7FFF, w[1] & 0x7FFF7FFF),
             larger(w[2] & 0x7FFF7FFF, w[3] & 0x7FFF7FFF),
         )
+        most = gl.maximum(most >> 16, most & 0xFFFF)
+        if SCALED:
+            most = as_word(as_float(most << 16) * factors[first // STRIDE]) >> 16
         # Its exponent; below 21 the unit would not be a normal number.
-        exponent = gl.maximum(largest(gl.maximum(most >> 16, most & 0xFFFF)) >> 7, 21)
+        exponent = gl.maximum(largest(most) >> 7, 21)
         scale = as_float((274 - exponent) << 23)
+        if SCALED:
+            scale *= factors[first // STRIDE]
         k0, k1 = _fixed(w[0], scale)
         k2, k3 = _fixed(w[1], scale)
         k4, k5 = _fixed(w[2], scale)

@@ -32,6 +32,21 @@ def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def head_factors(squares_ptr, at, eps, K: gl.constexpr, STRIDE: gl.constexpr, HEAD: gl.constexpr):
+    """The norm's factor for each of this thread's chunks: of the head of HEAD elements it is in."""
+    loaded = ()
+    for first in gl.static_range(0, K // 8, STRIDE):
+        head = gl.minimum(first + at, K // 8 - 1) // (HEAD // 8)
+        loaded = loaded + (load16(squares_ptr.to(gl.int64, bitcast=True) + head.to(gl.int64) * 16),)
+    factors = ()
+    for first in gl.static_range(0, K // 8, STRIDE):
+        s = loaded[first // STRIDE]
+        square = as_float(s[0]) + as_float(s[1]) + (as_float(s[2]) + as_float(s[3]))
+        factors = factors + (gl.rsqrt(square / HEAD + eps),)
+    return factors
+
+
+@gluon.jit
 def _times(words, gains, FP32: gl.constexpr):
     """Eight elements times their gains, each product rounded once."""
     out = ()

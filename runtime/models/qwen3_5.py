@@ -107,8 +107,7 @@ class Qwen35(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
         for layer in self.layers:
-            mixed = self._mixed(x, layer.input_norm, layer.mixer, cache)
-            x = ops.linear_add(mixed, layer.mixer.out, x)
+            x = self._mixed(x, layer.input_norm, layer.mixer, cache)
             act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
             x = ops.linear_add(act, layer.down, x)
         return x
@@ -120,15 +119,18 @@ class Qwen35(Generic[W]):
     def _mixed(
         self, x: Tensor, norm: Tensor, mixer: Attention[W] | DeltaNet[W], cache: KVCache
     ) -> Tensor:
-        """What a mixer gathers, before its output linear: [M, h] to [M, heads * D]."""
+        """X and what a mixer adds to it: [M, h]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.norm_linears(x, norm, eps, mixer.qkvz, mixer.ba)
-            return ops.delta_net(qkvz, ba, mixer.weights, eps, cache.delta, mixer.index)
+            return ops.delta_linear(
+                qkvz, ba, mixer.weights, eps, cache.delta, mixer.index, mixer.out, x
+            )
         qkv = ops.norm_linear(x, norm, eps, mixer.qkv)
-        return ops.attention(
+        mixed = ops.attention(
             qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, cache, mixer.index, gated=True
         )
+        return ops.linear_add(mixed, mixer.out, x)
 
 
 def build(

@@ -230,10 +230,12 @@ def delta_nets() -> Iterator[str]:
     x, small = zeros(1, 4096), DenseLinear(zeros(2 * Hv, 4096))
     cuda.norm_linears(x, torch.empty(4096), EPS, weight(4, C + Hv * D, 4096), small)
     yield "and rows"
-    for tokens in (1, 100):
+    batch = DeltaState(zeros(1, 6, C), torch.empty(1, 2 * Hv, D, D), sequences=2)
+    for tokens, held in ((1, state), (2, batch), (100, state)):
         qkvz, ba = zeros(tokens, C + Hv * D), zeros(tokens, 2 * Hv)
-        cuda.delta_net(qkvz, ba, weights, EPS, state, 0)
-        yield f"{tokens} tokens"
+        residual, w = zeros(tokens, 4096), weight(8, 4096, Hv * D)
+        cuda.delta_linear(qkvz, ba, weights, EPS, held, 0, w, residual)
+        yield f"delta, {tokens} tokens"
 
 
 def choices() -> Iterator[str]:

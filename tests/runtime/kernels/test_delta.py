@@ -9,9 +9,15 @@ from torch import Tensor
 
 from lowbit.runtime import cuda
 from lowbit.runtime.delta import DeltaState, DeltaWeights, new_delta_state
-from lowbit.runtime.kernels.delta_decode import delta_decode, delta_decode_ref
+from lowbit.runtime.kernels.delta_decode import (
+    delta_decode,
+    delta_decode_parts,
+    delta_decode_ref,
+)
 from lowbit.runtime.kernels.delta_gates import gates_ref
 from lowbit.runtime.kernels.delta_prefill import delta_prefill, delta_prefill_ref
+from lowbit.runtime.kernels.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.tiles import TiledLinear
 
 GPU = pytest.mark.gpu
 ONE = pytest.param(1, marks=GPU)  # the kernel for one token is not interpreted
@@ -59,6 +65,8 @@ class Layer:
 
 
 MakeLayer = Callable[..., Layer]
+MakeTiled = Callable[..., TiledLinear]
+Randn = Callable[..., Tensor]
 
 
 @pytest.fixture
@@ -113,6 +121,41 @@ def test_decode(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
         ref = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.state, 1)
         out = delta_decode(qkvz, ba, layer.weights, EPS, layer.state, 1)
         check(layer, before, out, ref, bf16_error)
+
+
+@GPU
+@pytest.mark.parametrize("sizes", SMALL + REAL, ids=str)
+def test_decode_by_parts(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
+    """What the output linear norms, normed here; the counters are zero again."""
+    layer = make_layer(sizes)
+    for _ in range(5):
+        before, (qkvz, ba) = layer.copy(), layer.inputs(1)
+        ref = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.state, 1)
+        out, squares = delta_decode_parts(qkvz, ba, layer.weights, EPS, layer.state, 1)
+        mean = squares.double().sum(-1, keepdim=True) / sizes.Dv
+        normed = out.double().view(sizes.Hv, sizes.Dv) * torch.rsqrt(mean + EPS)
+        check(layer, before, normed.view(1, -1), ref, bf16_error)
+        assert not layer.state.arrived.any()
+
+
+@GPU
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sizes", REAL, ids=str)
+def test_with_its_linear(
+    make_layer: MakeLayer, make_tiled: MakeTiled, randn: Randn, sizes: Sizes, bits: int
+) -> None:
+    """No further from FP64 than the same with a rounded result in between."""
+    layer, N = make_layer(sizes), 1024
+    w, residual = make_tiled(bits, N, sizes.Hv * sizes.Dv, 128), randn(1, N)
+    qkvz, ba = layer.inputs(1)
+    ref, _, _ = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.state, 1)
+    expected = gemv_ref(ref, w, added=residual)
+    apart = layer.copy()
+    mixed = delta_decode(qkvz, ba, apart.weights, EPS, apart.state, 1)
+    rounded = relative_error(gemv(mixed, w, added=residual), expected)
+    got = cuda.delta_linear(qkvz, ba, layer.weights, EPS, layer.state, 1, w, residual)
+    assert relative_error(got, expected) < 1.2 * rounded
+    assert relative_error(layer.state.memory, apart.state.memory.double()) < FP32_ERROR
 
 
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]

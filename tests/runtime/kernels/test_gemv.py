@@ -125,6 +125,22 @@ def test_normed(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("K", "heads"), [(4096, 32), (2048, 16), (6144, 48), (128, 8)])
+def test_normed_heads(
+    make_tiled: MakeTiled, randn: Randn, device: str, bits: int, K: int, heads: int
+) -> None:
+    """Heads of very different sizes, a head of zeros among them."""
+    w, x, residual = make_tiled(bits, 1000, K, 128), randn(1, K), randn(1, 1000)
+    squares = (
+        torch.rand(heads, 4, device=device) * torch.logspace(-6, 6, heads, device=device)[:, None]
+    )
+    squares[1] = 0.0
+    x[0, K // heads : 2 * K // heads] = 0.0
+    ref = reference(x, w, squares=squares, eps=EPS, added=residual)
+    check(run(x, w, squares=squares, eps=EPS, added=residual, dtype=FP32), ref)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @linears(GATE_UP)
 def test_swiglu(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) -> None:
     w, x, norm = make_tiled(bits, N, K, 128, paired=True), randn(1, K), 1 + 0.3 * randn(K)

@@ -187,8 +187,9 @@ def test_dense_gemv_waits(randn: Randn) -> None:
     assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
 
 
-def test_delta_net_waits(randn: Randn) -> None:
+def test_delta_net_waits(make_tiled: MakeTiled, randn: Randn) -> None:
     """Inputs are not read before the kernel ahead has written them; the state is older."""
+    w, residual = make_tiled(8, 1024, 4096, 128), randn(1, 1024)
     Hk, Hv, D = 16, 32, 128
     C = 2 * Hk * D + Hv * D
     weights = DeltaWeights(
@@ -203,7 +204,8 @@ def test_delta_net_waits(randn: Randn) -> None:
 
     def step(qkvz: Tensor, ba: Tensor, memory: Tensor, window: Tensor) -> list[Tensor]:
         """The result and the state after it."""
-        out = cuda.delta_net(qkvz, ba, weights, EPS, DeltaState(window, memory), 0)
+        state = DeltaState(window, memory)
+        out = cuda.delta_linear(qkvz, ba, weights, EPS, state, 0, w, residual)
         return [out, memory, window]
 
     expected = step(*(x.clone() for x in inputs))
