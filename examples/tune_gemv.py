@@ -21,6 +21,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.graphs import aside
 from lowbit.runtime.kernels import gemv
+from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch
 from lowbit.runtime.kernels.tiles import TiledLinear
 
@@ -89,8 +90,10 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
             gemv.gemv_and_rows(x, w, randn(use.rows, use.K), norm=norm, eps=1e-6)
         else:
             added = randn(1, COMPILED_ROWS) if use.added else None
-            squares = randn(use.heads, 4).float() if use.heads else None
-            gemv.gemv(x, w, norm=norm, squares=squares, eps=1e-6, added=added, dtype=use.dtype)
+            fused = {"norm": norm, "eps": 1e-6, "added": added, "dtype": use.dtype}
+            gemv.gemv(x, w, **fused)
+            if use.heads:
+                gemv.gemv(x, w, squares=randn(use.heads, SQUARES).float(), **fused)
     except Exception as error:
         print(f"{launch}: {str(error)[-80:]}", file=sys.stderr)
 
@@ -107,10 +110,12 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
     ) -> None:  # fmt: skip
         key = (w.bits, w.tiles, w.steps)
         calls = found[key].calls + 1 if key in found else 1
+        heads = 0 if squares is None else squares.shape[0]
+        heads = max(heads, found[key].heads if key in found else 0)
         found[key] = Use(
             K=w.K,
             norm=None if norm is None else norm.dtype,
-            heads=0 if squares is None else squares.shape[0],
+            heads=heads,
             added=added is not None,
             paired=w.paired,
             dtype=y.dtype,

@@ -47,7 +47,8 @@ class DeltaState:
             SiLU.
         memory: [L, B * Hv, Dk, Dv] float32.
         sequences: B, 1 but for a batch.
-        arrived: [B * Hv] int32, zero between kernels: heads that have read what they share.
+        arrived: [B * Hv] int32, zero between kernels: programs that have read a window they share,
+            by key head.
     """
 
     conv: Tensor

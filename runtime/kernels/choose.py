@@ -1,6 +1,7 @@
 """choose: the next token of one sequence, as `lowbit.runtime.sampling.sample` chooses it.
 
-Layout  logits [1, V] fp32 -> token [1] int64; position and the sampler's counter move on by one
+Layout  logits [1, V] fp32 -> token [1] int64, slots [n] int64 on the host; position and the
+        sampler's counter move on by one
 Bytes   4*V; V = 151936: 0.6 MB, from L2
 Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,
         value before id. The likeliest token has one group a block, and one program takes the best
@@ -15,11 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch, run
-from lowbit.runtime.kernels.draw import BLOCK, GROUP, MOST, draw
+from lowbit.runtime.kernels.draw import BLOCK, GROUP, LOWEST, MOST, draw
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.sampling import Sampler, SamplingParams
-
-LOWEST = tl.constexpr(-(2**63))  # below every key
 
 
 def can_choose(params: SamplingParams) -> bool:
@@ -37,7 +36,7 @@ def _best_kernel(
         gdc_launch_dependents()
     x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
     bits = x.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a key as in `draw`, which is Gluon
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     groups: tl.constexpr = BLOCK // GROUP
     best = tl.max(tl.reshape(keys, (groups, GROUP)), axis=1)

@@ -3,10 +3,10 @@
     q, k, v = silu(conv(window, token))                      (depthwise, over the last W inputs)
     q, k    = q * rsqrt(sum(q^2) + 1e-6) / sqrt(Dk), k * rsqrt(sum(k^2) + 1e-6)
     S       = exp(g) * S + k u^T,   u = beta * (v - exp(g) * S^T k)       (per value head, FP32)
-    out     = gated_norm(S^T q)
+    out     = gated_norm(S^T q)            (of one sequence S^T q * gain * silu(z), see Plan)
 
 Layout  qkvz [B, C + Hv * Dv] bf16, ba [B, 2 * Hv], memory [B * Hv, Dk, Dv] fp32, window
-        [B * (W - 1), C] bf16; out [B, Hv * Dv] bf16
+        [B * (W - 1), C] bf16; out [B, Hv * Dv] bf16, squares [Hv, SPLITS] fp32
 Bytes   8 * Hv * Dk * Dv; 32 heads of 128 x 128: 4.2 MB = 1 us at 4.3 TB/s
 Plan    programs of a value head and sequence hold S in registers, some of its columns each, read
         before the kernel waits for its predecessor: an earlier step wrote it. A thread convolves
@@ -41,10 +41,11 @@ from lowbit.runtime.kernels.access import (
 from lowbit.runtime.kernels.delta_gates import gates, gates_ref
 from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
 from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
 
 WARPS = 8
-SPLITS = 4  # programs of a head of one sequence
+SPLITS = SQUARES  # programs of a head of one sequence
 MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
@@ -298,7 +299,7 @@ def delta_decode(
 def delta_decode_parts(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of one sequence, by four programs a head: `gemv` norms what this returns.
+    """`delta_decode` of one sequence, by SPLITS programs a head: `gemv` norms what this returns.
 
     Returns:
         out [1, Hv * Dv], all but the norm's factor, and the sums of squares that it follows from,

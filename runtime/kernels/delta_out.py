@@ -1,4 +1,6 @@
-"""gated_norm: the end of a gated DeltaNet layer, for a prompt; one token has it in `delta_decode`.
+"""gated_norm: the end of a gated DeltaNet layer, for a prompt.
+
+Tokens of several sequences have it in `delta_decode`, one of one sequence in its output linear.
 
     out[m, h] = o[m, h] * rsqrt(mean(o[m, h]^2) + eps) * gain * silu(z[m, h])       (per head, FP32)
     window    = the last W - 1 inputs of the convolution, of old window and new tokens together

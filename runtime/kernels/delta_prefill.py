@@ -224,7 +224,7 @@ def _scan_kernel(
 def delta_prefill(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
 ) -> Tensor:
-    """M tokens of a gated DeltaNet layer, without its linears; see `Ops.delta_net`.
+    """M tokens of a gated DeltaNet layer, without its linears; see `Ops.delta_linear`.
 
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the tokens.

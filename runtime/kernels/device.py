@@ -56,7 +56,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
         kernel: a function of `triton.jit` or `gluon.jit`.
         grid: programs, at most three numbers.
         arguments: all that are no constants, in order; the first is a tensor, and all tensors are
-            on the current device.
+            on the current device, or page-locked.
         named: constants, all of them, and options.
     """
     kinds = [

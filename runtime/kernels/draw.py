@@ -1,13 +1,14 @@
 """draw: a token at random among the top_k likeliest, as `lowbit.runtime.sampling.draw` draws it.
 
-Layout  logits [1, V] fp32, keys of groups of 64 logits (`choose`) -> token [1] int64
-Bytes   4 * V and 8 * V / 64; V = 151936: 0.6 MB, from L2
+Layout  logits [1, V] fp32, keys [groups] int64 of 64 logits each (`choose`) -> token [1] int64,
+        slots [n] int64 on the host
+Bytes   4 * V, and 8 * V / 64 for each of V / 1024 programs; V = 151936: 0.6 and 2.8 MB, from L2
 Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
-        are the same. A program per block of the vocabulary ranks its groups among all, one key a
-        thread against the program's 16; the top_k best groups, which hold the top_k best logits,
-        leave the best of each of their parts. Then one program, a thread a key, ranks the parts
-        and, of the best parts, the logits, puts what it has ranked where it belongs and draws in
-        the sampler's exact integers. No atomics
+        are the same. A program per block of the vocabulary ranks its 16 groups among all, each
+        thread a share of these; comparisons grow with the square of V. The top_k best groups,
+        which hold the top_k best logits, leave the best of each of their parts. Then one program,
+        a thread a key, ranks the parts and, of the best parts, the logits, puts what it has ranked
+        where it belongs and draws in the sampler's exact integers. No atomics
 """
 
 import torch
@@ -40,7 +41,7 @@ LOWEST = gl.constexpr(-(2**63))  # below every key
 
 
 @gluon.jit
-def key_of(x, id):
+def _key(x, id):
     """A key that orders by value, then by the lower id: int64."""
     bits = x.to(gl.int32, bitcast=True)
     ordered = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -93,13 +94,14 @@ def _rank_groups_kernel(
     for i in gl.static_range(PART):
         id = gl.program_id(0) * BLOCK + thread * PART + i
         x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
-        part = gl.maximum(part, key_of(x, id))
+        part = gl.maximum(part, _key(x, id))
     best = part
-    for i in gl.static_range(3):
-        low, high = _words(best)
-        low = as_word(across(as_float(low), 1 << i))
-        high = as_word(across(as_float(high), 1 << i))
-        best = gl.maximum(best, _joined(low, high))
+    for i in gl.static_range(5):
+        if (1 << i) < LANES:
+            low, high = _words(best)
+            low = as_word(across(as_float(low), 1 << i))
+            high = as_word(across(as_float(high), 1 << i))
+            best = gl.maximum(best, _joined(low, high))
     store_shared8(buffer + thread // LANES * 8, _words(best), lane % LANES == 0)
     barrier()
     ranks_at = buffer + GROUPS * 8
@@ -181,7 +183,7 @@ def _draw_kernel(
     id = _id(_joined(low, high)) // PART * PART + thread % PART
     x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
     inside = thread < top_k * PART
-    key = gl.where(inside, key_of(x, id), LOWEST)
+    key = gl.where(inside, _key(x, id), LOWEST)
     store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
     barrier()
     rank = _rank(key, keys_at, top_k * PART)
@@ -272,7 +274,7 @@ def draw(
         PART=PART,
         MASS=2.0**MASS_BITS,
         WARPS=K * PART // 32,
-        BUFFER=declaration(K * PART * 16),
+        BUFFER=declaration(K * (PART + 1) * 8),
         PDL=pdl,
         num_warps=K * PART // 32,
         launch_pdl=pdl,

@@ -77,8 +77,8 @@ def gemv_ref(
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles", "added_stride"])
 def _gemv_kernel(
-    x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr, rows_y_ptr, B,
-    N, tiles, added_stride, eps,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr,
+    rows_y_ptr, B, N, tiles, added_stride, eps,
     SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, HEAD: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
     WARPS: gl.constexpr, ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
@@ -102,7 +102,7 @@ def _gemv_kernel(
         )  # fmt: skip
     else:
         _multiply_tiles(
-            x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
+            x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
             added_stride, eps, gl.program_id(0) - first, buffer, warp, lane, none,
             SWIGLU, MOST, K, G, BITS, SCALES, HEAD, R, C, WARPS, ABREAST, X_BYTES, PLANE, PDL,
             EARLY,
@@ -111,7 +111,7 @@ def _gemv_kernel(
 
 @gluon.jit
 def _multiply_tiles(
-    x_ptr, gain_ptr, squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, B, N, tiles,
     added_stride, eps, program, buffer, warp, lane, none,
     SWIGLU: gl.constexpr, MOST: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, HEAD: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
@@ -166,13 +166,13 @@ def _multiply_tiles(
     factor = none + (1.0 if BITS == 8 or not STAGED else 0.0625)  # digits meet 16 times the code
     sums_at = buffer
     if STAGED:
-        factors = ()
-        if squares_ptr is not None:
-            factors = head_factors(squares_ptr, thread, eps, K, WARPS * 32, HEAD)
+        of_heads = ()
+        if head_squares_ptr is not None:
+            of_heads = head_factors(head_squares_ptr, thread, eps, K, WARPS * 32, HEAD)
         chunks, squares = chunks_of(
             x_ptr, gains, thread, lane, none, K, WARPS * 32, gain_ptr is not None, FP32
         )
-        stage_digits(chunks, factors, buffer, thread, lane, K, WARPS * 32, BITS, PLANE)
+        stage_digits(chunks, of_heads, buffer, thread, lane, K, WARPS * 32, BITS, PLANE)
         sums_at += X_BYTES
         if gain_ptr is not None:
             store_shared4(sums_at + thread * 4, squares, thread >= 0)
@@ -270,8 +270,8 @@ def gemv(
         w: [N, K].
         norm: [K] gain of the RMS norm; None leaves x as it is. Of several tokens, or K above
             14,336, a kernel before norms.
-        squares: [heads, 4] float32, parts of the sum of the squares that norm each head of x, which
-            need not be those of x; of one token and K up to 14,336.
+        squares: [heads, SQUARES] float32, parts of the sum of the squares that norm each head of
+            x, which need not be those of x; of one token, K up to 14,336, without `norm`.
         eps: of the norm.
         added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
@@ -280,6 +280,8 @@ def gemv(
         [B, N], or [B, N / 2].
     """
     B = x.shape[0]
+    if squares is not None and (norm is not None or not _staged(B, w)):
+        raise ValueError("squares are for one token, K up to 14,336 and no other norm")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
     if norm is not None and not _staged(B, w):  # the kernel norms what it stages
         x, norm = rms_norm(x, norm, eps), None

@@ -66,8 +66,9 @@ def stage_digits(
         most = gl.maximum(most >> 16, most & 0xFFFF)
         if SCALED:
             most = as_word(as_float(most << 16) * factors[first // STRIDE]) >> 16
-        # Its exponent; below 21 the unit would not be a normal number.
-        exponent = gl.maximum(largest(most) >> 7, 21)
+        # Its exponent; below 21 the unit would not be a normal number, and factors, which are at
+        # most 2^10 (eps of 1e-6), must leave the scale finite.
+        exponent = gl.maximum(largest(most) >> 7, 31 if SCALED else 21)
         scale = as_float((274 - exponent) << 23)
         if SCALED:
             scale *= factors[first // STRIDE]

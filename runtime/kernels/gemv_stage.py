@@ -1,4 +1,4 @@
-"""Device functions of the GEMV: x times the gain of a norm, and sums over a program."""
+"""Device functions of the GEMV: x times the gain of a norm, factors of heads, sums of a program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +14,8 @@ from lowbit.runtime.kernels.mma import (
     times,
     words_where,
 )
+
+SQUARES = 4  # parts of the sum of a head's squares, which are one load
 
 
 @gluon.jit

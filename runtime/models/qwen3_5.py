@@ -107,7 +107,7 @@ class Qwen35(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
         for layer in self.layers:
-            x = self._mixed(x, layer.input_norm, layer.mixer, cache)
+            x = self._with_mixer(x, layer.input_norm, layer.mixer, cache)
             act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
             x = ops.linear_add(act, layer.down, x)
         return x
@@ -116,10 +116,10 @@ class Qwen35(Generic[W]):
         """Final norm and head: [M, h] to [M, V] float32."""
         return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
 
-    def _mixed(
+    def _with_mixer(
         self, x: Tensor, norm: Tensor, mixer: Attention[W] | DeltaNet[W], cache: KVCache
     ) -> Tensor:
-        """X and what a mixer adds to it: [M, h]."""
+        """`x` plus what a mixer adds to it: [M, h]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.norm_linears(x, norm, eps, mixer.qkvz, mixer.ba)

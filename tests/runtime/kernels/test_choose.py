@@ -61,6 +61,26 @@ def test_a_real_vocabulary(vocabulary: int, params: SamplingParams) -> None:
         assert int(token) == int(sample(logits, theirs))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [1, 2, 40, 300, 1024, 1025, 1500])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_a_small_vocabulary(vocabulary: int, params: SamplingParams) -> None:
+    """Fewer tokens or groups than top_k, and half of the tokens impossible."""
+    ours, theirs = (new_sampler(vocabulary, 12, "cuda") for _ in range(2))
+    ours.start(params, [1], 12)
+    theirs.start(params, [1], 12)
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    position = torch.zeros(1, dtype=torch.int32, device="cuda")
+    slots = host_slots("cuda")
+    for step in range(12):
+        logits = 3 * torch.randn(1, vocabulary, device="cuda")
+        if step % 2:
+            half = torch.randperm(vocabulary, device="cuda")[: vocabulary // 2]
+            logits[0, half] = -torch.inf
+        choose(logits, ours, token, position, slots)
+        assert int(token) == int(sample(logits, theirs)) == int(slots[(step + 1) % 2])
+
+
 def test_of_equals_the_first(device: str) -> None:
     sampler = new_sampler(VOCABULARY, 1, device)
     sampler.start(SamplingParams(), [1], 1)

@@ -214,6 +214,8 @@ def delta_nets() -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token and for several."""
     from lowbit.runtime import cuda
     from lowbit.runtime.delta import DeltaState, DeltaWeights
+    from lowbit.runtime.kernels.gemv import gemv
+    from lowbit.runtime.kernels.gemv_stage import SQUARES
     from lowbit.runtime.linear import DenseLinear
 
     Hk, Hv, D = 16, 32, 128
@@ -236,6 +238,10 @@ def delta_nets() -> Iterator[str]:
         residual, w = zeros(tokens, 4096), weight(8, 4096, Hv * D)
         cuda.delta_linear(qkvz, ba, weights, EPS, held, 0, w, residual)
         yield f"delta, {tokens} tokens"
+    for hidden, K in ((1024, 2048), (2048, 2048), (2560, 4096)):  # of the smaller ones
+        squares, added = torch.empty(K // D, SQUARES), zeros(1, hidden)
+        gemv(zeros(1, K), weight(8, hidden, K), squares=squares, eps=EPS, added=added)
+        yield f"normed heads {hidden}x{K}"
 
 
 def choices() -> Iterator[str]:
@@ -243,8 +249,9 @@ def choices() -> Iterator[str]:
     from lowbit.runtime import cuda
     from lowbit.runtime.sampling import SamplingParams, new_sampler
 
-    sampler = new_sampler(VOCABULARY, 1, "meta")
-    logits = torch.empty((1, VOCABULARY), dtype=torch.float32)
+    V = 248320  # the largest: the kernels that rank grow with it
+    sampler = new_sampler(V, 1, "meta")
+    logits = torch.empty((1, V), dtype=torch.float32)
     token, slots = torch.empty(1, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     position = torch.empty(1, dtype=torch.int32)
     for top_k in (0, 20, 64):

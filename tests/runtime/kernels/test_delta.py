@@ -109,11 +109,12 @@ def check(
 
 
 SMALL = [Sizes(2, 2, 16, 16), Sizes(2, 4, 16, 32), Sizes(2, 6, 32, 16)]
+ODD = [Sizes(2, 4, 64, 64), Sizes(2, 2, 128, 16), Sizes(2, 4, 16, 128)]
 REAL = [Sizes(16, 16, 128, 128), Sizes(16, 32, 128, 128), Sizes(16, 48, 128, 128)]
 
 
 @GPU
-@pytest.mark.parametrize("sizes", SMALL + REAL, ids=str)
+@pytest.mark.parametrize("sizes", SMALL + ODD + REAL, ids=str)
 def test_decode(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
     layer = make_layer(sizes)
     for _ in range(5):  # longer than the window
@@ -124,7 +125,7 @@ def test_decode(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
 
 
 @GPU
-@pytest.mark.parametrize("sizes", SMALL + REAL, ids=str)
+@pytest.mark.parametrize("sizes", SMALL + ODD + REAL, ids=str)
 def test_decode_by_parts(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
     """What the output linear norms, normed here; the counters are zero again."""
     layer = make_layer(sizes)
@@ -156,6 +157,21 @@ def test_with_its_linear(
     got = cuda.delta_linear(qkvz, ba, layer.weights, EPS, layer.state, 1, w, residual)
     assert relative_error(got, expected) < 1.2 * rounded
     assert relative_error(layer.state.memory, apart.state.memory.double()) < FP32_ERROR
+    assert torch.equal(layer.state.conv, apart.state.conv)
+    assert not layer.state.arrived.any()
+
+
+@GPU
+@pytest.mark.parametrize("sizes", REAL, ids=str)
+def test_parts_give_the_same_bytes(make_layer: MakeLayer, sizes: Sizes) -> None:
+    layer, first = make_layer(sizes), None
+    qkvz, ba = layer.inputs(1)
+    for _ in range(20):
+        again = layer.copy()
+        parts = delta_decode_parts(qkvz, ba, again.weights, EPS, again.state, 1)
+        got = [*parts, again.state.memory, again.state.conv]
+        first = first or got
+        assert all(torch.equal(*pair) for pair in zip(got, first, strict=True))
 
 
 LENGTHS = [1, 2, 3, 4, 63, 64, 65, 130]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows, gemv_ref
+from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
 
@@ -129,15 +130,30 @@ def test_normed(make_tiled: MakeTiled, randn: Randn, bits: int, N: int, K: int) 
 def test_normed_heads(
     make_tiled: MakeTiled, randn: Randn, device: str, bits: int, K: int, heads: int
 ) -> None:
-    """Heads of very different sizes, a head of zeros among them."""
-    w, x, residual = make_tiled(bits, 1000, K, 128), randn(1, K), randn(1, 1000)
-    squares = (
-        torch.rand(heads, 4, device=device) * torch.logspace(-6, 6, heads, device=device)[:, None]
-    )
-    squares[1] = 0.0
-    x[0, K // heads : 2 * K // heads] = 0.0
-    ref = reference(x, w, squares=squares, eps=EPS, added=residual)
-    check(run(x, w, squares=squares, eps=EPS, added=residual, dtype=FP32), ref)
+    """Heads of sizes far apart, as large as each other once normed; some of zeros."""
+    w, residual = make_tiled(bits, 1000, K, 128), randn(1, 1000)
+    sizes = torch.logspace(-2, 2, heads, device=device)[torch.randperm(heads, device=device)]
+    x = (randn(heads, K // heads).float() * sizes[:, None]).bfloat16()
+    squares = x.float().square().view(heads, SQUARES, -1).sum(-1)
+    zeros = max(1, 256 * heads // K) if K > 256 else 1  # a whole block where there are several
+    x[:zeros], squares[:zeros] = 0.0, 0.0
+    ref = reference(x.view(1, K), w, squares=squares, eps=EPS, added=residual)
+    check(run(x.view(1, K), w, squares=squares, eps=EPS, added=residual, dtype=FP32), ref)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_heads_of_zeros(make_tiled: MakeTiled, device: str, bits: int) -> None:
+    x = torch.zeros(1, 4096, dtype=BF16, device=device)
+    squares = torch.zeros(32, SQUARES, device=device)
+    assert not run(x, make_tiled(bits, 64, 4096, 128), squares=squares, eps=EPS, dtype=FP32).any()
+
+
+def test_squares_refused(make_tiled: MakeTiled, randn: Randn, device: str) -> None:
+    """Where the kernel would not look at them, or would norm twice."""
+    squares = torch.ones(16, SQUARES, device=device)
+    for B, K, norm in ((2, 2048, None), (1, 16384, None), (1, 2048, randn(2048))):
+        with pytest.raises(ValueError, match="squares are for one token"):
+            gemv(randn(B, K), make_tiled(4, 32, K, 128), norm=norm, squares=squares, eps=EPS)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -18,7 +18,9 @@ from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels import gemv as gemv_module
 from lowbit.runtime.kernels.choose import choose
+from lowbit.runtime.kernels.draw import GROUP, draw
 from lowbit.runtime.kernels.gemv import gemv
+from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import gemv_launch
 from lowbit.runtime.kernels.tiles import TiledLinear
 from lowbit.runtime.linear import DenseLinear
@@ -116,6 +118,8 @@ def test_gemvs_wait(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     assert waits(lambda x: cuda.norm_logits(x, norm, EPS, w), x)
     gate_up = make_tiled(bits, 4096, 2048, 128, True)
     assert waits(lambda x: cuda.norm_swiglu(x, norm, EPS, gate_up), x)
+    squares = torch.rand(16, SQUARES, device="cuda")
+    assert waits(lambda squares: gemv(x, w, squares=squares, eps=EPS), squares)
 
 
 @BITS
@@ -234,6 +238,27 @@ def test_choosing_waits(randn: Randn, params: SamplingParams) -> None:
 
     assert waits(chosen, 5 * randn(1, 151936).float())
     assert int(position) == int(sampler.drawn) == 4
+
+
+def test_drawing_waits(randn: Randn) -> None:
+    """The kernels after the first one, by themselves."""
+    V = 151552  # whole blocks
+    logits = 5 * randn(1, V).float()
+    bits = logits[0].view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(V, device="cuda"))
+    sampler = new_sampler(V, 16, "cuda")
+    sampler.start(SamplingParams(temperature=0.8, top_k=20), [1], 16)
+    sampler.uniforms.fill_(0.7)
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    position = torch.zeros(1, dtype=torch.int32, device="cuda")
+    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+
+    def drawn(keys: Tensor) -> Tensor:
+        draw(logits, keys, sampler, token, position, slots)
+        return token.clone()
+
+    assert waits(drawn, keys.view(-1, GROUP).amax(1))
 
 
 @pytest.mark.usefixtures("early")
