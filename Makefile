@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n auto -m "not gpu"
+	$(BIN)/pytest -n auto --dist worksteal -m "not gpu"
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .

@@ -128,16 +128,15 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
 
 def workload(full: bool) -> Iterator[str]:
     """Calls of the backend, each followed by its label; the full ones once."""
-    for model in MODELS if full else ("8B",):
-        yield from linears(model, 4, 1)
-    for model in ("0.6B", "8B") if full else ("8B",):
-        yield from linears(model, 8, 1)
+    whole = [(model, 4) for model in MODELS] + [("0.6B", 8), ("8B", 8)]
+    for model, bits in whole if full else [("8B", 4), ("8B", 8)]:
+        yield from linears(model, bits, 1)
     if full:
         yield from linears("8B", 4, 8)
-        yield from measured()
+        yield from measured({size for model, bits in whole for size in sizes(model, bits)})
     yield from attentions(full)
     yield from delta_nets()
-    yield from choices()
+    yield from choices(full)
     yield from others(full)
 
 
@@ -173,12 +172,19 @@ def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
         yield f"head {label}"
 
 
-def measured() -> Iterator[str]:
-    """Every launch of the table, in front of attention or MLP or after them."""
+def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
+    """Bits, tiles and steps of a model's linears."""
+    hidden, inner, qkv, heads = MODELS[model]
+    shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+    return {(bits, N // 16, K * bits // 512) for N, K in shapes}
+
+
+def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
+    """Every other launch of the table, in front of attention or MLP or after them."""
     from lowbit.runtime import cuda
     from lowbit.runtime.kernels.launch import GEMV_MEASURED
 
-    for bits, tiles, steps in GEMV_MEASURED:
+    for bits, tiles, steps in sorted(GEMV_MEASURED.keys() - known):
         N, K = 16 * tiles, steps * 512 // bits
         if N > K:
             cuda.norm_linear(zeros(1, K), zeros(K), EPS, weight(bits, N, K))
@@ -244,7 +250,7 @@ def delta_nets() -> Iterator[str]:
         yield f"normed heads {hidden}x{K}"
 
 
-def choices() -> Iterator[str]:
+def choices(full: bool) -> Iterator[str]:
     """The next token, the likeliest or drawn, and its way to the host."""
     from lowbit.runtime import cuda
     from lowbit.runtime.sampling import SamplingParams, new_sampler
@@ -254,7 +260,7 @@ def choices() -> Iterator[str]:
     logits = torch.empty((1, V), dtype=torch.float32)
     token, slots = torch.empty(1, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     position = torch.empty(1, dtype=torch.int32)
-    for top_k in (0, 20, 64):
+    for top_k in (0, 20, 64) if full else (0, 20):
         sampler.params = SamplingParams(temperature=float(top_k > 0), top_k=top_k)
         cuda.advance(logits, sampler, token, position, slots)
         yield f"top {top_k}"
