@@ -22,63 +22,51 @@ def host_slots(device: str) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, pin_memory=device == "cuda")
 
 
-@pytest.mark.parametrize(
-    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
-)
-def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
-    ours, theirs = (new_sampler(VOCABULARY, 8, device) for _ in range(2))
-    ours.start(params, [1], 8)
-    theirs.start(params, [1], 8)
+def check(device: str, vocabulary: int, params: SamplingParams, rows: list[torch.Tensor]) -> None:
+    """For each of these logits it is the token of `sample`, and what counts has moved on."""
+    ours, theirs = (new_sampler(vocabulary, len(rows), device) for _ in range(2))
+    ours.start(params, [1], len(rows))
+    theirs.start(params, [1], len(rows))
     token = torch.zeros(1, dtype=torch.int64, device=device)
     position = torch.full((1,), 5, dtype=torch.int32, device=device)
     slots = host_slots(device)
-    for step in range(8):
-        logits = torch.randn(1, VOCABULARY + 100, device=device) * 3
-        logits[:, VOCABULARY:] = 1e9  # padding is never chosen
+    for step, logits in enumerate(rows):
         choose(logits, ours, token, position, slots)
         assert int(token) == int(sample(logits, theirs)) == int(slots[step % 2])
         assert int(ours.drawn) == step + 1 == int(theirs.drawn)
         assert int(position) == 6 + step
 
 
+@pytest.mark.parametrize(
+    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
+)
+def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
+    rows = [torch.randn(1, VOCABULARY + 100, device=device) * 3 for _ in range(8)]
+    for logits in rows:
+        logits[:, VOCABULARY:] = 1e9  # padding is never chosen
+    check(device, VOCABULARY, params, rows)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [151669, 248077])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_a_real_vocabulary(vocabulary: int, params: SamplingParams) -> None:
+def test_a_real_vocabulary(device: str, vocabulary: int, params: SamplingParams) -> None:
     """Likely tokens far apart and side by side, where they share groups and parts of groups."""
-    ours, theirs = (new_sampler(vocabulary, 20, "cuda") for _ in range(2))
-    ours.start(params, [1], 20)
-    theirs.start(params, [1], 20)
-    token = torch.zeros(1, dtype=torch.int64, device="cuda")
-    position = torch.zeros(1, dtype=torch.int32, device="cuda")
-    slots = host_slots("cuda")
-    for step in range(20):
-        logits = torch.randn(1, vocabulary + 200, device="cuda") * 3
-        if step % 2:
-            first = step * 5000
-            logits[0, first : first + 10 * step] += 20
-        choose(logits, ours, token, position, slots)
-        assert int(token) == int(sample(logits, theirs))
+    rows = [torch.randn(1, vocabulary + 200, device=device) * 3 for _ in range(20)]
+    for step in range(1, 20, 2):
+        rows[step][0, step * 5000 : step * 5010] += 20
+    check(device, vocabulary, params, rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [1, 2, 40, 300, 1024, 1025, 1500])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_a_small_vocabulary(vocabulary: int, params: SamplingParams) -> None:
+def test_a_small_vocabulary(device: str, vocabulary: int, params: SamplingParams) -> None:
     """Fewer tokens or groups than top_k, and half of the tokens impossible."""
-    ours, theirs = (new_sampler(vocabulary, 12, "cuda") for _ in range(2))
-    ours.start(params, [1], 12)
-    theirs.start(params, [1], 12)
-    token = torch.zeros(1, dtype=torch.int64, device="cuda")
-    position = torch.zeros(1, dtype=torch.int32, device="cuda")
-    slots = host_slots("cuda")
-    for step in range(12):
-        logits = 3 * torch.randn(1, vocabulary, device="cuda")
-        if step % 2:
-            half = torch.randperm(vocabulary, device="cuda")[: vocabulary // 2]
-            logits[0, half] = -torch.inf
-        choose(logits, ours, token, position, slots)
-        assert int(token) == int(sample(logits, theirs)) == int(slots[(step + 1) % 2])
+    rows = [torch.randn(1, vocabulary, device=device) * 3 for _ in range(12)]
+    for logits in rows[::2]:
+        logits[0, torch.randperm(vocabulary, device=device)[: vocabulary // 2]] = -torch.inf
+    check(device, vocabulary, params, rows)
 
 
 def test_of_equals_the_first(device: str) -> None:
