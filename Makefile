@@ -11,8 +11,8 @@ demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
-test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n auto --dist worksteal -m "not gpu"
+test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu"
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .
