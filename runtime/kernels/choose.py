@@ -1,6 +1,6 @@
 """choose: the next token of one sequence, as `lowbit.runtime.sampling.sample` chooses it.
 
-Layout  logits [1, V] fp32 -> token [1] int64, slots [n] int64 on the host; position and the
+Layout  logits [1, V] fp32 -> token [1] int64, slots [2] int64 on the host; position and the
         sampler's counter move on by one
 Bytes   4*V; V = 151936: 0.6 MB, from L2
 Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,

@@ -1,7 +1,7 @@
 """draw: a token at random among the top_k likeliest, as `lowbit.runtime.sampling.draw` draws it.
 
 Layout  logits [1, V] fp32, keys [groups] int64 of 64 logits each (`choose`) -> token [1] int64,
-        slots [n] int64 on the host
+        slots [2] int64 on the host
 Bytes   4 * V, and 8 * V / 64 for each of V / 1024 programs; V = 151936: 0.6 and 2.8 MB, from L2
 Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
         are the same. A program per block of the vocabulary ranks its 16 groups among all, each
