@@ -135,7 +135,7 @@ def workload(full: bool) -> Iterator[str]:
         yield from linears("8B", 4, 8)
         yield from measured({size for model, bits in whole for size in sizes(model, bits)})
     yield from attentions(full)
-    yield from delta_nets()
+    yield from delta_nets(full)
     yield from choices(full)
     yield from others(full)
 
@@ -216,7 +216,7 @@ def attentions(full: bool) -> Iterator[str]:
             yield f"{Hq}/{Hkv} heads of {D} reach {reach}"
 
 
-def delta_nets() -> Iterator[str]:
+def delta_nets(full: bool) -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token and for several."""
     from lowbit.runtime import cuda
     from lowbit.runtime.delta import DeltaState, DeltaWeights
@@ -244,7 +244,7 @@ def delta_nets() -> Iterator[str]:
         residual, w = zeros(tokens, 4096), weight(8, 4096, Hv * D)
         cuda.delta_linear(qkvz, ba, weights, EPS, held, 0, w, residual)
         yield f"delta, {tokens} tokens"
-    for hidden, K in ((1024, 2048), (2048, 2048), (2560, 4096)):  # of the smaller ones
+    for hidden, K in ((1024, 2048), (2048, 2048), (2560, 4096)) if full else ():  # smaller models
         squares, added = torch.empty(K // D, SQUARES), zeros(1, hidden)
         gemv(zeros(1, K), weight(8, hidden, K), squares=squares, eps=EPS, added=added)
         yield f"normed heads {hidden}x{K}"
