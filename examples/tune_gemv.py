@@ -109,18 +109,17 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
         rows_y: Tensor | None = None,
     ) -> None:  # fmt: skip
         key = (w.bits, w.tiles, w.steps)
-        calls = found[key].calls + 1 if key in found else 1
+        known = found.get(key)
         heads = 0 if squares is None else squares.shape[0]
-        heads = max(heads, found[key].heads if key in found else 0)
         found[key] = Use(
             K=w.K,
             norm=None if norm is None else norm.dtype,
-            heads=heads,
+            heads=max(heads, known.heads if known else 0),
             added=added is not None,
             paired=w.paired,
             dtype=y.dtype,
             rows=0 if rows is None else rows.shape[0],
-            calls=calls,
+            calls=known.calls + 1 if known else 1,
             size_bytes=w.size_bytes,
         )
         launch(x, w, norm, eps, added, y, squares, rows, rows_y)

@@ -21,13 +21,13 @@ from lowbit.runtime.kernels.access import (
     barrier,
     declaration,
     load8,
+    load_shared4,
     load_shared8,
     load_shared16,
     shared_buffer,
     store_shared4,
     store_shared8,
 )
-from lowbit.runtime.kernels.access import load_shared4 as load_float
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads, total
@@ -121,7 +121,7 @@ def _rank_groups_kernel(
     barrier()
     rank = zero
     for i in gl.static_range(WARPS):
-        rank += as_word(load_float(ranks_at + thread // LANES * (WARPS * 4), i * 4))
+        rank += as_word(load_shared4(ranks_at + thread // LANES * (WARPS * 4), i * 4))
     at = rank * LANES + thread % LANES
     gl.store(parts_ptr + at, part, mask=rank < top_k)
 
