@@ -9,26 +9,28 @@ in `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a min
 """
 
 import multiprocessing
+import statistics
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_kernels import graph_us, packed, randn
+from bench_kernels import packed, randn
 from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine import Engine
-from lowbit.runtime.graphs import aside
+from lowbit.runtime.graphs import aside, recorded
 from lowbit.runtime.kernels import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch
 from lowbit.runtime.kernels.tiles import TiledLinear
 
 POSITION = 100
+BURST = 6  # steps from there
 REACH = 256
 RUNS = 7
-BEST = 4  # launches that are tried with other caps of registers
+BEST = 4  # launches that are tried with other caps of registers, and the best of these spread
 SHOWN = 5
 MULTIPROCESSORS = 132
 PROCESSES = 15
@@ -73,9 +75,14 @@ def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
     return found
 
 
-def variants(launch: GemvLaunch) -> list[GemvLaunch]:
+def capped(launch: GemvLaunch) -> list[GemvLaunch]:
     """The same launch with registers capped."""
     return [replace(launch, registers=registers) for registers in (None, 80, 128, 168)]
+
+
+def spread(launch: GemvLaunch) -> list[GemvLaunch]:
+    """The same launch with fewer programs at a time on a multiprocessor."""
+    return [replace(launch, shared=shared) for shared in (16, 32, 48)]
 
 
 def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
@@ -134,9 +141,22 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
 
 
 def step_us(engine: Engine) -> float:
-    """Median time of a step as a graph, in microseconds."""
-    engine.cache.position.fill_(POSITION)
-    return graph_us(engine._step, RUNS)
+    """Median time of a step as a graph that follows itself, in microseconds."""
+    with aside():
+        engine._step()
+    graph = recorded(engine._step, {})
+    times = []
+    for _ in range(RUNS):
+        engine.cache.position.fill_(POSITION)
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(BURST):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / BURST)
+    return statistics.median(times)
 
 
 def tune(engine: Engine, pool: Any) -> None:
@@ -160,11 +180,11 @@ def tune(engine: Engine, pool: Any) -> None:
     for key in sorted(uses, key=lambda key: -uses[key].calls * uses[key].size_bytes):
         bits, tiles, steps = key
         now = timed(key, [table(bits, tiles, steps, 1)])
-        found = timed(key, candidates(tiles, steps))[:BEST]
-        found = sorted(
-            now + timed(key, [v for _, launch in found for v in variants(launch)]),
-            key=lambda pair: pair[0],
-        )
+        found = now + timed(key, candidates(tiles, steps))
+        for others in (capped, spread):
+            found.sort(key=lambda pair: pair[0])
+            found += timed(key, [v for _, best in found[:BEST] for v in others(best)])
+        found.sort(key=lambda pair: pair[0])
         chosen[key] = found[0][1]
         print(f"INT{bits}, {tiles} tiles of {steps} steps, {uses[key].calls} a step:")
         print(f"  {now[0][0]:8.1f} us {now[0][1]}, the table's")

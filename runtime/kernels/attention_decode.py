@@ -28,7 +28,6 @@ from lowbit.runtime.kernels.access import (
     barrier,
     declaration,
     load4,
-    load_shared4,
     load_shared16,
     shared_buffer,
     store_shared4,
@@ -36,6 +35,7 @@ from lowbit.runtime.kernels.access import (
 )
 from lowbit.runtime.kernels.attention_fragments import (
     add_values,
+    attend,
     key_scores,
     load_keys,
     load_queries,
@@ -98,8 +98,18 @@ def attention_decode_ref(
 
 
 @gluon.jit
+def _floats(at, COUNT: gl.constexpr):
+    """COUNT FP32 side by side in shared memory, a multiple of 4."""
+    loaded = ()
+    for i in gl.static_range(COUNT // 4):
+        w = load_shared16(at + i * 16)
+        loaded = loaded + (as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]))
+    return loaded
+
+
+@gluon.jit
 def _element(quad, g):
-    """The first of the two elements of a head that a lane sums in its quad."""
+    """The first of the two columns of a part that a lane sums in its quad."""
     return (quad // 4 * 8 + g) * 8 + quad % 4 * 2
 
 
@@ -108,19 +118,29 @@ def _attention_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position_ptr,
     part_ptr, state_ptr, arrived_ptr, out_ptr, T, eps, score_scale,
     SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, STRIDE: gl.constexpr,
-    BUFFER: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
+    WARPS: gl.constexpr, STRIDE: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
+    """SPLITS of the keys or PARTS of the values' columns, of which a program takes one.
+
+    AHEAD: a warp has at most two blocks of keys, and the second is loaded with the first.
+    """
     KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
-    SETS: gl.constexpr = (D + 63) // 64
+    COLUMNS: gl.constexpr = D // PARTS
+    SETS: gl.constexpr = (COLUMNS + 63) // 64
     WIDE: gl.constexpr = D > 128  # queries are too many registers
     WORD: gl.constexpr = gl.pointer_type(gl.int32)
     NORM: gl.constexpr = q_norm_ptr is not None
     FP32: gl.constexpr = NORM and q_norm_ptr.dtype.element_ty == gl.float32
+    if PDL and EARLY:
+        gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
     g = lane // 4
     t = lane % 4
-    head, split, token = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    head, token = gl.program_id(0), gl.program_id(2)
+    split = gl.program_id(1) if PARTS == 1 else gl.program_id(1) * 0
+    column = gl.program_id(1) * COLUMNS if PARTS > 1 else gl.program_id(1) * 0
     Hkv = gl.num_programs(0)
     QUERY: gl.constexpr = 2 * D if GATED else D  # from one query to the next
     qkv_ptr += token * Hkv * (SHARED * QUERY + 2 * D)
@@ -136,9 +156,13 @@ def _attention_kernel(
     row = start + warp * KEYS
     cache = (token * Hkv + head).to(gl.int64) * T * (2 * D)
     k_base = k_ptr.to(gl.int64, bitcast=True) + cache
-    v_base = v_ptr.to(gl.int64, bitcast=True) + cache
+    v_base = v_ptr.to(gl.int64, bitcast=True) + cache + column.to(gl.int64) * 2
     keys = load_keys(k_base, row + g, end, t, row < end, D, BLOCKS)
-    values = load_values(v_base, row + 2 * t, end, g, row < end, D, BLOCKS)
+    values = load_values(v_base, row + 2 * t, end, g, row < end, D, COLUMNS, BLOCKS)
+    if AHEAD:
+        later = row + WARPS * KEYS
+        more_keys = load_keys(k_base, later + g, end, t, later < end, D, BLOCKS)
+        more_values = load_values(v_base, later + 2 * t, end, g, later < end, D, COLUMNS, BLOCKS)
     cos = cos_ptr.to(gl.int64, bitcast=True)
     sin = sin_ptr.to(gl.int64, bitcast=True)
     q_gain = zero.to(gl.int64)
@@ -154,7 +178,8 @@ def _attention_kernel(
         gains = gains + (load_head_gains(gain, lane, NORM, FP32, D, R),)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     if (start >= end) & (split > 0):
         return
 
@@ -175,7 +200,7 @@ def _attention_kernel(
             word = lane + 32 * i
             inside = (row_of < ROWS) & (word < D // 2)
             store_shared4(buffer + row_of * STRIDE + word * 4, as_float(words[i]), inside)
-            mine = inside & (row_of == SHARED) & (split == 0)
+            mine = inside & (row_of == SHARED) & (gl.program_id(1) == 0)
             gl.store((k_base + new_row).to(WORD, bitcast=True) + word, words[i], mask=mine)
     barrier()
     q_at = buffer + gl.minimum(g, SHARED) * STRIDE + t * 16
@@ -196,25 +221,37 @@ def _attention_kernel(
         acc = acc + ((none, none, none, none),)
     top = new_score
     total = none
-    for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
-        scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
-        if not WIDE:
-            keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
-        scores = visible(scores, row, end, t, score_scale, BLOCKS)
-        top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
-        acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
-        row += WARPS * KEYS
-        if WIDE:  # as many registers less
-            keys = load_keys(k_base, row + g, end, t, None, D, BLOCKS)
-        values = load_values(v_base, row + 2 * t, end, g, None, D, BLOCKS)
-    scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)  # the last keys, or none at all
-    scores = visible(scores, row, end, t, score_scale, BLOCKS)
-    top, total, fade, p = online_softmax(top, total, scores, BLOCKS)
-    acc = add_values(acc, fade, p, values, none, t, D, BLOCKS)
+    if AHEAD:
+        if end - start > WARPS * KEYS:
+            top, total, acc = attend(
+                top, total, acc, q, (keys, more_keys), (values, more_values), (row, later), end, t,
+                none, score_scale, D, COLUMNS, BLOCKS, WIDE, True,
+            )  # fmt: skip
+        else:
+            top, total, acc = attend(
+                top, total, acc, q, (keys,), (values,), (row,), end, t, none, score_scale,
+                D, COLUMNS, BLOCKS, WIDE, True,
+            )  # fmt: skip
+    else:
+        for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
+            scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
+            if not WIDE:
+                keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
+            scores = visible(scores, row, end, t, score_scale, BLOCKS)
+            top, total, fade, p = online_softmax(top, total, scores)
+            acc = add_values(acc, fade, p, values, none, t, COLUMNS, BLOCKS)
+            row += WARPS * KEYS
+            if WIDE:  # as many registers less
+                keys = load_keys(k_base, row + g, end, t, None, D, BLOCKS)
+            values = load_values(v_base, row + 2 * t, end, g, None, D, COLUMNS, BLOCKS)
+        top, total, acc = attend(  # the last keys, or none at all
+            top, total, acc, q, (keys,), (values,), (row,), end, t, none, score_scale,
+            D, COLUMNS, BLOCKS, WIDE, False,
+        )  # fmt: skip
     new_values = ()
     gates = ()
     for first_quad in gl.static_range(0, QUADS, WARPS):
-        d = gl.minimum(_element(first_quad + warp, g), D - 2)
+        d = column + gl.minimum(_element(first_quad + warp, g), COLUMNS - 2)
         new_values = new_values + (load4(qkv + (value + d).to(gl.int64) * 2),)
         if GATED and SPLITS == 1:
             for i in gl.static_range(2):
@@ -228,49 +265,50 @@ def _attention_kernel(
     totals_at = buffer + 32 * WARPS
     sums_at = buffer + 64 * WARPS + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
     mine = (g * WARPS + warp) * 4
-    of_warps = (g * WARPS + t * (WARPS // 4)) * 4
     store_shared4(buffer + mine, top, t == 0)
-    barrier()
-    highest = load_shared4(buffer + of_warps)
-    for w in gl.static_range(1, WARPS // 4):
-        highest = gl.maximum(highest, load_shared4(buffer + of_warps + 4 * w))
-    highest = gl.maximum(highest, across(highest, 1))
-    highest = gl.maximum(highest, across(highest, 2))
-    weight = gl.exp2(top - highest)
-    even = from_lane(weight, t * 8)
-    odd = from_lane(weight, t * 8 + 4)
-    store_shared4(totals_at + mine, total * weight, t == 0)
+    store_shared4(totals_at + mine, total, t == 0)
     for quad in gl.static_range(QUADS):
         c = acc[quad]
-        words = (
-            as_word(c[0] * even), as_word(c[1] * odd), as_word(c[2] * even), as_word(c[3] * odd)
-        )  # fmt: skip
+        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
         store_shared16(sums_at + (warp * QUADS + quad) * QUAD, words, t < PAIRS)
     barrier()
-    new_weight = gl.where(split == 0, gl.exp2(new_score - highest), 0.0)
-    whole = load_shared4(totals_at + of_warps)
-    for w in gl.static_range(1, WARPS // 4):
-        whole += load_shared4(totals_at + of_warps + 4 * w)
-    whole += across(whole, 1)
-    whole += across(whole, 2)
-    whole += new_weight
-    news = (from_lane(new_weight, t * 8), from_lane(new_weight, t * 8 + 4))
-    inverse = 1.0 / whole
-    inverses = (from_lane(inverse, t * 8), from_lane(inverse, t * 8 + 4))
+    tops = ()  # of this lane's two heads
+    wholes = ()
+    inverses = ()
+    weights = ()  # of each warp
+    news = ()
+    for i in gl.static_range(2):
+        of_head = (2 * t + i) * (4 * WARPS)
+        own = _floats(buffer + of_head, WARPS)
+        totals = _floats(totals_at + of_head, WARPS)
+        new_of = from_lane(new_score, t * 8 + 4 * i)
+        highest = new_of
+        for w in gl.static_range(WARPS):
+            highest = gl.maximum(highest, own[w])
+        new_weight = gl.where(split == 0, gl.exp2(new_of - highest), 0.0)
+        whole = new_weight
+        for w in gl.static_range(WARPS):
+            weight = gl.exp2(own[w] - highest)
+            whole += weight * totals[w]
+            weights = weights + (weight,)
+        tops = tops + (highest,)
+        wholes = wholes + (whole,)
+        inverses = inverses + (1.0 / whole,)
+        news = news + (new_weight,)
     for first_quad in gl.static_range(0, QUADS, WARPS):
         quad = first_quad + warp
         sums = (none, none, none, none)
         for w in gl.static_range(WARPS):
             part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * QUAD)
             sums = (
-                sums[0] + as_float(part[0]),
-                sums[1] + as_float(part[1]),
-                sums[2] + as_float(part[2]),
-                sums[3] + as_float(part[3]),
+                sums[0] + weights[w] * as_float(part[0]),
+                sums[1] + weights[WARPS + w] * as_float(part[1]),
+                sums[2] + weights[w] * as_float(part[2]),
+                sums[3] + weights[WARPS + w] * as_float(part[3]),
             )
         v = new_values[first_quad // WARPS]
         d = _element(quad, g)
-        there = (quad < QUADS) & (d < D)
+        there = (quad < QUADS) & (d < COLUMNS)
         owned = there & (split == 0) & (t == 0)
         gl.store((v_base + new_row).to(WORD, bitcast=True) + d // 2, v, mask=owned)
         for i in gl.static_range(4):
@@ -283,15 +321,16 @@ def _attention_kernel(
                     gate = gates[first_quad // WARPS * 2 + i % 2]
                     gate = low_half(gate) if i // 2 == 0 else high_half(gate)
                     y /= 1.0 + gl.exp(-gate)
-                at = out_ptr + q_head * D + d + i // 2
+                at = out_ptr + q_head * D + column + d + i // 2
                 gl.store(at, y.to(out_ptr.dtype.element_ty), mask=stored)
             else:
                 gl.store(part_ptr + (q_head * SPLITS + split) * D + d + i // 2, y, mask=stored)
     if SPLITS > 1:
-        stored = (warp == 0) & (t == 0) & (g < SHARED)
-        state_at = state_ptr + ((head * SHARED + g) * SPLITS + split) * 2
-        gl.store(state_at, highest, mask=stored)
-        gl.store(state_at + 1, whole, mask=stored)
+        for i in gl.static_range(2):
+            stored = (warp == 0) & (g == 0) & (2 * t + i < SHARED)
+            state_at = state_ptr + ((head * SHARED + 2 * t + i) * SPLITS + split) * 2
+            gl.store(state_at, tops[i], mask=stored)
+            gl.store(state_at + 1, wholes[i], mask=stored)
         barrier()  # what all threads have stored goes before the count
         running = gl.maximum(gl.cdiv(position, gl.maximum(split_rows, 1)), 1)
         if gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == running - 1:
@@ -330,7 +369,7 @@ def attention_decode(
     pdl = programmatic_launch(qkv)
     run(
         _attention_kernel,
-        (Hkv, launch.splits, B),
+        (Hkv, launch.splits * launch.parts, B),
         qkv,
         q_norm,
         k_norm,
@@ -351,11 +390,14 @@ def attention_decode(
         D=D,
         R=2 * rope.cos.shape[1],
         SPLITS=launch.splits,
+        PARTS=launch.parts,
         BLOCKS=launch.blocks,
+        AHEAD=launch.ahead,
         WARPS=launch.warps,
         STRIDE=row_bytes(D),
-        BUFFER=declaration(join_bytes(shared, D, launch.warps)),
+        BUFFER=declaration(join_bytes(shared, D, launch.warps, launch.parts)),
         PDL=pdl,
+        EARLY=launch.early,
         num_warps=launch.warps,
         launch_pdl=pdl,
         enable_fp_fusion=True,

@@ -28,17 +28,19 @@ def load_keys(base, row, end, t, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def load_values(base, row, end, g, wanted, D: gl.constexpr, BLOCKS: gl.constexpr):
+def load_values(
+    base, row, end, g, wanted, D: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
     """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
 
-    wanted: as in `load_keys`.
+    base: of the first of the columns that are loaded; wanted: as in `load_keys`.
     """
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             at = base + gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0).to(gl.int64) * (2 * D)
-            for j in gl.static_range((D + 63) // 64):
-                chunk = at + gl.minimum(8 * j + g, D // 8 - 1) * 16
+            for j in gl.static_range((COLUMNS + 63) // 64):
+                chunk = at + gl.minimum(8 * j + g, COLUMNS // 8 - 1) * 16
                 values = values + (
                     stream16(chunk) if wanted is None else stream16_if(chunk, wanted),
                 )
@@ -91,20 +93,20 @@ def visible(scores, row, end, t, scale, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(top, total, scores, BLOCKS: gl.constexpr):
+def online_softmax(top, total, scores):
     """Online softmax over new scores, in powers of two: top, total of this lane, fade, p.
 
     top is finite: the score of the new token to begin with.
     """
     new_top = top
-    for i in gl.static_range(2 * BLOCKS):
+    for i in gl.static_range(len(scores)):
         new_top = gl.maximum(new_top, scores[i])
     new_top = gl.maximum(new_top, across(new_top, 1))
     new_top = gl.maximum(new_top, across(new_top, 2))
     fade = gl.exp2(top - new_top)
     total = total * fade
     p = ()
-    for i in gl.static_range(2 * BLOCKS):
+    for i in gl.static_range(len(scores)):
         one = gl.exp2(scores[i] - new_top)
         total += one
         p = p + (one,)
@@ -112,17 +114,18 @@ def online_softmax(top, total, scores, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, fade, p, values, none, t, D: gl.constexpr, BLOCKS: gl.constexpr):
-    """Acc * fade + v^T @ p: elements 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
+def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
-    p, as the scores lie in the lanes, is a B fragment; fade is of head g.
+    p, as the scores lie in the lanes, is a B fragment; fade is of head g, None for 1.
     """
-    SETS: gl.constexpr = (D + 63) // 64
+    SETS: gl.constexpr = (COLUMNS + 63) // 64
     zero = none.to(gl.int32)
     b0 = bf16_pair(p[0], p[1])
     b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
-    even = from_lane(fade, t * 8)
-    odd = from_lane(fade, t * 8 + 4)
+    if fade is not None:
+        even = from_lane(fade, t * 8)
+        odd = from_lane(fade, t * 8 + 4)
     new = ()
     for j in gl.static_range(SETS):
         for u in gl.static_range(4):
@@ -139,6 +142,32 @@ def add_values(acc, fade, p, values, none, t, D: gl.constexpr, BLOCKS: gl.conste
                 a2 = zero
                 a3 = zero
             c = acc[4 * j + u]
-            c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
+            if fade is not None:
+                c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
             new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
     return new
+
+
+@gluon.jit
+def attend(
+    top, total, acc, q, keys, values, rows, end, t, none, scale, D: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Top, total and acc with all keys and values given, at once.
+
+    keys, values, rows: as many as are taken together; FIRST: whether acc has nothing yet.
+    """
+    scores = ()
+    for i in gl.static_range(len(keys)):
+        products = key_scores(q, keys[i], none, t, D, BLOCKS, STAGED)
+        scores = scores + visible(products, rows[i], end, t, scale, BLOCKS)
+    top, total, fade, p = online_softmax(top, total, scores)
+    if FIRST:
+        fade = None
+    for i in gl.static_range(len(keys)):
+        own = ()
+        for j in gl.static_range(2 * BLOCKS):
+            own = own + (p[i * 2 * BLOCKS + j],)
+        acc = add_values(acc, fade, own, values[i], none, t, COLUMNS, BLOCKS)
+        fade = None
+    return top, total, acc

@@ -47,6 +47,10 @@ from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
 WARPS = 8
 SPLITS = SQUARES  # programs of a head of one sequence
 MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
+# Programs that start while others end crowd on the multiprocessors that have room first: each of so
+# many takes so much shared memory that few fit on one (LOG.md).
+CROWD = 128
+CROWDED_BYTES = 48 << 10
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
 
@@ -190,6 +194,7 @@ def _recurrence_kernel(
     if SHARED * SPLITS > 1:
         arrived = arrived_ptr.to(gl.int64, bitcast=True) + (token * Hk + head // SHARED) * 4
         before = count_up(arrived + zero, thread == 0)
+    _move(window_ptr, v_in, v_channel, convolves, C, W)
     beta, g = gates(b, a, decay, dt_bias)
     fade = gl.exp(g)
     q_at = at + first_row * 4
@@ -232,6 +237,9 @@ def _recurrence_kernel(
         total += load_shared4(sums_at + of_warp * 4)
     totals_at = sums_at + 2 * WARPS * COLUMNS * 4
     store_shared4(totals_at + (gl.where(upper, COLUMNS, 0) + of_head) * 4, total, is_value)
+    before_at = totals_at + 2 * COLUMNS * 4
+    if SHARED * SPLITS > 1:
+        store_shared4(before_at, as_float(before), thread == 0)
     barrier()
     Sq = _four(totals_at + own * 4)
     Sk = _four(totals_at + (COLUMNS + own) * 4)
@@ -262,11 +270,8 @@ def _recurrence_kernel(
     for i in gl.static_range(4):
         y = o[i] * factor * gains[i] * silu_z[i]
         gl.store(out + i, y.to(out_ptr.dtype.element_ty), mask=(warp == 0) & (lane < LANES))
-    _move(window_ptr, v_in, v_channel, convolves, C, W)
     if SHARED * SPLITS > 1:
-        store_shared4(at, as_float(before), thread == 0)
-        barrier()
-        last = as_word(load_shared4(at)) == SHARED * SPLITS - 1
+        last = as_word(load_shared4(before_at)) == SHARED * SPLITS - 1
         _move(window_ptr, qk_in, qk_channel, is_key & last, C, W)
         gl.store(arrived_ptr + token * Hk + head // SHARED + zero, 0, mask=last & (thread == 0))
     else:
@@ -322,6 +327,8 @@ def _launch(
     Hv, Dv = weights.value_heads, weights.value_dim
     splits = 1 if squares is None else SPLITS
     out = torch.empty((B, Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
+    used = WARPS * 16 * 16 + (2 * WARPS + 2) * Dv // splits * 4 + 16
+    least = CROWDED_BYTES if Hv * splits >= CROWD else 0
     pdl = programmatic_launch(qkvz)
     run(
         _recurrence_kernel,
@@ -347,7 +354,7 @@ def _launch(
         WARPS=WARPS,
         SHARED=Hv // weights.key_heads,
         SPLITS=splits,
-        BUFFER=declaration(WARPS * 16 * 16 + (2 * WARPS + 2) * Dv // splits * 4),
+        BUFFER=declaration(max(least, used)),
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,

@@ -368,7 +368,9 @@ def _launch(
         C=launch.steps,
         WARPS=launch.warps,
         ABREAST=launch.abreast,
-        SHARED=declaration(x_bytes + sum_bytes(launch, B, staged and norm is not None)),
+        SHARED=declaration(
+            max(launch.shared << 10, x_bytes + sum_bytes(launch, B, staged and norm is not None))
+        ),
         X_BYTES=x_bytes,
         PLANE=plane_bytes(w.K),
         PDL=pdl,

@@ -18,6 +18,8 @@ class GemvLaunch:
         early: whether the next kernel may start before this one has its input.
         registers: of a thread at most; None leaves the compiler to spill for occupancy's sake.
         abreast: tiles that warps take beside each other, each with its share of the warps.
+        shared: KB of shared memory that a program takes at least. Programs that may start early
+            crowd on the multiprocessors that have room first; so fewer of them find room on one.
     """
 
     tiles: int
@@ -26,6 +28,7 @@ class GemvLaunch:
     early: bool = False
     registers: int | None = None
     abreast: int = 1
+    shared: int = 0
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
@@ -33,7 +36,7 @@ GEMV_MEASURED = {
     # Qwen3-0.6B: q, k, v; o; gate and up; down; head
     (4, 256, 8): GemvLaunch(2, 2, 4, registers=128),
     (4, 64, 16): GemvLaunch(1, 4, 4, early=True, registers=168),
-    (4, 384, 8): GemvLaunch(2, 2, 4, registers=128),
+    (4, 384, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
     (4, 64, 24): GemvLaunch(1, 6, 4, registers=168),
     (8, 256, 16): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2),
     (8, 64, 32): GemvLaunch(1, 8, 4, early=True, registers=168),
@@ -41,64 +44,65 @@ GEMV_MEASURED = {
     (8, 64, 48): GemvLaunch(1, 6, 8, early=True, registers=168),
     (8, 9496, 16): GemvLaunch(1, 2, 8, abreast=2),
     # 1.7B
-    (4, 256, 16): GemvLaunch(2, 2, 8, early=True, registers=128),
+    (4, 256, 16): GemvLaunch(2, 4, 4, registers=168, shared=32),
     (4, 128, 16): GemvLaunch(1, 2, 8, early=True, registers=80),
-    (4, 768, 16): GemvLaunch(2, 4, 8, early=True, registers=128, abreast=2),
-    (4, 128, 48): GemvLaunch(1, 6, 8, registers=128),
+    (4, 768, 16): GemvLaunch(4, 2, 8, registers=128, shared=48),
+    (4, 128, 48): GemvLaunch(1, 6, 8, registers=168, shared=48),
     (8, 256, 32): GemvLaunch(1, 8, 4, registers=128),
     (8, 128, 32): GemvLaunch(1, 8, 4, early=True, registers=168),
     (8, 768, 32): GemvLaunch(1, 2, 8),
     (8, 128, 96): GemvLaunch(1, 6, 8, early=True, registers=168),
-    (8, 9496, 32): GemvLaunch(1, 8, 8, abreast=2),
+    (8, 9496, 32): GemvLaunch(1, 4, 8, early=True, abreast=2),
     # 4B
     (4, 384, 20): GemvLaunch(1, 5, 8, registers=128, abreast=2),
-    (4, 160, 32): GemvLaunch(1, 8, 4, early=True, registers=128),
-    (4, 1216, 20): GemvLaunch(1, 3, 8, early=True, abreast=2),
-    (4, 160, 76): GemvLaunch(1, 4, 8, early=True, registers=128),
+    (4, 160, 32): GemvLaunch(1, 4, 8, early=True, registers=128, shared=32),
+    (4, 1216, 20): GemvLaunch(1, 3, 8, registers=80, abreast=2, shared=16),
+    (4, 160, 76): GemvLaunch(1, 5, 8, early=True, registers=128, shared=32),
     (8, 384, 40): GemvLaunch(1, 3, 8),
-    (8, 160, 64): GemvLaunch(1, 8, 8, early=True),
+    (8, 160, 64): GemvLaunch(1, 8, 8, shared=32),
     (8, 1216, 40): GemvLaunch(1, 3, 8, early=True),
     (8, 160, 152): GemvLaunch(1, 5, 8, early=True, registers=128),
-    (8, 9496, 40): GemvLaunch(2, 4, 4, early=True),
+    (8, 9496, 40): GemvLaunch(2, 3, 4),
     # 8B
-    (4, 384, 32): GemvLaunch(1, 4, 8, early=True, registers=128, abreast=2),
+    (4, 384, 32): GemvLaunch(1, 2, 8, early=True, registers=128, shared=32),
     (4, 256, 32): GemvLaunch(1, 2, 8, registers=80),
     (4, 1536, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (4, 256, 96): GemvLaunch(1, 6, 8, early=True, registers=128),
+    (4, 256, 96): GemvLaunch(1, 6, 8, early=True, registers=128, shared=16),
     (8, 384, 64): GemvLaunch(1, 3, 8),
     (8, 1536, 64): GemvLaunch(1, 8, 4, registers=168),
     (8, 256, 192): GemvLaunch(1, 6, 8, early=True, registers=128),
-    (8, 9496, 64): GemvLaunch(1, 4, 4, registers=128),
+    (8, 9496, 64): GemvLaunch(1, 8, 4),
     # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
-    (4, 512, 8): GemvLaunch(1, 4, 4, registers=168, abreast=2),
+    (4, 512, 8): GemvLaunch(1, 4, 4, abreast=2),
     (4, 320, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
-    (4, 448, 8): GemvLaunch(2, 2, 4, registers=128),
+    (4, 448, 8): GemvLaunch(1, 4, 4, abreast=2, shared=32),
     (4, 64, 28): GemvLaunch(1, 7, 4, early=True, registers=168),
-    (8, 512, 16): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (8, 320, 16): GemvLaunch(2, 2, 8, registers=168),
-    (8, 448, 16): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2),
+    (8, 512, 16): GemvLaunch(1, 4, 4),
+    (8, 320, 16): GemvLaunch(1, 4, 4),
+    (8, 448, 16): GemvLaunch(2, 4, 4, early=True),
     (8, 64, 56): GemvLaunch(1, 7, 8, early=True, registers=128),
     (8, 15520, 16): GemvLaunch(1, 1, 8, early=True, registers=80, abreast=2),
     # 2B
-    (4, 512, 16): GemvLaunch(1, 4, 8, abreast=4),
+    (4, 512, 16): GemvLaunch(1, 4, 8, abreast=2),
     (4, 320, 16): GemvLaunch(1, 8, 4, registers=168, abreast=2),
     (8, 512, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
     (8, 320, 32): GemvLaunch(1, 2, 8, registers=168),
-    (8, 15520, 32): GemvLaunch(1, 8, 8, early=True, registers=168, abreast=2),
+    (8, 15520, 32): GemvLaunch(2, 4, 8),
     # 4B
-    (4, 768, 20): GemvLaunch(2, 4, 4, early=True),
-    (4, 640, 20): GemvLaunch(2, 3, 4),
-    (4, 1152, 20): GemvLaunch(1, 3, 8, abreast=2),
-    (4, 160, 72): GemvLaunch(1, 5, 8, registers=128),
+    (4, 768, 20): GemvLaunch(2, 4, 4, registers=168, shared=32),
+    (4, 640, 20): GemvLaunch(2, 3, 4, shared=32),
+    (4, 1152, 20): GemvLaunch(1, 5, 4, abreast=2, shared=32),
+    (4, 160, 72): GemvLaunch(1, 5, 8, early=True, registers=128, shared=48),
     (8, 768, 40): GemvLaunch(2, 3, 8, registers=168),
+    (8, 640, 40): GemvLaunch(1, 5, 4, registers=128, shared=32),
     (8, 1152, 40): GemvLaunch(1, 4, 4),
     (8, 160, 144): GemvLaunch(1, 5, 8, early=True, registers=128),
     (8, 15520, 40): GemvLaunch(1, 7, 4, early=True, registers=128, abreast=2),
     # 9B
-    (4, 768, 32): GemvLaunch(1, 6, 4, registers=168, abreast=2),
+    (4, 768, 32): GemvLaunch(1, 4, 4),
     (4, 640, 32): GemvLaunch(2, 3, 4, early=True),
     (8, 256, 64): GemvLaunch(1, 8, 4, early=True, registers=168),
-    (8, 15520, 64): GemvLaunch(1, 4, 4),
+    (8, 15520, 64): GemvLaunch(1, 8, 4, registers=168),
 }
 # Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
 GEMV_SHARES = (
@@ -142,38 +146,48 @@ class AttentionLaunch:
     """Split of the cache for one decoded token.
 
     Attributes:
-        splits: programs for each kv head, a power of two.
+        splits: of the keys, a program for each kv head and split; a power of two.
         warps: of a program.
         blocks: of 8 keys that a warp takes at a time, 1 or 2.
+        parts: of the columns of the values, where the keys are not split: programs of a kv head
+            that all take all keys.
+        ahead: whether a warp has at most two blocks of keys and loads both at once.
+        early: whether the next kernel may start before this one has its input.
     """
 
     splits: int
     warps: int
     blocks: int
+    parts: int = 1
+    ahead: bool = False
+    early: bool = False
 
 
 STATIC_SHARED = 48 << 10  # bytes
-KEYS_OF_ONE = 256  # up to here one program takes a whole kv head
+KEYS_OF_ONE = 256  # up to here one program takes all keys of a kv head
 KEYS_OF_MANY = 128  # of a program beyond, until there are enough programs
+PART = 64  # columns of the values
+EARLY_WIDTH = 2048  # of all query heads
 ATTENTION_PROGRAMS = {False: 256, True: 128}  # about two or one on each multiprocessor; wide heads
 
 
 def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> AttentionLaunch:
     """The split of the first `reach` rows, for so many query heads that share a kv head."""
     wide = head_dim > 128
-    blocks = 1 if wide else 2
-    if reach <= KEYS_OF_ONE and wide:
-        return AttentionLaunch(2, 4, blocks)
-    if reach <= KEYS_OF_ONE:
-        fits = join_bytes(shared, head_dim, 8) <= STATIC_SHARED
-        return AttentionLaunch(1, 8 if fits else 4, blocks)
     most = power_of_two(max(1, ATTENTION_PROGRAMS[wide] // kv_heads))
-    return AttentionLaunch(min(power_of_two(-(-reach // KEYS_OF_MANY)), most), 4, blocks)
+    if reach <= KEYS_OF_ONE:
+        parts = min(max(1, head_dim // PART), most)
+        warps = 8 if join_bytes(shared, head_dim, 8, parts) <= STATIC_SHARED else 4
+        ahead = reach <= 2 * 16 * warps
+        early = shared * kv_heads * head_dim <= EARLY_WIDTH
+        return AttentionLaunch(1, warps, 2, parts, ahead, early)
+    splits = min(power_of_two(-(-reach // KEYS_OF_MANY)), most)
+    return AttentionLaunch(splits, 4, 1 if wide else 2)
 
 
-def join_bytes(shared: int, head_dim: int, warps: int) -> int:
+def join_bytes(shared: int, head_dim: int, warps: int, parts: int) -> int:
     """Shared memory of an attention program: queries and the new key, then sums of each warp."""
-    sums = 4 * -(-head_dim // 64) * 128 * -(-shared // 2)
+    sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
     return (shared + 1) * row_bytes(head_dim) + warps * (64 + sums)
 
 
