@@ -1,4 +1,4 @@
-"""Check the kernels on this GPU, then time them: GEMVs alone, whole decode steps, prefill.
+"""Check the kernels on this GPU, then time them: GEMVs alone, prefill, GEMMs.
 
 Run: python examples/bench_kernels.py
 Weights are random, in the shapes of Qwen3. GEMVs rotate over more weights than the L2 cache holds,
@@ -9,16 +9,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from random_engine import GROUP, packed, randn, random_engine
 
-from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.runtime import cuda
-from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.tiles import TiledLinear
 from lowbit.runtime.kernels.widen import gemm
-from lowbit.runtime.models.dense import Dense, Layer
-from lowbit.runtime.ops import rope_tables
 
 GEMVS = [
     (4, 6144, 4096),
@@ -35,26 +30,8 @@ GEMVS = [
     (4, 2048, 6144),
     (8, 151936, 2048),
 ]
-GROUP = 128
 ROTATED_BYTES = 400e6  # L2 holds 60 MB
-CONTEXT = 8192
-MODELS = {
-    "Qwen3-0.6B": DenseConfig(151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
-    "Qwen3-1.7B": DenseConfig(151936, 2048, 6144, 28, 16, 8, 128, 1e-6, 1e6, 40960, False),
-    "Qwen3-8B": DenseConfig(151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, 40960, False),
-}
-
-
-def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
-    """Random codes, and scales that keep activations near one."""
-    shape = (N // TILE, K * bits // (32 * WORDS), 2, 8, 4, 4)
-    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
-    scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
-    return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda").bfloat16()
+SIZES = ("0.6B", "1.7B", "8B")
 
 
 def graph_us(body: Callable[[], object], runs: int = 20) -> float:
@@ -112,63 +89,15 @@ def bench_gemvs() -> None:
         print(f"INT{bits} {N}x{K:<12}{us:8.2f}{size / us / 1e6:7.2f}{normed:9.2f}{peer}")
 
 
-def random_model(config: DenseConfig) -> Dense[GpuLinear]:
-    h, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    layers = tuple(
-        Layer(
-            input_norm=1 + 0.1 * randn(h),
-            qkv=packed(4, q + 2 * kv, h),
-            q_norm=1 + 0.1 * randn(D),
-            k_norm=1 + 0.1 * randn(D),
-            o=packed(4, h, q),
-            post_norm=1 + 0.1 * randn(h),
-            gate_up=packed(4, 2 * inner, h, paired=True),
-            down=packed(4, h, inner),
-        )
-        for _ in range(config.num_hidden_layers)
-    )
-    return Dense(
-        config=config,
-        embedding=randn(config.vocab_size, h),
-        layers=layers,
-        norm=1 + 0.1 * randn(h),
-        head=packed(8, config.vocab_size, h),
-        rope=rope_tables(CONTEXT, D, config.rope_theta, "cuda"),
-        ops=cuda,
-    )
-
-
-def filled_cache(config: DenseConfig) -> KVCache:
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    cache = new_cache(layers, heads, config.head_dim, CONTEXT, torch.bfloat16, "cuda")
-    cache.k.normal_()
-    cache.v.normal_()
-    return cache
-
-
-def bench_steps() -> None:
-    for name, config in MODELS.items():
-        model, cache = random_model(config), filled_cache(config)
-        linears = [w for a in model.layers for w in (a.qkv, a.o, a.gate_up, a.down)]
-        size = model.head.size_bytes + sum(w.size_bytes for w in linears)
-        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
-        for position in (128, 4096, CONTEXT - 1):
-            cache.truncate(position)
-            cache.reach = cache.reach_for(position + 1)
-            us = graph_us(
-                lambda m=model, i=ids, c=cache: i.copy_(m.logits(m.hidden(i, c)).argmax(-1))
-            )
-            print(
-                f"{name}, INT4, head INT8, greedy step at {position:>4}: {us:7.1f} us = "
-                f"{1e6 / us:6.1f} tok/s, weights at {size / us / 1e6:.2f} TB/s"
-            )
+def bench_prefill() -> None:
+    for size in SIZES:
+        engine = random_engine(size, 4)
         for M in (16, 128, 512, 2048):
-            prompt = torch.randint(config.vocab_size, (M,), device="cuda")
-            cache.truncate(0)
-            us = graph_us(lambda m=model, p=prompt, c=cache: m.hidden(p, c), runs=5)
-            print(f"{name}, prefill of {M:>4}: {us / 1e3:7.2f} ms = {1e6 * M / us:8.0f} tok/s")
-        del model, cache
+            prompt = torch.randint(engine.decoder.config.vocab_size, (M,), device="cuda")
+            engine.forget()
+            us = graph_us(lambda e=engine, p=prompt: e.decoder.hidden(p, e.cache), runs=5)
+            print(f"{size} INT4, prefill of {M:>4}: {us / 1e3:7.2f} ms = {1e6 * M / us:8.0f} tok/s")
+        del engine
         torch.cuda.empty_cache()
 
 
@@ -190,5 +119,5 @@ if __name__ == "__main__":
         raise SystemExit("bench_kernels needs an NVIDIA GPU")
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
     bench_gemvs()
-    bench_steps()
+    bench_prefill()
     bench_gemms()

@@ -7,7 +7,8 @@ import json
 import sys
 
 import torch
-from bench_kernels import GROUP, graph_us, packed, randn, tinygemm_us
+from bench_kernels import graph_us, tinygemm_us
+from random_engine import GROUP, packed, randn
 from torch import nn
 
 from lowbit.runtime.kernels.gemv import gemv

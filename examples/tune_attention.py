@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 import triton
-from bench_kernels import graph_us, randn
+from bench_kernels import graph_us
+from random_engine import randn
 
 from lowbit.runtime.cache import new_cache
 from lowbit.runtime.kernels import attention_decode

@@ -1,7 +1,8 @@
 """Try launch sizes of a model's linears inside its whole decode step, on this GPU.
 
-Run: python examples/tune_gemv.py FOLDER [RECIPE]
-FOLDER is a packed model, or a plain one that is quantized as it is read by RECIPE (int4 or int8).
+Run: python examples/tune_gemv.py MODEL [RECIPE]
+MODEL is the folder of a model, quantized as it is read by RECIPE (int4 or int8) if it is a plain
+one, or a size that `make_random_checkpoint` knows, whose weights are made on the GPU.
 Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
 neighbours, so every candidate is timed as the whole step. One linear after the other takes its best
 launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by hand, with the figures
@@ -12,10 +13,11 @@ import multiprocessing
 import statistics
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_kernels import packed, randn
+from random_engine import packed, randn, random_engine
 from torch import Tensor
 
 import lowbit.runtime as lowbit
@@ -197,13 +199,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("tune_gemv needs an NVIDIA GPU")
     if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: tune_gemv.py FOLDER [RECIPE]")
-    folder, recipe = sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else None
-    model = lowbit.load(folder, device="cuda", quantize=recipe)  # type: ignore[arg-type]
-    for _ in model.engine.generate(list(range(64)), lowbit.SamplingParams(), 4):
+        raise SystemExit("usage: tune_gemv.py MODEL [RECIPE]")
+    name, recipe = sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else None
+    if Path(name).is_dir():
+        engine = lowbit.load(name, device="cuda", quantize=recipe).engine  # type: ignore[arg-type]
+    else:
+        engine = random_engine(name, 8 if recipe == "int8" else 4)
+    for _ in engine.generate(list(range(64)), lowbit.SamplingParams(), 4):
         pass
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        tune(model.engine, pool)
+        tune(engine, pool)
 
 
 if __name__ == "__main__":

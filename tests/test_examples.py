@@ -50,7 +50,7 @@ def test_random_checkpoints_explain_themselves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
-@pytest.mark.parametrize("script", ["bench_kernels", "bench_steps", "tune_attention", "tune_gemv"])
+@pytest.mark.parametrize("script", ["bench_kernels", "bench_models", "tune_attention", "tune_gemv"])
 def test_kernel_scripts_say_that_they_need_a_gpu(script: str) -> None:
     done = run(str(EXAMPLES / f"{script}.py"))
     assert done.returncode == 1

@@ -1,0 +1,114 @@
+"""Decode speed of every model size on this GPU, with random weights that need no files.
+
+Run: python examples/bench_models.py [SIZE ...]
+A line for each size and recipe: tokens per second of the engine's loop, 128 tokens after a prompt
+of 64, greedy and drawn (top-k 20, top-p 0.95), a median of three captures of three runs each; what
+the slowest and the fastest capture made of it, since captures of the same step differ; then the
+rate at which the cache is read at long contexts: its bytes by the time that a step takes longer.
+"""
+
+import gc
+import math
+import statistics
+import sys
+import time
+
+import torch
+from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
+from random_engine import GROUP, HEAD_BITS, random_engine
+
+from lowbit.formats.architectures import footprint, read_config, tensor_table
+from lowbit.runtime.bench import GREEDY, NEW_TOKENS, PROMPT_TOKENS, SAMPLED, read_bandwidth
+from lowbit.runtime.engine import Engine
+from lowbit.runtime.sampling import SamplingParams
+
+CONTEXTS = (8_000, 32_000)
+CONTEXT = 33_000
+CACHE_ITEM = 2  # bytes
+CAPTURES = 3
+RUNS = 3
+STEPS = 20  # timed at a long context
+
+
+def token_us(engine: Engine, params: SamplingParams) -> float:
+    """A token of a request, as the host sees them come."""
+    engine.forget()
+    ids = [7 * index % 256 for index in range(PROMPT_TOKENS)]
+    marks = [time.perf_counter() for _ in engine.generate(ids, params, NEW_TOKENS)]
+    return (marks[-1] - marks[0]) / (NEW_TOKENS - 1) * 1e6
+
+
+def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
+    """The same for each of some captures."""
+    times = []
+    for _ in range(CAPTURES):
+        engine._graphs.clear()
+        gc.collect()
+        token_us(engine, params)
+        times.append(statistics.median(token_us(engine, params) for _ in range(RUNS)))
+    return sorted(times)
+
+
+def step_us(engine: Engine, position: int) -> float:
+    """A step with so many tokens in the cache, which are zeros."""
+    engine.forget()
+    engine.cache.advance(position)
+    engine._launch()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(STEPS):
+        engine._launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / STEPS
+
+
+def cache_rates(engine: Engine, size: str) -> str:
+    """What a step reads more of the cache at long contexts, by the time it takes longer."""
+    engine.sampler.configure(GREEDY)
+    engine._graphs.clear()
+    config, short = read_config(config_of(size)), step_us(engine, PROMPT_TOKENS)
+    rates = []
+    for context in CONTEXTS:
+        size_bytes = footprint.kv_bytes(config, context - PROMPT_TOKENS, CACHE_ITEM)
+        rate = size_bytes / (step_us(engine, context) - short) / 1e6
+        rates.append(f"{rate:.1f} at {context:,}")
+    return ", ".join(rates)
+
+
+def weight_bytes(size: str, bits: int) -> float:
+    """What a step reads of the packed weights."""
+    linears = [spec for spec in tensor_table(config_of(size)) if spec.quantizable]
+    weights = [math.prod(spec.shape) for spec in linears]
+    widths = [HEAD_BITS if spec.role == "head" else bits for spec in linears]
+    return sum(n * (width / 8 + 2 / GROUP) for n, width in zip(weights, widths, strict=True))
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_models needs an NVIDIA GPU")
+    sizes = sys.argv[1:] or [size for size in (*SIZES, *HYBRID_SIZES) if size != "14B"]
+    unknown = [size for size in sizes if size not in (*SIZES, *HYBRID_SIZES)]
+    if unknown:
+        raise SystemExit(f"bench_models: no size {unknown[0]}")
+    bandwidth = read_bandwidth("cuda")
+    print(f"{torch.cuda.get_device_name()}, reads {bandwidth / 1e12:.2f} TB/s")
+    columns = ("greedy", "from", "to", "drawn", "of reads")
+    print(f"{'tok/s':<16}" + "".join(f"{name:>9}" for name in columns) + "  cache, TB/s")
+    for size in sizes:
+        for bits in (4, 8):
+            engine = random_engine(size, bits, CONTEXT)
+            greedy, drawn = captured_us(engine, GREEDY), captured_us(engine, SAMPLED)
+            middle = greedy[CAPTURES // 2]
+            share = weight_bytes(size, bits) / middle / 1e-6 / bandwidth
+            speeds = (middle, greedy[-1], greedy[0], drawn[CAPTURES // 2])
+            line = f"{size + f' INT{bits}':<16}" + "".join(f"{1e6 / us:9,.0f}" for us in speeds)
+            rates = cache_rates(engine, size) if bits == 4 else ""
+            print(f"{line}{share:9.0%}  {rates}", flush=True)
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Engines of real models' shapes over random weights made on the GPU: no files, no quantization.
+
+For scripts that measure speed, which does not depend on what the weights are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from make_random_checkpoint import config_of
+from torch import Tensor
+
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.runtime import cuda
+from lowbit.runtime.engine import Engine
+from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
+from lowbit.runtime.linear import DenseLinear
+from lowbit.runtime.models.dense import build as build_dense
+from lowbit.runtime.models.qwen3_5 import build as build_hybrid
+from lowbit.runtime.sampling import new_sampler
+
+GROUP = 128
+CONTEXT = 8192
+EMBEDDING = "embed_tokens.weight"
+HEAD_BITS = 8
+
+
+def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
+    """Random codes, and scales that keep activations near one."""
+    shape = (N // TILE, K * bits // (32 * WORDS), 2, 8, 4, 4)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+    scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
+    return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
+
+
+def randn(*shape: int) -> Tensor:
+    """Normal numbers in bfloat16."""
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """In place of `lowbit.runtime.weights.Weights`; the head has 8 bits, as in both recipes."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    bits: int
+    device: str = "cuda"
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Small numbers of either sign; a decay rate is not negative."""
+        x = 0.02 * torch.randn(self.shapes[name], device=self.device)
+        return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
+
+    def dense(self, weight: Tensor) -> GpuLinear:
+        """A tied head."""
+        N, K = weight.shape
+        return packed(HEAD_BITS, N, K)
+
+    def linear(self, *modules: str, paired: bool = False) -> GpuLinear:
+        """One linear over the rows of several modules."""
+        shapes = [self.shapes[f"{module}.weight"] for module in modules]
+        N, K = sum(rows for rows, _ in shapes), shapes[0][1]
+        if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
+            return DenseLinear(0.02 * randn(N, K))
+        return packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+
+
+def random_engine(size: str, bits: int, context: int = CONTEXT) -> Engine:
+    """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits."""
+    torch.manual_seed(0)
+    raw = config_of(size)
+    config = read_config(raw)
+    weights = RandomWeights({spec.name: spec.shape for spec in tensor_table(raw)}, bits)
+    if isinstance(config, DenseConfig):
+        decoder = build_dense(config, weights, cuda, context)  # type: ignore[arg-type]
+    else:
+        embedding = next(name for name in weights.shapes if name.endswith(EMBEDDING))
+        prefix = embedding.removesuffix(EMBEDDING)
+        decoder = build_hybrid(config, prefix, weights, cuda, context)  # type: ignore[arg-type]
+    return Engine(
+        decoder=decoder,
+        cache=decoder.new_cache(context, torch.bfloat16, "cuda"),
+        sampler=new_sampler(config.vocab_size, context, "cuda"),
+        token=torch.zeros(1, dtype=torch.int64, device="cuda"),
+    )
