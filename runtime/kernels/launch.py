@@ -44,8 +44,8 @@ GEMV_MEASURED = {
     (8, 64, 48): GemvLaunch(1, 6, 8, early=True, registers=168),
     (8, 9496, 16): GemvLaunch(1, 2, 8, abreast=2),
     # 1.7B
-    (4, 256, 16): GemvLaunch(2, 4, 4, registers=168, shared=32),
-    (4, 128, 16): GemvLaunch(1, 2, 8, early=True, registers=80),
+    (4, 256, 16): GemvLaunch(2, 2, 8, early=True, registers=128),
+    (4, 128, 16): GemvLaunch(1, 4, 4, early=True, registers=128, shared=16),
     (4, 768, 16): GemvLaunch(4, 2, 8, registers=128, shared=48),
     (4, 128, 48): GemvLaunch(1, 6, 8, registers=168, shared=48),
     (8, 256, 32): GemvLaunch(1, 8, 4, registers=128),
@@ -83,7 +83,7 @@ GEMV_MEASURED = {
     (8, 64, 56): GemvLaunch(1, 7, 8, early=True, registers=128),
     (8, 15520, 16): GemvLaunch(1, 1, 8, early=True, registers=80, abreast=2),
     # 2B
-    (4, 512, 16): GemvLaunch(1, 4, 8, abreast=2),
+    (4, 512, 16): GemvLaunch(1, 4, 8, abreast=4),
     (4, 320, 16): GemvLaunch(1, 8, 4, registers=168, abreast=2),
     (8, 512, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
     (8, 320, 32): GemvLaunch(1, 2, 8, registers=168),
