@@ -13,8 +13,9 @@ Plan    a program per kv head and split of the cache, for the Hq / Hkv query hea
         softmax of its own, joined in order at the end. Split 0 also owns the new token. The number
         of splits is fixed by the cache's reach, the rows of a split follow the position: splits
         without rows return at once. The program that comes last joins the splits, in order, so
-        bit-reproducible. Keys and values of earlier steps are on their way before the kernel waits
-        for its predecessor
+        bit-reproducible. A reach of 256 is not split: each program of a kv head takes all keys,
+        and 64 columns of the values. Keys and values of earlier steps are on their way before the
+        kernel waits for its predecessor, all of them where they are so few
 """
 
 import torch
@@ -31,7 +32,6 @@ from lowbit.runtime.kernels.access import (
     load_shared16,
     shared_buffer,
     store_shared4,
-    store_shared16,
 )
 from lowbit.runtime.kernels.attention_fragments import (
     add_values,
@@ -43,14 +43,13 @@ from lowbit.runtime.kernels.attention_fragments import (
     online_softmax,
     visible,
 )
-from lowbit.runtime.kernels.attention_join import join_splits
+from lowbit.runtime.kernels.attention_join import join_splits, weigh_warps
 from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes, row_bytes
 from lowbit.runtime.kernels.mma import (
     across,
     as_float,
-    as_word,
     from_lane,
     high_half,
     low_half,
@@ -98,16 +97,6 @@ def attention_decode_ref(
 
 
 @gluon.jit
-def _floats(at, COUNT: gl.constexpr):
-    """COUNT FP32 side by side in shared memory, a multiple of 4."""
-    loaded = ()
-    for i in gl.static_range(COUNT // 4):
-        w = load_shared16(at + i * 16)
-        loaded = loaded + (as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]))
-    return loaded
-
-
-@gluon.jit
 def _element(quad, g):
     """The first of the two columns of a part that a lane sums in its quad."""
     return (quad // 4 * 8 + g) * 8 + quad % 4 * 2
@@ -120,7 +109,7 @@ def _attention_kernel(
     SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
     SPLITS: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
     WARPS: gl.constexpr, STRIDE: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """SPLITS of the keys or PARTS of the values' columns, of which a program takes one.
 
@@ -235,13 +224,13 @@ def _attention_kernel(
     else:
         for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
             scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
-            if not WIDE:
+            if not LATE:
                 keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
             scores = visible(scores, row, end, t, score_scale, BLOCKS)
             top, total, fade, p = online_softmax(top, total, scores)
             acc = add_values(acc, fade, p, values, none, t, COLUMNS, BLOCKS)
             row += WARPS * KEYS
-            if WIDE:  # as many registers less
+            if LATE:
                 keys = load_keys(k_base, row + g, end, t, None, D, BLOCKS)
             values = load_values(v_base, row + 2 * t, end, g, None, D, COLUMNS, BLOCKS)
         top, total, acc = attend(  # the last keys, or none at all
@@ -262,39 +251,10 @@ def _attention_kernel(
 
     PAIRS: gl.constexpr = (SHARED + 1) // 2  # of heads: lanes from there on hold nothing
     QUAD: gl.constexpr = 128 * PAIRS  # bytes
-    totals_at = buffer + 32 * WARPS
     sums_at = buffer + 64 * WARPS + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
-    mine = (g * WARPS + warp) * 4
-    store_shared4(buffer + mine, top, t == 0)
-    store_shared4(totals_at + mine, total, t == 0)
-    for quad in gl.static_range(QUADS):
-        c = acc[quad]
-        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
-        store_shared16(sums_at + (warp * QUADS + quad) * QUAD, words, t < PAIRS)
-    barrier()
-    tops = ()  # of this lane's two heads
-    wholes = ()
-    inverses = ()
-    weights = ()  # of each warp
-    news = ()
-    for i in gl.static_range(2):
-        of_head = (2 * t + i) * (4 * WARPS)
-        own = _floats(buffer + of_head, WARPS)
-        totals = _floats(totals_at + of_head, WARPS)
-        new_of = from_lane(new_score, t * 8 + 4 * i)
-        highest = new_of
-        for w in gl.static_range(WARPS):
-            highest = gl.maximum(highest, own[w])
-        new_weight = gl.where(split == 0, gl.exp2(new_of - highest), 0.0)
-        whole = new_weight
-        for w in gl.static_range(WARPS):
-            weight = gl.exp2(own[w] - highest)
-            whole += weight * totals[w]
-            weights = weights + (weight,)
-        tops = tops + (highest,)
-        wholes = wholes + (whole,)
-        inverses = inverses + (1.0 / whole,)
-        news = news + (new_weight,)
+    tops, wholes, inverses, weights, news = weigh_warps(
+        top, total, acc, new_score, split == 0, buffer, sums_at, warp, g, t, QUAD, PAIRS, WARPS
+    )
     for first_quad in gl.static_range(0, QUADS, WARPS):
         quad = first_quad + warp
         sums = (none, none, none, none)
@@ -398,6 +358,7 @@ def attention_decode(
         BUFFER=declaration(join_bytes(shared, D, launch.warps, launch.parts)),
         PDL=pdl,
         EARLY=launch.early,
+        LATE=launch.late,
         num_warps=launch.warps,
         launch_pdl=pdl,
         enable_fp_fusion=True,

@@ -1,10 +1,76 @@
-"""Device functions: the splits of an attention head become one result."""
+"""Device functions: what warps, and splits, know of an attention head becomes one result."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import load4, load16
-from lowbit.runtime.kernels.mma import as_float, high_half, low_half
+from lowbit.runtime.kernels.access import (
+    barrier,
+    load4,
+    load16,
+    load_shared16,
+    store_shared4,
+    store_shared16,
+)
+from lowbit.runtime.kernels.mma import as_float, as_word, from_lane, high_half, low_half
+
+
+@gluon.jit
+def _floats(at, COUNT: gl.constexpr):
+    """COUNT FP32 side by side in shared memory, a multiple of 4."""
+    loaded = ()
+    for i in gl.static_range(COUNT // 4):
+        w = load_shared16(at + i * 16)
+        loaded = loaded + (as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]))
+    return loaded
+
+
+@gluon.jit
+def weigh_warps(
+    top, total, acc, new_score, own_new, buffer, sums_at, warp, g, t, QUAD: gl.constexpr,
+    PAIRS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What each warp's sums weigh, for heads 2 * t and 2 * t + 1 of this lane; sums are stored.
+
+    top, total, new_score: of head g; own_new: whether the new token counts here; buffer: shared
+    memory for 16 numbers of each warp; sums_at: of this lane's, QUAD bytes each.
+
+    Returns:
+        Of each of the two heads the highest score, the sum of weights and its inverse; the weight
+        of every warp's sums, the second head's after the first's; that of the new value.
+    """
+    totals_at = buffer + 32 * WARPS
+    mine = (g * WARPS + warp) * 4
+    store_shared4(buffer + mine, top, t == 0)
+    store_shared4(totals_at + mine, total, t == 0)
+    for quad in gl.static_range(len(acc)):
+        c = acc[quad]
+        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
+        store_shared16(sums_at + (warp * len(acc) + quad) * QUAD, words, t < PAIRS)
+    barrier()
+    tops = ()
+    wholes = ()
+    inverses = ()
+    weights = ()
+    news = ()
+    for i in gl.static_range(2):
+        of_head = (2 * t + i) * (4 * WARPS)
+        own = _floats(buffer + of_head, WARPS)
+        totals = _floats(totals_at + of_head, WARPS)
+        new_of = from_lane(new_score, t * 8 + 4 * i)
+        highest = new_of
+        for w in gl.static_range(WARPS):
+            highest = gl.maximum(highest, own[w])
+        new_weight = gl.where(own_new, gl.exp2(new_of - highest), 0.0)
+        whole = new_weight
+        for w in gl.static_range(WARPS):
+            weight = gl.exp2(own[w] - highest)
+            whole += weight * totals[w]
+            weights = weights + (weight,)
+        tops = tops + (highest,)
+        wholes = wholes + (whole,)
+        inverses = inverses + (1.0 / whole,)
+        news = news + (new_weight,)
+    return tops, wholes, inverses, weights, news
 
 
 @gluon.jit

@@ -153,6 +153,8 @@ class AttentionLaunch:
             that all take all keys.
         ahead: whether a warp has at most two blocks of keys and loads both at once.
         early: whether the next kernel may start before this one has its input.
+        late: whether a warp asks for its next keys only when it has used the values before them,
+            for want of registers.
     """
 
     splits: int
@@ -161,6 +163,7 @@ class AttentionLaunch:
     parts: int = 1
     ahead: bool = False
     early: bool = False
+    late: bool = False
 
 
 STATIC_SHARED = 48 << 10  # bytes
@@ -182,7 +185,7 @@ def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> A
         early = shared * kv_heads * head_dim <= EARLY_WIDTH
         return AttentionLaunch(1, warps, 2, parts, ahead, early)
     splits = min(power_of_two(-(-reach // KEYS_OF_MANY)), most)
-    return AttentionLaunch(splits, 4, 1 if wide else 2)
+    return AttentionLaunch(splits, 4, 1 if wide else 2, late=wide)
 
 
 def join_bytes(shared: int, head_dim: int, warps: int, parts: int) -> int:
