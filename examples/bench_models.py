@@ -1,10 +1,12 @@
-"""Decode speed of every model size on this GPU, with random weights that need no files.
+"""Decode speed of models on this GPU, with random weights that need no files.
 
 Run: python examples/bench_models.py [SIZE ...]
-A line for each size and recipe: tokens per second of the engine's loop, 128 tokens after a prompt
-of 64, greedy and drawn (top-k 20, top-p 0.95), a median of three captures of three runs each; what
-the slowest and the fastest capture made of it, since captures of the same step differ; then the
-rate at which the cache is read at long contexts: its bytes by the time that a step takes longer.
+Sizes are those of `make_random_checkpoint`; by default all but 14B, whose launches nobody tried. A
+line for each size and recipe: tokens per second of the engine's loop, 128 tokens after a prompt of
+64, greedy and drawn (top-k 20, top-p 0.95), a median of three captures of three runs each; what the
+slowest and the fastest capture made of it, since captures of the same step differ; the packed
+weights it reads a second, of what a plain read of memory reaches; and the rate at which the cache
+is read at long contexts: its bytes by the time that a step takes longer.
 """
 
 import gc
@@ -50,7 +52,7 @@ def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
 
 
 def step_us(engine: Engine, position: int) -> float:
-    """A step with so many tokens in the cache, which are zeros."""
+    """A step with so many tokens in the cache, most of which are zeros."""
     engine.forget()
     engine.cache.advance(position)
     engine._launch()

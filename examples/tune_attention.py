@@ -37,14 +37,14 @@ def candidates(reach: int, head_dim: int) -> list[AttentionLaunch]:
     """All keys by programs that share the columns, or keys that are split."""
     found = []
     for warps, blocks in itertools.product((4, 8), (1, 2)):
-        for splits in (1, 8, 16, 32, 64):
+        for splits in (1, 4, 8, 16, 32, 64, 128):
             soon = AttentionLaunch(splits, warps, blocks)
             found += [soon, replace(soon, late=True)]
         for parts in (1, 2, 4):
             if reach <= KEYS_OF_ONE and parts * PART <= head_dim:
-                late = AttentionLaunch(1, warps, blocks, parts, reach <= 16 * blocks * warps)
-                found += [late, replace(late, early=True)]
-    return list(dict.fromkeys(found))
+                whole = AttentionLaunch(1, warps, blocks, parts, reach <= 16 * blocks * warps)
+                found += [whole, replace(whole, early=True)]
+    return found
 
 
 def ranked(
@@ -80,9 +80,9 @@ def tune_attention() -> None:
                     ]
                     return graph_us(body, runs=5) / LAYERS
 
-            rows = ranked([table, *candidates(reach, dim)], time_us)
+            rows = ranked(list(dict.fromkeys([table, *candidates(reach, dim)])), time_us)
             print(f"{heads}/{kv_heads} heads of {dim} at {position}:")
-            now = next(us for us, launch in rows if launch == table)
+            now = next((us for us, launch in rows if launch == table), float("nan"))
             print(f"  {now:8.2f} us {table}, the rule's")
             for us, launch in rows[:SHOWN]:
                 print(f"  {us:8.2f} us {launch}", flush=True)

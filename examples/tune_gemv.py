@@ -77,14 +77,15 @@ def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
     return found
 
 
-def capped(launch: GemvLaunch) -> list[GemvLaunch]:
+def capped(launch: GemvLaunch, use: Use) -> list[GemvLaunch]:
     """The same launch with registers capped."""
     return [replace(launch, registers=registers) for registers in (None, 80, 128, 168)]
 
 
-def spread(launch: GemvLaunch) -> list[GemvLaunch]:
+def spread(launch: GemvLaunch, use: Use) -> list[GemvLaunch]:
     """The same launch with fewer programs at a time on a multiprocessor."""
-    return [replace(launch, shared=shared) for shared in (16, 32, 48)]
+    needed = gemv.shared_bytes(use.K, launch, 1, use.norm is not None)
+    return [replace(launch, shared=shared) for shared in (16, 32, 48) if shared << 10 > needed]
 
 
 def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
@@ -185,7 +186,9 @@ def tune(engine: Engine, pool: Any) -> None:
         found = now + timed(key, candidates(tiles, steps))
         for others in (capped, spread):
             found.sort(key=lambda pair: pair[0])
-            found += timed(key, [v for _, best in found[:BEST] for v in others(best)])
+            tried = {launch for _, launch in found}
+            more = dict.fromkeys(v for _, best in found[:BEST] for v in others(best, uses[key]))
+            found += timed(key, [launch for launch in more if launch not in tried])
         found.sort(key=lambda pair: pair[0])
         chosen[key] = found[0][1]
         print(f"INT{bits}, {tiles} tiles of {steps} steps, {uses[key].calls} a step:")

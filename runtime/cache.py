@@ -27,9 +27,10 @@ class KVCache:
         delta: state of the linear layers after `length` tokens.
         saved: the same after `saved_length` tokens.
         saved_length: 0 where nothing is saved.
-        reach: rows that decode kernels divide among themselves, more than `length`; a captured
-            graph is good up to there. 0 is the context.
-        arrived: [B * Hkv] int32 on the device, zero between kernels: parts of a head that are done.
+        reach: rows that decode kernels divide among themselves, more than `length`; they read none
+            from there on, so a captured graph is good up to there. 0 is the context.
+        arrived: [B * Hkv] int32 on the device, zero between kernels: splits of a head that are
+            done.
     """
 
     k: Tensor

@@ -7,6 +7,8 @@ written, since none of them is pure.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.mma import as_float
+
 
 @gluon.jit
 def load16(address, OFFSET: gl.constexpr = 0):
@@ -178,6 +180,16 @@ def load_shared16(address, OFFSET: gl.constexpr = 0):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def floats(at, COUNT: gl.constexpr):
+    """COUNT FP32 side by side in shared memory, a multiple of 4."""
+    loaded = ()
+    for i in gl.static_range(COUNT // 4):
+        w = load_shared16(at + i * 16)
+        loaded = loaded + (as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]))
+    return loaded
 
 
 @gluon.jit

@@ -6,16 +6,18 @@
 Layout  qkv [B, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; cache k, v
         [B * Hkv, T, D] bf16, position [B] int32 on the device: the row each token takes;
         out [B, Hq * D]
-Bytes   4 * Hkv * D * position; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at 4.56 TB/s
-Plan    a program per kv head and split of the cache, for the Hq / Hkv query heads that share the kv
-        head: rows of one tensor-core tile, keys its columns, read from the cache as fragments.
-        A warp norms and rotates a head for all of them; then every warp has keys and an online
-        softmax of its own, joined in order at the end. Split 0 also owns the new token. The number
-        of splits is fixed by the cache's reach, the rows of a split follow the position: splits
-        without rows return at once. The program that comes last joins the splits, in order, so
-        bit-reproducible. A reach of 256 is not split: each program of a kv head takes all keys,
-        and 64 columns of the values. Keys and values of earlier steps are on their way before the
-        kernel waits for its predecessor, all of them where they are so few
+Bytes   4 * Hkv * D * position; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at 4.56 TB/s.
+        Parts of the columns read the keys again, from L2
+Plan    a program per kv head and split of the cache (or part of the columns, below), for the
+        Hq / Hkv query heads that share the kv head: rows of one tensor-core tile, keys its columns,
+        read from the cache as fragments. A warp norms and rotates a head for all of them; then
+        every warp has keys and an online softmax of its own, joined in order at the end. Split 0
+        also owns the new token. The number of splits is fixed by the cache's reach, the rows of a
+        split follow the position: splits without rows return at once. The program that comes last
+        joins the splits, in order, so bit-reproducible. A reach of 256 is not split: each program
+        of a kv head takes all keys, and 64 columns of the values. Keys and values of earlier steps
+        are on their way before the kernel waits for its predecessor, all of them where they are so
+        few
 """
 
 import torch
@@ -113,7 +115,7 @@ def _attention_kernel(
 ):  # fmt: skip
     """SPLITS of the keys or PARTS of the values' columns, of which a program takes one.
 
-    AHEAD: a warp has at most two blocks of keys, and the second is loaded with the first.
+    AHEAD: a warp takes its keys in at most two turns, and the second's are loaded with the first's.
     """
     KEYS: gl.constexpr = 8 * BLOCKS  # of a warp at a time
     COLUMNS: gl.constexpr = D // PARTS

@@ -165,9 +165,7 @@ def attend(
     if FIRST:
         fade = None
     for i in gl.static_range(len(keys)):
-        own = ()
-        for j in gl.static_range(2 * BLOCKS):
-            own = own + (p[i * 2 * BLOCKS + j],)
+        own = p[2 * BLOCKS * i : 2 * BLOCKS * (i + 1)]
         acc = add_values(acc, fade, own, values[i], none, t, COLUMNS, BLOCKS)
         fade = None
     return top, total, acc

@@ -5,23 +5,13 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.access import (
     barrier,
+    floats,
     load4,
     load16,
-    load_shared16,
     store_shared4,
     store_shared16,
 )
 from lowbit.runtime.kernels.mma import as_float, as_word, from_lane, high_half, low_half
-
-
-@gluon.jit
-def _floats(at, COUNT: gl.constexpr):
-    """COUNT FP32 side by side in shared memory, a multiple of 4."""
-    loaded = ()
-    for i in gl.static_range(COUNT // 4):
-        w = load_shared16(at + i * 16)
-        loaded = loaded + (as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3]))
-    return loaded
 
 
 @gluon.jit
@@ -54,8 +44,8 @@ def weigh_warps(
     news = ()
     for i in gl.static_range(2):
         of_head = (2 * t + i) * (4 * WARPS)
-        own = _floats(buffer + of_head, WARPS)
-        totals = _floats(totals_at + of_head, WARPS)
+        own = floats(buffer + of_head, WARPS)
+        totals = floats(totals_at + of_head, WARPS)
         new_of = from_lane(new_score, t * 8 + 4 * i)
         highest = new_of
         for w in gl.static_range(WARPS):

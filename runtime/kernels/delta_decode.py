@@ -30,8 +30,8 @@ from lowbit.runtime.kernels.access import (
     barrier,
     count_up,
     declaration,
+    floats,
     load_shared4,
-    load_shared16,
     shared_buffer,
     store16,
     store_shared4,
@@ -42,15 +42,12 @@ from lowbit.runtime.kernels.delta_gates import gates, gates_ref
 from lowbit.runtime.kernels.delta_out import gated_norm_ref, window_ref
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.gemv_stage import SQUARES
+from lowbit.runtime.kernels.launch import CROWD, STATIC_SHARED
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
 
 WARPS = 8
 SPLITS = SQUARES  # programs of a head of one sequence
 MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
-# Programs that start while others end crowd on the multiprocessors that have room first: each of so
-# many takes so much shared memory that few fit on one (LOG.md).
-CROWD = 128
-CROWDED_BYTES = 48 << 10
 L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
 
@@ -114,13 +111,6 @@ def _over_lanes(x, FIRST: gl.constexpr, LANES: gl.constexpr):
         if (1 << i) >= FIRST and (1 << i) < LANES:
             x += across(x, 1 << i)
     return x
-
-
-@gluon.jit
-def _four(address):
-    """Four FP32 of shared memory."""
-    w = load_shared16(address)
-    return as_float(w[0]), as_float(w[1]), as_float(w[2]), as_float(w[3])
 
 
 @gluon.jit
@@ -241,10 +231,10 @@ def _recurrence_kernel(
     if SHARED * SPLITS > 1:
         store_shared4(before_at, as_float(before), thread == 0)
     barrier()
-    Sq = _four(totals_at + own * 4)
-    Sk = _four(totals_at + (COLUMNS + own) * 4)
-    v = _four(at + (2 * HALF + own) * 4)
-    silu_z = _four(at + (3 * HALF + own) * 4)
+    Sq = floats(totals_at + own * 4, 4)
+    Sk = floats(totals_at + (COLUMNS + own) * 4, 4)
+    v = floats(at + (2 * HALF + own) * 4, 4)
+    silu_z = floats(at + (3 * HALF + own) * 4, 4)
     u = ()
     o = ()
     squares = none
@@ -327,9 +317,9 @@ def _launch(
     Hv, Dv = weights.value_heads, weights.value_dim
     splits = 1 if squares is None else SPLITS
     out = torch.empty((B, Hv * Dv), dtype=qkvz.dtype, device=qkvz.device)
-    used = WARPS * 16 * 16 + (2 * WARPS + 2) * Dv // splits * 4 + 16
-    least = CROWDED_BYTES if Hv * splits >= CROWD else 0
     pdl = programmatic_launch(qkvz)
+    used = WARPS * 16 * 16 + (2 * WARPS + 2) * Dv // splits * 4 + 16
+    least = STATIC_SHARED if pdl and Hv * splits >= CROWD else 0
     run(
         _recurrence_kernel,
         (Hv * splits, B),

@@ -369,7 +369,10 @@ def _launch(
         WARPS=launch.warps,
         ABREAST=launch.abreast,
         SHARED=declaration(
-            max(launch.shared << 10, x_bytes + sum_bytes(launch, B, staged and norm is not None))
+            max(
+                launch.shared << 10 if pdl else 0,
+                shared_bytes(w.K, launch, B, staged and norm is not None),
+            )
         ),
         X_BYTES=x_bytes,
         PLANE=plane_bytes(w.K),
@@ -382,7 +385,8 @@ def _launch(
     )
 
 
-def sum_bytes(launch: GemvLaunch, B: int, normed: bool) -> int:
-    """Shared memory of a program beside x: squares of each thread, sums of each warp."""
+def shared_bytes(K: int, launch: GemvLaunch, B: int, normed: bool) -> int:
+    """Shared memory a program needs: x, squares of each thread, sums of each warp."""
+    x = digit_bytes(K) if B == 1 and K <= MOST_STAGED else 0
     squares = 128 * launch.warps if normed else 0
-    return squares + launch.warps * launch.tiles * -(-B // 8) * (64 if B == 1 else 512)
+    return x + squares + launch.warps * launch.tiles * -(-B // 8) * (64 if B == 1 else 512)

@@ -67,7 +67,7 @@ GEMV_MEASURED = {
     (4, 384, 32): GemvLaunch(1, 2, 8, early=True, registers=128, shared=32),
     (4, 256, 32): GemvLaunch(1, 2, 8, registers=80),
     (4, 1536, 32): GemvLaunch(1, 4, 4, early=True, registers=128),
-    (4, 256, 96): GemvLaunch(1, 6, 8, early=True, registers=128, shared=16),
+    (4, 256, 96): GemvLaunch(1, 6, 8, early=True, registers=128),
     (8, 384, 64): GemvLaunch(1, 3, 8),
     (8, 1536, 64): GemvLaunch(1, 8, 4, registers=168),
     (8, 256, 192): GemvLaunch(1, 6, 8, early=True, registers=128),
@@ -151,7 +151,7 @@ class AttentionLaunch:
         blocks: of 8 keys that a warp takes at a time, 1 or 2.
         parts: of the columns of the values, where the keys are not split: programs of a kv head
             that all take all keys.
-        ahead: whether a warp has at most two blocks of keys and loads both at once.
+        ahead: whether a warp takes its keys in at most two turns and loads those of both at once.
         early: whether the next kernel may start before this one has its input.
         late: whether a warp asks for its next keys only when it has used the values before them,
             for want of registers.
@@ -167,7 +167,7 @@ class AttentionLaunch:
 
 
 STATIC_SHARED = 48 << 10  # bytes
-KEYS_OF_ONE = 256  # up to here one program takes all keys of a kv head
+KEYS_OF_ONE = 256  # up to here programs take all keys of a kv head: two turns of 8 warps
 KEYS_OF_MANY = 128  # of a program beyond, until there are enough programs
 PART = 64  # columns of the values
 EARLY_WIDTH = 2048  # of all query heads
@@ -176,14 +176,11 @@ ATTENTION_PROGRAMS = {False: 256, True: 128}  # about two or one on each multipr
 
 def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> AttentionLaunch:
     """The split of the first `reach` rows, for so many query heads that share a kv head."""
+    if reach <= KEYS_OF_ONE:
+        early = shared * kv_heads * head_dim <= EARLY_WIDTH
+        return AttentionLaunch(1, 8, 2, max(1, head_dim // PART), True, early)
     wide = head_dim > 128
     most = power_of_two(max(1, ATTENTION_PROGRAMS[wide] // kv_heads))
-    if reach <= KEYS_OF_ONE:
-        parts = min(max(1, head_dim // PART), most)
-        warps = 8 if join_bytes(shared, head_dim, 8, parts) <= STATIC_SHARED else 4
-        ahead = reach <= 2 * 16 * warps
-        early = shared * kv_heads * head_dim <= EARLY_WIDTH
-        return AttentionLaunch(1, warps, 2, parts, ahead, early)
     splits = min(power_of_two(-(-reach // KEYS_OF_MANY)), most)
     return AttentionLaunch(splits, 4, 1 if wide else 2, late=wide)
 
@@ -202,6 +199,11 @@ def row_bytes(head_dim: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+# One token of a gated DeltaNet: from so many programs on, each takes so much shared memory that few
+# fit on one multiprocessor; see `GemvLaunch.shared`.
+CROWD = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels import attention_decode as module
 from lowbit.runtime.kernels.attention_decode import attention_decode, attention_decode_ref
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
-from lowbit.runtime.kernels.launch import attention_launch
+from lowbit.runtime.kernels.launch import AttentionLaunch, attention_launch
 from lowbit.runtime.ops import Rope
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +55,7 @@ ODD = {
     "none-shared": Heads(3, 3, 32, 32, gain=BF16),
     "rotated-48": Heads(5, 1, 128, 48, gain=FP32),
     "gated-only": Heads(8, 1, 64, 32, gated=True),
+    "most": Heads(16, 2, 256, 64, gated=True, gain=FP32),
 }
 CONTEXT = 4096
 POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 1000, 4095)
@@ -137,7 +138,7 @@ def test_real_heads(make_case: MakeCase, bf16_error: float, heads: Heads, reach:
         make_case(heads, CONTEXT, position, reach).check(bf16_error)
 
 
-@pytest.mark.parametrize("context", [100, 601])
+@pytest.mark.parametrize("context", [100, 200, 601])
 @pytest.mark.parametrize("heads", ODD.values(), ids=ODD)
 def test_odd_heads(make_case: MakeCase, bf16_error: float, heads: Heads, context: int) -> None:
     """Without a reach the whole context is divided."""
@@ -160,6 +161,31 @@ def test_any_number_of_splits(
     )
     for position in (0, 1, 127, 128, 700, 4095):
         make_case(REAL[name], CONTEXT, position).check(bf16_error)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-2b"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        AttentionLaunch(1, 4, 2, parts=2),
+        AttentionLaunch(1, 8, 1, parts=2, ahead=False),
+        AttentionLaunch(1, 8, 2, ahead=True, early=True),
+        AttentionLaunch(8, 4, 1, late=True),
+        AttentionLaunch(8, 4, 1, late=False),
+    ],
+    ids=repr,
+)
+def test_any_other_launch(
+    make_case: MakeCase,
+    bf16_error: float,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    launch: AttentionLaunch,
+) -> None:
+    """What the rule does not take is right too: `tune_attention.py` tries it."""
+    monkeypatch.setattr(module, "attention_launch", lambda *sizes: launch)
+    for position in (0, 1, 63, 64, 65, 128, 129, 255):
+        make_case(REAL[name], CONTEXT, position, 256).check(bf16_error)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-9b", "qwen2.5-0.5b"])
@@ -187,9 +213,40 @@ def test_layers_and_reaches_take_turns(make_case: MakeCase) -> None:
 @pytest.mark.parametrize("position", [200, 4000])
 @pytest.mark.parametrize("heads", REAL.values(), ids=REAL)
 def test_same_bits(make_case: MakeCase, heads: Heads, position: int) -> None:
-    case = make_case(heads, CONTEXT, position)
+    case = make_case(heads, CONTEXT, position, 256 if position < 256 else 0)
     runs = [case.run() for _ in range(20)]
     assert all(torch.equal(runs[0], run) for run in runs)
+
+
+@pytest.mark.parametrize("reach", [256, 1024])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3.5-9b"])
+def test_several_sequences(make_case: MakeCase, bf16_error: float, name: str, reach: int) -> None:
+    """Each has its own rows and its own result, whatever the others' lengths."""
+    heads, positions = REAL[name], (0, 1, 128, 255)
+    first, *others = [make_case(heads, reach, position, reach) for position in positions]
+    cases = [first, *(replace(case, q_norm=first.q_norm, k_norm=first.k_norm) for case in others)]
+    together = replace(
+        first,
+        qkv=torch.cat([case.qkv for case in cases]),
+        cache=KVCache(
+            k=torch.cat([case.cache.k for case in cases], 1),
+            v=torch.cat([case.cache.v for case in cases], 1),
+            length=max(positions),
+            position=torch.cat([case.cache.position for case in cases]),
+            reach=reach,
+        ),
+    )
+    out = together.run()
+    assert not together.cache.arrived.any()
+    for index, (case, position) in enumerate(zip(cases, positions, strict=True)):
+        ref, _, _ = case.reference()
+        error = (out[index].double() - ref[0]).view(heads.Hq, -1).norm(dim=1)
+        relative = error / ref.view(heads.Hq, -1).norm(dim=1)
+        assert float(relative.max()) < ROUNDINGS * bf16_error, position
+        case.run()
+        rows = slice(index * heads.Hkv, (index + 1) * heads.Hkv)
+        for own, all_rows in ((case.cache.k, together.cache.k), (case.cache.v, together.cache.v)):
+            assert torch.equal(own.view(torch.int16), all_rows[:, rows].view(torch.int16)), position
 
 
 @pytest.mark.parametrize("position", [0, 1, 40])

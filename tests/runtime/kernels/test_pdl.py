@@ -149,20 +149,29 @@ def test_embed_waits(randn: Randn) -> None:
     assert waits(lambda ids: cuda.embed(ids, table), torch.tensor([77], device="cuda"))
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (16, 8, 128, 128, False),
+        (32, 8, 128, 128, False),
+        (8, 2, 256, 64, True),
+        (16, 4, 256, 64, True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("reach", [256, 4096])
 def test_attention_waits(
     randn: Randn,
     make_cache: Callable[..., KVCache],
     make_rope: Callable[[int, int], Rope],
     reach: int,
-    gated: bool,
+    heads: tuple[int, int, int, int, bool],
 ) -> None:
     """Whatever it reads of the cache before, the new token is complete: queries, key, value, gate.
 
     The row of the new token is written by the call and must not be what a call reads early.
     """
-    Hq, Hkv, D, R = (16, 4, 256, 64) if gated else (32, 8, 128, 128)
+    Hq, Hkv, D, R, gated = heads
     q_norm, k_norm, rope = randn(D), randn(D), make_rope(4096, R)
     cache = make_cache(1, Hkv, D, 4096, min(3000, reach - 6))
     cache.reach = reach
