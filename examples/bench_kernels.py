@@ -34,6 +34,16 @@ ROTATED_BYTES = 400e6  # L2 holds 60 MB
 SIZES = ("0.6B", "1.7B", "8B")
 
 
+def elapsed_us(body: Callable[[], object]) -> float:
+    """Time that the GPU takes for what `body` launches, in microseconds."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    body()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
 def graph_us(body: Callable[[], object], runs: int = 20) -> float:
     """Median time of one replay of `body` captured in a CUDA graph, in microseconds."""
     body()
@@ -41,14 +51,7 @@ def graph_us(body: Callable[[], object], runs: int = 20) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
-    times = []
-    for _ in range(runs + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+    times = [elapsed_us(graph.replay) for _ in range(runs + 3)]
     return statistics.median(times[3:])
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 
 import torch
+from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, HEAD_BITS, random_engine
 
@@ -56,13 +57,7 @@ def step_us(engine: Engine, position: int) -> float:
     engine.forget()
     engine.cache.advance(position)
     engine._launch()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(STEPS):
-        engine._launch()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / STEPS
+    return elapsed_us(lambda: [engine._launch() for _ in range(STEPS)]) / STEPS
 
 
 def cache_rates(engine: Engine, size: str) -> str:

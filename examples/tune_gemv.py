@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_kernels import elapsed_us
 from random_engine import packed, randn, random_engine
 from torch import Tensor
 
@@ -152,13 +153,7 @@ def step_us(engine: Engine) -> float:
     for _ in range(RUNS):
         engine.cache.position.fill_(POSITION)
         torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(BURST):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / BURST)
+        times.append(elapsed_us(lambda: [graph.replay() for _ in range(BURST)]) / BURST)
     return statistics.median(times)
 
 
