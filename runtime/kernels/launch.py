@@ -1,8 +1,8 @@
 """Launch sizes: literal tables, by the size of what is read.
 
 Measured on an H200 (LOG.md); elsewhere the same but for the cap of registers (`register_cap`) and,
-before Hopper, for shared memory that is asked for beyond the need: no kernel needs more registers or
-shared memory than compute capability 8.0 to 12.0 all have.
+before Hopper, for shared memory asked for beyond the need: no kernel needs more registers or shared
+memory than compute capability 8.0 to 12.0 all have.
 """
 
 from dataclasses import dataclass, replace
