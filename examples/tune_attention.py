@@ -1,94 +1,89 @@
-"""Time splits of attention on this GPU beside those that `lowbit.runtime.kernels.launch` takes.
+"""Try launch sizes of attention inside a model's whole decode step, on this GPU.
 
-Run: python examples/tune_attention.py
-Prints for each shape what is taken, then the fastest. What wins is put into the rule by hand, with
-the figures in `runtime/kernels/LOG.md`; between GEMVs it may be another (`early`).
+Run: python examples/tune_attention.py SIZE [POSITION ...]
+SIZE is one that `make_random_checkpoint` knows. For each position what
+`lowbit.runtime.kernels.launch` takes, then the fastest, each timed as the whole step, since beside
+its neighbours attention behaves otherwise than alone. What wins is put into the rule by hand, with
+the figures in `runtime/kernels/LOG.md`. Kernels compile one by one: a minute or two a position.
 """
 
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import torch
 import triton
-from bench_kernels import graph_us
-from random_engine import randn
+from bench_models import CONTEXT, step_us
+from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
+from random_engine import random_engine
 
-from lowbit.runtime.cache import new_cache
+from lowbit.formats.architectures import read_config
+from lowbit.runtime.bench import GREEDY
+from lowbit.runtime.engine import Engine
 from lowbit.runtime.kernels import attention_decode
-from lowbit.runtime.kernels.launch import KEYS_OF_ONE, PART, AttentionLaunch, attention_launch
-from lowbit.runtime.ops import rope_tables
-
-SHOWN = 5
-LAYERS = 16
-CONTEXT = 32768
-HEADS = ((16, 8, 128), (32, 8, 128), (8, 2, 256), (16, 4, 256))  # queries, keys, size
-POSITIONS = (100, 170, 1000, 8000, 32000)
-OUT_OF_RESOURCES = (
-    triton.runtime.errors.OutOfResources,
-    triton.runtime.errors.PTXASError,
-    triton.compiler.errors.CompilationError,
+from lowbit.runtime.kernels.launch import (
+    KEYS_OF_ONE,
+    PART,
+    STATIC_SHARED,
+    AttentionLaunch,
+    attention_launch,
+    join_bytes,
 )
 
+SHOWN = 5
+POSITIONS = (100, 1000, 8000, 32000)
+OUT_OF_RESOURCES = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 
-def candidates(reach: int, head_dim: int) -> list[AttentionLaunch]:
-    """All keys by programs that share the columns, or keys that are split."""
+
+def candidates(rule: AttentionLaunch, reach: int, shared: int, D: int) -> list[AttentionLaunch]:
+    """All keys by programs that share the columns, or keys in about as many splits as now."""
     found = []
-    for warps, blocks in itertools.product((4, 8), (1, 2)):
-        for splits in (1, 4, 8, 16, 32, 64, 128):
-            soon = AttentionLaunch(splits, warps, blocks)
-            found += [soon, replace(soon, late=True)]
-        for parts in (1, 2, 4):
-            if reach <= KEYS_OF_ONE and parts * PART <= head_dim:
-                whole = AttentionLaunch(1, warps, blocks, parts, reach <= 16 * blocks * warps)
-                found += [whole, replace(whole, early=True)]
-    return found
+    for warps, blocks, early in itertools.product((4, 8), (1, 2), (False, True)):
+        if reach <= KEYS_OF_ONE:
+            whole = AttentionLaunch(1, warps, blocks, early=early)
+            for parts in (parts for parts in (1, 2, 4) if parts * PART <= D):
+                ahead = reach <= 2 * whole.turn
+                found.append(replace(whole, parts=parts, ahead=ahead))
+        else:
+            splits = (rule.splits // 2, rule.splits, 2 * rule.splits)
+            found += [AttentionLaunch(n, warps, blocks, early=early) for n in splits if n > 1]
+    return [c for c in found if join_bytes(shared, D, c.warps, c.parts) <= STATIC_SHARED]
 
 
-def ranked(
-    launches: list[AttentionLaunch], time_us: Callable[[AttentionLaunch], float]
-) -> list[tuple[float, AttentionLaunch]]:
-    """Launches by time; those that do not fit the GPU are left out."""
-    found = []
-    for launch in launches:
+def tried_us(engine: Engine, position: int, launch: AttentionLaunch) -> float:
+    """A step that attends so; infinite where the kernel does not fit the GPU."""
+    engine._graphs.clear()
+    with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
         try:
-            found.append((time_us(launch), launch))
+            return step_us(engine, position)
         except OUT_OF_RESOURCES as error:
             print(f"  {launch}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
-    return sorted(found, key=lambda pair: pair[0])
+            return float("inf")
 
 
-def tune_attention() -> None:
-    for heads, kv_heads, dim in HEADS:
-        cache = new_cache(LAYERS, kv_heads, dim, CONTEXT, torch.bfloat16, "cuda")
-        cache.k.normal_()
-        cache.v.normal_()
-        rope, q_norm, k_norm = rope_tables(CONTEXT, dim, 1e6, "cuda"), randn(dim), randn(dim)
-        qkv = randn(1, (heads + 2 * kv_heads) * dim)
-        for position in POSITIONS:
-            cache.truncate(position)
-            reach = cache.reach = cache.reach_for(position + 1)
-            table = attention_launch(kv_heads, heads // kv_heads, reach, dim)
+def tune_attention(size: str, positions: list[int]) -> None:
+    config, engine = read_config(config_of(size)), random_engine(size, 4, CONTEXT)
+    engine.sampler.configure(GREEDY)
+    Hkv, D = config.num_key_value_heads, config.head_dim
+    shared = config.num_attention_heads // Hkv
+    for position in positions:
+        reach = engine.cache.reach_for(position + 1)
+        rule = attention_launch(Hkv, shared, reach, D)
+        tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
+        times = {launch: tried_us(engine, position, launch) for launch in tried}
+        print(f"{position} tokens:\n  {times[rule]:8.1f} us {rule}, the rule's")
+        for launch in sorted(times, key=lambda each: times[each])[:SHOWN]:
+            print(f"  {times[launch]:8.1f} us {launch}", flush=True)
 
-            def time_us(launch: AttentionLaunch, qkv: torch.Tensor = qkv) -> float:
-                with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
-                    body = lambda: [  # noqa: E731
-                        attention_decode.attention_decode(qkv, q_norm, k_norm, 1e-6, rope, cache, i)  # noqa: B023
-                        for i in range(LAYERS)
-                    ]
-                    return graph_us(body, runs=5) / LAYERS
 
-            rows = ranked(list(dict.fromkeys([table, *candidates(reach, dim)])), time_us)
-            print(f"{heads}/{kv_heads} heads of {dim} at {position}:")
-            now = next((us for us, launch in rows if launch == table), float("nan"))
-            print(f"  {now:8.2f} us {table}, the rule's")
-            for us, launch in rows[:SHOWN]:
-                print(f"  {us:8.2f} us {launch}", flush=True)
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("tune_attention needs an NVIDIA GPU")
+    if len(sys.argv) < 2 or sys.argv[1] not in (*SIZES, *HYBRID_SIZES):
+        raise SystemExit("usage: tune_attention.py SIZE [POSITION ...]")
+    tune_attention(sys.argv[1], [int(each) for each in sys.argv[2:]] or list(POSITIONS))
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("tune_attention needs an NVIDIA GPU")
-    tune_attention()
+    main()

@@ -29,8 +29,6 @@ class KVCache:
         saved_length: 0 where nothing is saved.
         reach: rows that decode kernels divide among themselves, more than `length`; they read none
             from there on, so a captured graph is good up to there. 0 is the context.
-        arrived: [B * Hkv] int32 on the device, zero between kernels: splits of a head that are
-            done.
     """
 
     k: Tensor
@@ -41,11 +39,6 @@ class KVCache:
     saved: DeltaState = field(default_factory=no_delta_state)
     saved_length: int = 0
     reach: int = 0
-    arrived: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Make room for the counters."""
-        self.arrived = torch.zeros(self.k.shape[1], dtype=torch.int32, device=self.k.device)
 
     @property
     def context(self) -> int:

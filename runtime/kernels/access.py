@@ -7,7 +7,7 @@ written, since none of them is pure.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.mma import as_float
+from lowbit.runtime.kernels.mma import as_float, as_word
 
 
 @gluon.jit
@@ -212,6 +212,21 @@ def store16(address, words, inside):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def store_floats(pointer, values, inside):
+    """FP32 side by side of each lane that is inside, to global memory; aligned like all of them."""
+    if len(values) % 4 == 0:
+        address = pointer.to(gl.int64, bitcast=True)
+        for i in gl.static_range(0, len(values), 4):
+            words = ()
+            for j in gl.static_range(4):
+                words = words + (as_word(values[i + j]),)
+            store16(address + i * 4, words, inside)
+    else:
+        for i in gl.static_range(len(values)):
+            gl.store(pointer + i, values[i], mask=inside)
 
 
 @gluon.jit

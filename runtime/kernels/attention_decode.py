@@ -13,11 +13,11 @@ Plan    a program per kv head and split of the cache (or part of the columns, be
         read from the cache as fragments. A warp norms and rotates a head for all of them; then
         every warp has keys and an online softmax of its own, joined in order at the end. Split 0
         also owns the new token. The number of splits is fixed by the cache's reach, the rows of a
-        split follow the position: splits without rows return at once. The program that comes last
-        joins the splits, in order, so bit-reproducible. A reach of 256 is not split: each program
-        of a kv head takes all keys, and 64 columns of the values. Keys and values of earlier steps
-        are on their way before the kernel waits for its predecessor, all of them where they are so
-        few
+        split follow the position: splits without rows return at once. A second kernel joins the
+        splits, in order, so bit-reproducible (`attention_join`). A reach of 256 is not split: each
+        program of a kv head takes all keys, and 64 columns of the values. Keys and values of
+        earlier steps are on their way before the kernel waits for its predecessor, all of them
+        where they are so few
 """
 
 import torch
@@ -33,6 +33,7 @@ from lowbit.runtime.kernels.access import (
     load4,
     load_shared16,
     shared_buffer,
+    store_floats,
     store_shared4,
 )
 from lowbit.runtime.kernels.attention_fragments import (
@@ -45,7 +46,7 @@ from lowbit.runtime.kernels.attention_fragments import (
     online_softmax,
     visible,
 )
-from lowbit.runtime.kernels.attention_join import join_splits, weigh_warps
+from lowbit.runtime.kernels.attention_join import join_splits, rows_of_split, weigh_warps
 from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes, row_bytes
@@ -107,11 +108,11 @@ def _element(quad, g):
 @gluon.jit
 def _attention_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, position_ptr,
-    part_ptr, state_ptr, arrived_ptr, out_ptr, T, eps, score_scale,
+    part_ptr, state_ptr, out_ptr, T, eps, score_scale,
     SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
     SPLITS: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
     WARPS: gl.constexpr, STRIDE: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr, LATE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """SPLITS of the keys or PARTS of the values' columns, of which a program takes one.
 
@@ -139,9 +140,8 @@ def _attention_kernel(
     if SPLITS > 1:
         part_ptr += token * Hkv * SHARED * SPLITS * D
         state_ptr += token * Hkv * SHARED * SPLITS * 2
-        arrived_ptr += token * Hkv
     position = gl.load(position_ptr + token)  # of an earlier step, like the cache: before the wait
-    split_rows = gl.cdiv(gl.cdiv(position, SPLITS), WARPS * KEYS) * (WARPS * KEYS)
+    split_rows = rows_of_split(position, SPLITS, WARPS * KEYS)
     start = split * split_rows
     end = gl.minimum(start + split_rows, position)
     row = start + warp * KEYS
@@ -226,23 +226,21 @@ def _attention_kernel(
     else:
         for _ in range(start, end - WARPS * KEYS, WARPS * KEYS):
             scores = key_scores(q, keys, none, t, D, BLOCKS, WIDE)
-            if not LATE:
-                keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
+            keys = load_keys(k_base, row + WARPS * KEYS + g, end, t, None, D, BLOCKS)
             scores = visible(scores, row, end, t, score_scale, BLOCKS)
             top, total, fade, p = online_softmax(top, total, scores)
             acc = add_values(acc, fade, p, values, none, t, COLUMNS, BLOCKS)
             row += WARPS * KEYS
-            if LATE:
-                keys = load_keys(k_base, row + g, end, t, None, D, BLOCKS)
             values = load_values(v_base, row + 2 * t, end, g, None, D, COLUMNS, BLOCKS)
         top, total, acc = attend(  # the last keys, or none at all
             top, total, acc, q, (keys,), (values,), (row,), end, t, none, score_scale,
             D, COLUMNS, BLOCKS, WIDE, False,
         )  # fmt: skip
+    EACH: gl.constexpr = (QUADS + WARPS - 1) // WARPS  # quads of a warp, side by side
     new_values = ()
     gates = ()
-    for first_quad in gl.static_range(0, QUADS, WARPS):
-        d = column + gl.minimum(_element(first_quad + warp, g), COLUMNS - 2)
+    for each in gl.static_range(EACH):
+        d = column + gl.minimum(_element(warp * EACH + each, g), COLUMNS - 2)
         new_values = new_values + (load4(qkv + (value + d).to(gl.int64) * 2),)
         if GATED and SPLITS == 1:
             for i in gl.static_range(2):
@@ -257,8 +255,9 @@ def _attention_kernel(
     tops, wholes, inverses, weights, news = weigh_warps(
         top, total, acc, new_score, split == 0, buffer, sums_at, warp, g, t, QUAD, PAIRS, WARPS
     )
-    for first_quad in gl.static_range(0, QUADS, WARPS):
-        quad = first_quad + warp
+    lines = ((), ())  # of each of the two heads
+    for each in gl.static_range(EACH):
+        quad = warp * EACH + each
         sums = (none, none, none, none)
         for w in gl.static_range(WARPS):
             part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * QUAD)
@@ -268,39 +267,35 @@ def _attention_kernel(
                 sums[2] + weights[w] * as_float(part[2]),
                 sums[3] + weights[WARPS + w] * as_float(part[3]),
             )
-        v = new_values[first_quad // WARPS]
+        v = new_values[each]
         d = _element(quad, g)
         there = (quad < QUADS) & (d < COLUMNS)
         owned = there & (split == 0) & (t == 0)
         gl.store((v_base + new_row).to(WORD, bitcast=True) + d // 2, v, mask=owned)
         for i in gl.static_range(4):
-            q_head = head * SHARED + 2 * t + i % 2
-            stored = there & (2 * t + i % 2 < SHARED)
             y = sums[i] + news[i % 2] * (low_half(v) if i // 2 == 0 else high_half(v))
-            if SPLITS == 1:
+            if SPLITS > 1:
+                if i % 2 == 0:
+                    lines = (lines[0] + (y,), lines[1])
+                else:
+                    lines = (lines[0], lines[1] + (y,))
+            else:
                 y *= inverses[i % 2]
                 if GATED:
-                    gate = gates[first_quad // WARPS * 2 + i % 2]
+                    gate = gates[each * 2 + i % 2]
                     gate = low_half(gate) if i // 2 == 0 else high_half(gate)
                     y /= 1.0 + gl.exp(-gate)
-                at = out_ptr + q_head * D + column + d + i // 2
+                at = out_ptr + (head * SHARED + 2 * t + i % 2) * D + column + d + i // 2
+                stored = there & (2 * t + i % 2 < SHARED)
                 gl.store(at, y.to(out_ptr.dtype.element_ty), mask=stored)
-            else:
-                gl.store(part_ptr + (q_head * SPLITS + split) * D + d + i // 2, y, mask=stored)
     if SPLITS > 1:
+        d = _element(warp * EACH, g)
         for i in gl.static_range(2):
-            stored = (warp == 0) & (g == 0) & (2 * t + i < SHARED)
-            state_at = state_ptr + ((head * SHARED + 2 * t + i) * SPLITS + split) * 2
-            gl.store(state_at, tops[i], mask=stored)
-            gl.store(state_at + 1, wholes[i], mask=stored)
-        barrier()  # what all threads have stored goes before the count
-        running = gl.maximum(gl.cdiv(position, gl.maximum(split_rows, 1)), 1)
-        if gl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == running - 1:
-            gl.store(arrived_ptr + head, 0)  # for the next layer
-            join_splits(
-                part_ptr, state_ptr, qkv_ptr, out_ptr, head, running, warp, lane, none,
-                SHARED, GATED, D, SPLITS, WARPS,
-            )  # fmt: skip
+            row = (head * SHARED + 2 * t + i) * SPLITS + split
+            stored = 2 * t + i < SHARED
+            store_floats(part_ptr + row * D + d, lines[i], stored & (d < D) & (warp < QUADS))
+            once = stored & (warp == 0) & (g == 0)
+            store_floats(state_ptr + row * 2, (tops[i], wholes[i]), once)
 
 
 def attention_decode(
@@ -342,7 +337,6 @@ def attention_decode(
         cache.position,
         part,
         state,
-        cache.arrived,
         out,
         T,
         eps,
@@ -359,10 +353,11 @@ def attention_decode(
         STRIDE=row_bytes(D),
         BUFFER=declaration(join_bytes(shared, D, launch.warps, launch.parts)),
         PDL=pdl,
-        EARLY=launch.early,
-        LATE=launch.late,
+        EARLY=launch.early and launch.splits == 1,
         num_warps=launch.warps,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
+    if part is not None and state is not None:
+        join_splits(part, state, qkv, cache.position, out, launch.turn, launch.early, gated, pdl)
     return out

@@ -1,17 +1,26 @@
-"""Device functions: what warps, and splits, know of an attention head becomes one result."""
+"""What warps, and splits, know of an attention head becomes one result.
 
+    out_h = sum over splits of 2^(top - highest) * sums / sum of 2^(top - highest) * total
+
+Layout  sums [B * Hq, SPLITS, D] fp32, state [B * Hq, SPLITS, 2] fp32: top and total of each split,
+        sums and total relative to it; out [B, Hq * D] bf16
+Bytes   4 * Hq * SPLITS * D; 16 heads of 256 in 32 splits: 0.5 MB, from L2
+Plan    the warps of a program through shared memory, at the end of the kernel that attends. Splits
+        in a kernel of their own, a program for each head and 64 columns, all of whose loads are on
+        their way at once: the program that comes last would read everything by itself, in turns
+"""
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.access import (
-    barrier,
-    floats,
-    load4,
-    load16,
-    store_shared4,
-    store_shared16,
-)
-from lowbit.runtime.kernels.mma import as_float, as_word, from_lane, high_half, low_half
+from lowbit.runtime.kernels.access import barrier, floats, store_shared4, store_shared16
+from lowbit.runtime.kernels.device import run
+from lowbit.runtime.kernels.mma import as_word, from_lane
+
+COLUMNS = 16  # of a warp
+WARPS = 4  # at most
 
 
 @gluon.jit
@@ -64,63 +73,85 @@ def weigh_warps(
 
 
 @gluon.jit
-def join_splits(
-    part_ptr, state_ptr, qkv_ptr, out_ptr, head, running, warp, lane, none,
-    SHARED: gl.constexpr, GATED: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr,
-    WARPS: gl.constexpr,
+def rows_of_split(position, SPLITS: gl.constexpr, TURN: gl.constexpr):
+    """The rows before the position that each split takes: whole turns of a program."""
+    return gl.cdiv(gl.cdiv(position, SPLITS), TURN) * TURN
+
+
+@gluon.jit
+def _join_kernel(
+    sums_ptr, state_ptr, qkv_ptr, position_ptr, out_ptr, qkv_stride,
+    GATED: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, TURN: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The heads of all splits, in order, a warp a head: done by the program that came last."""
-    AT_ONCE: gl.constexpr = min(SPLITS, 16 if D <= 128 else 8)  # registers
-    EACH: gl.constexpr = (D + 127) // 128  # blocks of four elements of a lane
-    for first_head in gl.static_range(0, SHARED, WARPS):
-        h = first_head + warp
-        q_head = head * SHARED + gl.minimum(h, SHARED - 1)
-        part = part_ptr.to(gl.int64, bitcast=True) + (q_head * SPLITS).to(gl.int64) * (4 * D)
-        state = state_ptr + q_head * SPLITS * 2
-        highest = none + float("-inf")
-        whole = none
-        sums = ()
-        for i in gl.static_range(4 * EACH):
-            sums = sums + (none,)
-        for start in range(0, running, AT_ONCE):
-            tops = ()
-            totals = ()
-            parts = ()
-            for s in gl.static_range(AT_ONCE):
-                at = gl.minimum(start + s, running - 1)
-                inside = start + s < running
-                tops = tops + (gl.where(inside, gl.load(state + 2 * at), float("-inf")),)
-                totals = totals + (gl.load(state + 2 * at + 1),)
-                for i in gl.static_range(EACH):
-                    d = gl.minimum(128 * i + 4 * lane, D - 4)
-                    parts = parts + (load16(part + (at * D + d).to(gl.int64) * 4),)
-            new = highest
-            for s in gl.static_range(AT_ONCE):
-                new = gl.maximum(new, tops[s])
-            fade = gl.exp2(highest - new)
-            highest = new
-            whole *= fade
-            faded = ()
-            for i in gl.static_range(4 * EACH):
-                faded = faded + (sums[i] * fade,)
-            for s in gl.static_range(AT_ONCE):
-                weight = gl.exp2(tops[s] - highest)
-                whole += weight * totals[s]
-                added = ()
-                for i in gl.static_range(4 * EACH):
-                    added = added + (faded[i] + weight * as_float(parts[s * EACH + i // 4][i % 4]),)
-                faded = added
-            sums = faded
-        gates = ()
-        for i in gl.static_range(2 * EACH if GATED else 0):
-            d = gl.minimum(128 * (i // 2) + 4 * lane + i % 2 * 2, D - 2)
-            gate = qkv_ptr.to(gl.int64, bitcast=True) + (q_head * (2 * D) + D + d).to(gl.int64) * 2
-            gates = gates + (load4(gate),)
-        for i in gl.static_range(4 * EACH):
-            d = 128 * (i // 4) + 4 * lane + i % 4
-            y = sums[i] / whole
-            if GATED:
-                gate = gates[i // 2]
-                y /= 1.0 + gl.exp(-(low_half(gate) if i % 2 == 0 else high_half(gate)))
-            stored = (h < SHARED) & (d < D)
-            gl.store(out_ptr + q_head * D + d, y.to(out_ptr.dtype.element_ty), mask=stored)
+    """A warp has columns of its own and lanes share the splits: shuffles are all they exchange."""
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, WARPS], [1, 0])
+    head, token = gl.program_id(0), gl.program_id(2)
+    row = token * gl.num_programs(0) + head
+    s = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, L))
+    d = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    position = gl.load(position_ptr + token)
+    rows = rows_of_split(position, SPLITS, TURN)
+    running = gl.maximum(gl.cdiv(position, gl.maximum(rows, 1)), 1)
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    at = row * SPLITS + s
+    tops = gl.load(state_ptr + 2 * at, mask=s < running, other=float("-inf"))
+    totals = gl.load(state_ptr + 2 * at + 1, mask=s < running, other=0.0)
+    sums_at = sums_ptr + at[:, None] * D + d[None, :]
+    sums = gl.load(sums_at, mask=(s < running)[:, None], other=0.0)
+    if GATED:
+        gate_at = qkv_ptr + token * qkv_stride + head * (2 * D) + D + d
+        gate = gl.load(gate_at).to(gl.float32)
+    weights = gl.exp2(tops - gl.max(tops, axis=0))
+    y = gl.sum(weights[:, None] * sums, axis=0) / gl.sum(weights * totals, axis=0)
+    if GATED:
+        y /= 1.0 + gl.exp(-gate)
+    gl.store(out_ptr + row * D + d, y.to(out_ptr.dtype.element_ty))
+
+
+def join_splits(
+    sums: Tensor, state: Tensor, qkv: Tensor, position: Tensor, out: Tensor, turn: int,
+    early: bool, gated: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """Fill out with the heads of all splits.
+
+    Args:
+        sums: [B * Hq, SPLITS, D] fp32; of splits without rows anything.
+        state: [B * Hq, SPLITS, 2] fp32.
+        qkv: [B, (Hq + 2 * Hkv) * D], each query followed by its gate where gated.
+        position: [B] int32 on the device.
+        out: [B, Hq * D], written.
+        turn: rows that a program takes at a time.
+        early: whether the next kernel may start while the splits are still read.
+        gated: whether heads have gates.
+        pdl: whether the kernel may start before the one that attends ends.
+    """
+    rows, splits, D = sums.shape
+    B = position.shape[0]
+    warps = min(WARPS, D // COLUMNS)
+    run(
+        _join_kernel,
+        (rows // B, D // (COLUMNS * warps), B),
+        sums,
+        state,
+        qkv,
+        position,
+        out,
+        qkv.shape[1],
+        GATED=gated,
+        D=D,
+        SPLITS=splits,
+        TURN=turn,
+        COLUMNS=COLUMNS * warps,
+        WARPS=warps,
+        PDL=pdl,
+        EARLY=early,
+        num_warps=warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )

@@ -153,9 +153,8 @@ class AttentionLaunch:
         parts: of the columns of the values, where the keys are not split: programs of a kv head
             that all take all keys.
         ahead: whether a warp takes its keys in at most two turns and loads those of both at once.
-        early: whether the next kernel may start before this one has its input.
-        late: whether a warp asks for its next keys only when it has used the values before them,
-            for want of registers.
+        early: whether the next kernel may start before this one has its input; where the keys are
+            split, while they are still read.
     """
 
     splits: int
@@ -164,26 +163,34 @@ class AttentionLaunch:
     parts: int = 1
     ahead: bool = False
     early: bool = False
-    late: bool = False
+
+    @property
+    def turn(self) -> int:
+        """Keys that a program takes at a time."""
+        return KEYS * self.blocks * self.warps
 
 
+KEYS = 8  # of a block
 STATIC_SHARED = 48 << 10  # bytes
 KEYS_OF_ONE = 256  # up to here programs take all keys of a kv head: two turns of 8 warps
-KEYS_OF_MANY = 128  # of a program beyond, until there are enough programs
 PART = 64  # columns of the values
-EARLY_WIDTH = 2048  # of all query heads
-ATTENTION_PROGRAMS = {False: 256, True: 128}  # about two or one on each multiprocessor; wide heads
+WIDTH = 2048  # of all query heads; more make the kernels around attention large
+SHORT = 1024  # keys
+WARPS_IN_ALL = 1024  # eight on each multiprocessor
 
 
 def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> AttentionLaunch:
     """The split of the first `reach` rows, for so many query heads that share a kv head."""
+    width = shared * kv_heads * head_dim
     if reach <= KEYS_OF_ONE:
-        early = shared * kv_heads * head_dim <= EARLY_WIDTH
-        return AttentionLaunch(1, 8, 2, max(1, head_dim // PART), True, early)
+        parts = max(1, head_dim // PART)
+        return AttentionLaunch(1, 8, 2, parts, ahead=True, early=width <= WIDTH)
     wide = head_dim > 128
-    most = power_of_two(max(1, ATTENTION_PROGRAMS[wide] // kv_heads))
-    splits = min(power_of_two(-(-reach // KEYS_OF_MANY)), most)
-    return AttentionLaunch(splits, 4, 1 if wide else 2, late=wide)
+    warps = 8 if wide and join_bytes(shared, head_dim, 8, 1) <= STATIC_SHARED else 4
+    one = AttentionLaunch(1, warps, 1 if wide else 2)
+    most = power_of_two(max(1, WARPS_IN_ALL // (warps * kv_heads)))
+    splits = min(power_of_two(-(-reach // one.turn)), most)
+    return replace(one, splits=splits, early=splits > 1 and (width > WIDTH or reach <= SHORT))
 
 
 def join_bytes(shared: int, head_dim: int, warps: int, parts: int) -> int:

@@ -63,7 +63,7 @@ class Stream:
 def tensors(engine: Engine) -> list[torch.Tensor]:
     """Everything that a step writes."""
     cache, sampler = engine.cache, engine.sampler
-    kept = [cache.k, cache.v, cache.position, cache.delta.conv, cache.delta.memory, cache.arrived]
+    kept = [cache.k, cache.v, cache.position, cache.delta.conv, cache.delta.memory]
     return [*kept, engine.token, sampler.drawn, sampler.seen, sampler.produced]
 
 

@@ -37,7 +37,7 @@ MODELS = {
 VOCABULARY = 151936
 
 CHOICE = {"best", "likeliest", "rank_groups", "draw", "post"}
-DECODE = {"gemv", "dense_gemv", "attention", "recurrence", "embed", "rms_norm"} | CHOICE
+DECODE = {"gemv", "dense_gemv", "attention", "join", "recurrence", "embed", "rms_norm"} | CHOICE
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"
