@@ -4,9 +4,10 @@ Run: python examples/tune_gemv.py MODEL [RECIPE]
 MODEL is the folder of a model, quantized as it is read by RECIPE (int4 or int8) if it is a plain
 one, or a size that `make_random_checkpoint` knows, whose weights are made on the GPU.
 Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
-neighbours, so every candidate is timed as the whole step. One linear after the other takes its best
-launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by hand, with the figures
-in `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a minute a model.
+neighbours, so every candidate is timed as the whole step, in the state of a GPU that one process
+has to itself (LOG.md, "Two states"). One linear after the other takes its best launch and keeps it.
+What wins is put into `lowbit.runtime.kernels.launch` by hand, with the figures in
+`runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a minute a model.
 """
 
 import multiprocessing
@@ -38,6 +39,7 @@ SHOWN = 5
 MULTIPROCESSORS = 132
 PROCESSES = 15
 COMPILED_ROWS = 192  # enough to compile a kernel, which does not know the rows
+FORGOTTEN = 4  # captures after which the other processes leave no trace
 
 Key = tuple[int, int, int]  # bits, tiles, steps
 
@@ -168,6 +170,8 @@ def tune(engine: Engine, pool: Any) -> None:
 
     def timed(key: Key, launches: list[GemvLaunch]) -> list[tuple[float, GemvLaunch]]:
         pool.map(compile_one, [(key, uses[key], launch) for launch in launches], chunksize=1)
+        for _ in range(FORGOTTEN):
+            step_us(engine)
         times = []
         for launch in launches:
             chosen[key] = launch

@@ -79,7 +79,7 @@ def rows_of_split(position, SPLITS: gl.constexpr, TURN: gl.constexpr):
 
 
 @gluon.jit
-def _join_kernel(
+def _attention_join_kernel(
     sums_ptr, state_ptr, qkv_ptr, position_ptr, out_ptr, qkv_stride,
     GATED: gl.constexpr, D: gl.constexpr, SPLITS: gl.constexpr, TURN: gl.constexpr,
     COLUMNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
@@ -135,7 +135,7 @@ def join_splits(
     B = position.shape[0]
     warps = min(WARPS, D // COLUMNS)
     run(
-        _join_kernel,
+        _attention_join_kernel,
         (rows // B, D // (COLUMNS * warps), B),
         sums,
         state,

@@ -5,6 +5,7 @@ there: so the launch sizes are the real ones. This file is also the program that
 process of its own, since the tests around it have Triton interpret the kernels.
 """
 
+import itertools
 import json
 import os
 import re
@@ -37,7 +38,8 @@ MODELS = {
 VOCABULARY = 151936
 
 CHOICE = {"best", "likeliest", "rank_groups", "draw", "post"}
-DECODE = {"gemv", "dense_gemv", "attention", "join", "recurrence", "embed", "rms_norm"} | CHOICE
+DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
+DECODE |= CHOICE
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"
@@ -244,10 +246,11 @@ def delta_nets(full: bool) -> Iterator[str]:
         residual, w = zeros(tokens, 4096), weight(8, 4096, Hv * D)
         cuda.delta_linear(qkvz, ba, weights, EPS, held, 0, w, residual)
         yield f"delta, {tokens} tokens"
-    for hidden, K in ((1024, 2048), (2048, 2048), (2560, 4096)) if full else ():  # smaller models
+    smaller = ((1024, 2048), (2048, 2048), (2560, 4096))
+    for bits, (hidden, K) in itertools.product((4, 8), smaller) if full else ():
         squares, added = torch.empty(K // D, SQUARES), zeros(1, hidden)
-        gemv(zeros(1, K), weight(8, hidden, K), squares=squares, eps=EPS, added=added)
-        yield f"normed heads {hidden}x{K}"
+        gemv(zeros(1, K), weight(bits, hidden, K), squares=squares, eps=EPS, added=added)
+        yield f"normed heads INT{bits} {hidden}x{K}"
 
 
 def choices(full: bool) -> Iterator[str]:
