@@ -4,7 +4,7 @@ Run: python examples/tune_attention.py SIZE [POSITION ...]
 SIZE is one that `make_random_checkpoint` knows. For each position what
 `lowbit.runtime.kernels.launch` takes, then the fastest, each timed as the whole step, since beside
 its neighbours attention behaves otherwise than alone. What wins is put into the rule by hand, with
-the figures in `runtime/kernels/LOG.md`. Kernels compile one by one: a minute or two a position.
+the figures in `runtime/kernels/LOG.md`. Kernels compile one by one, some thirty a position.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from lowbit.formats.architectures import read_config
 from lowbit.runtime.bench import GREEDY
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.kernels import attention_decode
+from lowbit.runtime.kernels.device import multiprocessors
 from lowbit.runtime.kernels.launch import (
     KEYS_OF_ONE,
     PART,
@@ -69,7 +70,7 @@ def tune_attention(size: str, positions: list[int]) -> None:
     shared = config.num_attention_heads // Hkv
     for position in positions:
         reach = engine.cache.reach_for(position + 1)
-        rule = attention_launch(Hkv, shared, reach, D)
+        rule = attention_launch(Hkv, shared, reach, D, multiprocessors(engine.token))
         tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
         times = {launch: tried_us(engine, position, launch) for launch in tried}
         print(f"{position} tokens:\n  {times[rule]:8.1f} us {rule}, the rule's")

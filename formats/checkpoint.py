@@ -37,6 +37,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+METADATA_KEY = "__metadata__"  # of a header, where no tensor can stand
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_SIZE = 2**63 - 1  # of a dimension or an offset
 MAX_DIMENSIONS = 64
@@ -305,7 +306,7 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
     start = 8 + len(raw)
     tensors = {}
     for name, entry in header.items():
-        if name == "__metadata__":
+        if name == METADATA_KEY:
             continue
         info = _parse_entry(name, entry, file, start)
         if info.offset + info.nbytes > size:

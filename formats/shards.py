@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowbit.formats.checkpoint import DTYPE_NAMES, TensorInfo
+from lowbit.formats.checkpoint import DTYPE_NAMES, METADATA_KEY, TensorInfo
 from lowbit.formats.errors import FormatError
 
 SINGLE_FILE = "model.safetensors"
@@ -38,7 +38,12 @@ def lay_out(
     """Split tensors over shards, in order, each at most `max_shard_bytes` long.
 
     A single tensor above the limit gets a shard of its own. Every header holds the metadata.
+
+    Raises:
+        FormatError: a name that the format keeps for itself, or too many shards.
     """
+    if any(name == METADATA_KEY for name, _, _ in tensors):
+        raise FormatError(f"a tensor cannot be called `{METADATA_KEY}` in a safetensors file")
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     used = 0
     for tensor in tensors:
@@ -67,7 +72,7 @@ def _shard(
 ) -> Shard:
     # Wider dtypes first keeps every tensor aligned to its own size, as the format asks.
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     offset, spans = 0, []
     for tensor in ordered:
         name, dtype, shape = tensor

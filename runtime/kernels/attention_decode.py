@@ -48,7 +48,7 @@ from lowbit.runtime.kernels.attention_fragments import (
 )
 from lowbit.runtime.kernels.attention_join import join_splits, rows_of_split, weigh_warps
 from lowbit.runtime.kernels.attention_rotate import load_angles, load_head_gains, rotated
-from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.device import multiprocessors, programmatic_launch, run
 from lowbit.runtime.kernels.launch import attention_launch, join_bytes, row_bytes
 from lowbit.runtime.kernels.mma import (
     across,
@@ -137,9 +137,6 @@ def _attention_kernel(
     QUERY: gl.constexpr = 2 * D if GATED else D  # from one query to the next
     qkv_ptr += token * Hkv * (SHARED * QUERY + 2 * D)
     out_ptr += token * Hkv * SHARED * D
-    if SPLITS > 1:
-        part_ptr += token * Hkv * SHARED * SPLITS * D
-        state_ptr += token * Hkv * SHARED * SPLITS * 2
     position = gl.load(position_ptr + token)  # of an earlier step, like the cache: before the wait
     split_rows = rows_of_split(position, SPLITS, WARPS * KEYS)
     start = split * split_rows
@@ -291,7 +288,7 @@ def _attention_kernel(
     if SPLITS > 1:
         d = _element(warp * EACH, g)
         for i in gl.static_range(2):
-            row = (head * SHARED + 2 * t + i) * SPLITS + split
+            row = ((token * Hkv + head) * SHARED + 2 * t + i) * SPLITS + split
             stored = 2 * t + i < SHARED
             store_floats(part_ptr + row * D + d, lines[i], stored & (d < D) & (warp < QUADS))
             once = stored & (warp == 0) & (g == 0)
@@ -317,7 +314,7 @@ def attention_decode(
     Hkv, T, D = cache.k.shape[1] // B, *cache.k.shape[2:]
     Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
     shared = Hq // Hkv
-    launch = attention_launch(B * Hkv, shared, cache.reach or T, D)
+    launch = attention_launch(B * Hkv, shared, cache.reach or T, D, multiprocessors(qkv))
     part = state = None
     if launch.splits > 1:
         part = torch.empty((B * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)

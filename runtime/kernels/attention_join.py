@@ -6,7 +6,7 @@ Layout  sums [B * Hq, SPLITS, D] fp32, state [B * Hq, SPLITS, 2] fp32: top and t
         sums and total relative to it; out [B, Hq * D] bf16
 Bytes   4 * Hq * SPLITS * D; 16 heads of 256 in 32 splits: 0.5 MB, from L2
 Plan    the warps of a program through shared memory, at the end of the kernel that attends. Splits
-        in a kernel of their own, a program for each head and 64 columns, all of whose loads are on
+        in a kernel of their own, a program for up to 64 columns of a head, whose loads are all on
         their way at once: the program that comes last would read everything by itself, in turns
 """
 
@@ -19,8 +19,8 @@ from lowbit.runtime.kernels.access import barrier, floats, store_shared4, store_
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.mma import as_word, from_lane
 
-COLUMNS = 16  # of a warp
-WARPS = 4  # at most
+WARP_COLUMNS = 16
+MOST_WARPS = 4
 
 
 @gluon.jit
@@ -100,13 +100,13 @@ def _attention_join_kernel(
         if not EARLY:
             gdc_launch_dependents()
     at = row * SPLITS + s
-    tops = gl.load(state_ptr + 2 * at, mask=s < running, other=float("-inf"))
-    totals = gl.load(state_ptr + 2 * at + 1, mask=s < running, other=0.0)
-    sums_at = sums_ptr + at[:, None] * D + d[None, :]
-    sums = gl.load(sums_at, mask=(s < running)[:, None], other=0.0)
     if GATED:
         gate_at = qkv_ptr + token * qkv_stride + head * (2 * D) + D + d
         gate = gl.load(gate_at).to(gl.float32)
+    sums_at = sums_ptr + at[:, None] * D + d[None, :]  # first: the compiler keeps loads in order
+    sums = gl.load(sums_at, mask=(s < running)[:, None], other=0.0)
+    tops = gl.load(state_ptr + 2 * at, mask=s < running, other=float("-inf"))
+    totals = gl.load(state_ptr + 2 * at + 1, mask=s < running, other=0.0)
     weights = gl.exp2(tops - gl.max(tops, axis=0))
     y = gl.sum(weights[:, None] * sums, axis=0) / gl.sum(weights * totals, axis=0)
     if GATED:
@@ -133,10 +133,11 @@ def join_splits(
     """
     rows, splits, D = sums.shape
     B = position.shape[0]
-    warps = min(WARPS, D // COLUMNS)
+    warps = min(MOST_WARPS, D // WARP_COLUMNS)
+    columns = WARP_COLUMNS * warps
     run(
         _attention_join_kernel,
-        (rows // B, D // (COLUMNS * warps), B),
+        (rows // B, D // columns, B),
         sums,
         state,
         qkv,
@@ -147,7 +148,7 @@ def join_splits(
         D=D,
         SPLITS=splits,
         TURN=turn,
-        COLUMNS=COLUMNS * warps,
+        COLUMNS=columns,
         WARPS=warps,
         PDL=pdl,
         EARLY=early,

@@ -38,6 +38,16 @@ def capability(x: Tensor) -> tuple[int, int]:
     return _capability(x.device) if x.is_cuda else (0, 0)
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Of the tensor's GPU; those of an H200 where it is on none."""
+    return _multiprocessors(x.device) if x.is_cuda else 132
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -40,7 +40,7 @@ GEMV_MEASURED = {
     (4, 384, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
     (4, 64, 24): GemvLaunch(1, 6, 4, registers=168),
     (8, 256, 16): GemvLaunch(1, 8, 4, early=True, registers=168, abreast=2),
-    (8, 64, 32): GemvLaunch(1, 4, 8, early=True, registers=128, shared=32),
+    (8, 64, 32): GemvLaunch(1, 8, 4, early=True, registers=168),
     (8, 384, 16): GemvLaunch(2, 4, 4),
     (8, 64, 48): GemvLaunch(1, 6, 8, early=True, registers=168),
     (8, 9496, 16): GemvLaunch(1, 2, 8, abreast=2),
@@ -176,10 +176,12 @@ KEYS_OF_ONE = 256  # up to here programs take all keys of a kv head: two turns o
 PART = 64  # columns of the values
 WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
-WARPS_IN_ALL = 1024  # eight on each multiprocessor
+WARPS_EACH = 8  # of splits, at most, on a multiprocessor: wide heads leave no registers for more
 
 
-def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> AttentionLaunch:
+def attention_launch(
+    kv_heads: int, shared: int, reach: int, head_dim: int, multiprocessors: int
+) -> AttentionLaunch:
     """The split of the first `reach` rows, for so many query heads that share a kv head."""
     width = shared * kv_heads * head_dim
     if reach <= KEYS_OF_ONE:
@@ -188,9 +190,10 @@ def attention_launch(kv_heads: int, shared: int, reach: int, head_dim: int) -> A
     wide = head_dim > 128
     warps = 8 if wide and join_bytes(shared, head_dim, 8, 1) <= STATIC_SHARED else 4
     one = AttentionLaunch(1, warps, 1 if wide else 2)
-    most = power_of_two(max(1, WARPS_IN_ALL // (warps * kv_heads)))
-    splits = min(power_of_two(-(-reach // one.turn)), most)
-    return replace(one, splits=splits, early=splits > 1 and (width > WIDTH or reach <= SHORT))
+    most = max(1, multiprocessors * WARPS_EACH // warps // kv_heads)
+    splits = min(power_of_two(-(-reach // one.turn)), 1 << most.bit_length() - 1)
+    early = splits > 1 and (wide or width > WIDTH or reach <= SHORT)
+    return replace(one, splits=splits, early=early)
 
 
 def join_bytes(shared: int, head_dim: int, warps: int, parts: int) -> int:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats.checkpoint import DTYPES, open_checkpoint, parse_header
+from lowbit.formats.checkpoint import DTYPES, METADATA_KEY, open_checkpoint, parse_header
+from lowbit.formats.errors import FormatError
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack
 from lowbit.formats.rtn import quantize
 from lowbit.formats.scheme import Scheme
@@ -86,7 +87,9 @@ def test_shards_and_index_load(tmp_path: Path, limit: int) -> None:
 
 SPECS = st.lists(
     st.tuples(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12),
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
+            lambda name: name != METADATA_KEY
+        ),
         st.sampled_from(sorted(DTYPES.values(), key=str)),
         st.lists(st.integers(0, 9), max_size=8).map(tuple),
     ),
@@ -110,6 +113,11 @@ def test_layout_is_sound(tensors: list[Spec], limit: int) -> None:
         parsed = parse_header(shard.header[8:], shard.file, shard.size)
         assert parsed == {info.name: info for info in shard.tensors}
         assert all(info.offset % info.dtype.itemsize == 0 for info in shard.tensors)
+
+
+def test_a_tensor_cannot_take_the_place_of_metadata() -> None:
+    with pytest.raises(FormatError, match="`__metadata__`"):
+        lay_out([("a", torch.int8, (1,)), ("__metadata__", torch.int8, (1,))], 1000)
 
 
 def test_shards_are_filled_in_order() -> None:

@@ -188,25 +188,28 @@ def test_any_other_launch(
         make_case(REAL[name], CONTEXT, position, 256).check(bf16_error)
 
 
-@pytest.mark.parametrize("splits", [2, 8, 64])
+@pytest.mark.parametrize("splits", [2, 8, 128])
 @pytest.mark.parametrize(("heads", "D", "gated"), [(3, 16, False), (2, 128, False), (4, 256, True)])
 def test_splits_join(
     randn: Randn, bf16_error: float, device: str, heads: int, D: int, gated: bool, splits: int
 ) -> None:
     """In float64 they make the same; what splits without rows have left is not looked at."""
-    turn, position = 32, torch.tensor([32 * splits, 1, 0], dtype=torch.int32, device=device)
-    sums = randn(3, heads, splits, D).float()
-    tops, totals = 30 * randn(3, heads, splits).float(), randn(3, heads, splits).float().abs() + 1
-    sums[1:, :, 1:], tops[1:, :, 1:], totals[1:, :, 1:] = 3 * (float("nan"),)
-    qkv, out = randn(3, 2 * heads * D + 2 * D), randn(3, heads * D)
+    turn, B = 32, 4
+    position = torch.tensor([turn * splits, 16 * splits, 1, 0], dtype=torch.int32, device=device)
+    sums = randn(B, heads, splits, D).float()
+    tops, totals = 30 * randn(B, heads, splits).float(), randn(B, heads, splits).float().abs() + 1
+    for sequence, running in enumerate((splits, splits // 2, 1, 1)):
+        for each in (sums, tops, totals):
+            each[sequence, :, running:] = float("nan")
+    qkv, out = randn(B, 2 * heads * D + 2 * D), randn(B, heads * D)
     state = torch.stack((tops, totals), dim=-1).flatten(0, 1)
     join_splits(sums.flatten(0, 1), state, qkv, position, out, turn, False, gated, False)
     weights = torch.exp2((tops - tops[..., :1]).double()).nan_to_num(0)[..., None]
     whole = (weights * totals.nan_to_num(0)[..., None]).sum(2)
     ref = (weights * sums.nan_to_num(0)).sum(2) / whole
     if gated:
-        ref *= qkv[:, : 2 * heads * D].double().view(3, heads, 2, D)[:, :, 1].sigmoid()
-    error = (out.view(3, heads, D).double() - ref).abs()
+        ref *= qkv[:, : 2 * heads * D].double().view(B, heads, 2, D)[:, :, 1].sigmoid()
+    error = (out.view(B, heads, D).double() - ref).abs()
     assert bool((error <= bf16_error * ref.abs() + 1e-6 * ref.abs().max()).all())
 
 

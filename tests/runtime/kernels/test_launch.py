@@ -10,6 +10,7 @@ from lowbit.runtime.kernels.launch import (
     GEMV_MEASURED,
     GEMV_SHARES,
     STATIC_SHARED,
+    AttentionLaunch,
     attention_launch,
     gemv_launch,
     join_bytes,
@@ -18,13 +19,19 @@ from lowbit.runtime.kernels.launch import (
 KB = 1024
 REACHES = (1, 40, 129, FIRST_REACH, FIRST_REACH + 1, 1024, 40960, 262144)
 KEYS = 8  # of a block
+H200 = 132  # multiprocessors
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("reach", REACHES)
-def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int) -> None:
+@pytest.mark.parametrize("multiprocessors", [28, H200])
+def test_attention_takes_every_key_and_column_once(
+    head_dim: int, reach: int, multiprocessors: int
+) -> None:
     for kv_heads, shared in itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)):
-        launch = attention_launch(kv_heads, shared, reach, head_dim)
+        launch = attention_launch(kv_heads, shared, reach, head_dim, multiprocessors)
+        assert launch.turn == KEYS * launch.blocks * launch.warps
+        assert launch.splits == 1 or launch.splits * kv_heads * launch.warps <= 8 * multiprocessors
         assert launch.splits == 1 or launch.parts == 1
         assert launch.splits & (launch.splits - 1) == 0
         columns = head_dim // launch.parts
@@ -32,8 +39,32 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int) ->
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
         if launch.ahead:
             assert launch.splits == 1
-            assert reach <= 2 * KEYS * launch.blocks * launch.warps
+            assert reach <= 2 * launch.turn
         assert join_bytes(shared, head_dim, launch.warps, launch.parts) <= STATIC_SHARED
+
+
+# kv heads, query heads of each, size, reach
+MEASURED = {
+    (8, 2, 128, 1024): AttentionLaunch(16, 4, 2, early=True),
+    (8, 2, 128, 40960): AttentionLaunch(32, 4, 2),
+    (8, 4, 128, 1024): AttentionLaunch(16, 4, 2, early=True),
+    (8, 4, 128, 40960): AttentionLaunch(32, 4, 2, early=True),
+    (2, 4, 256, 1024): AttentionLaunch(16, 8, 1, early=True),
+    (2, 4, 256, 40960): AttentionLaunch(64, 8, 1, early=True),
+    (4, 4, 256, 40960): AttentionLaunch(32, 8, 1, early=True),
+}
+
+
+@pytest.mark.parametrize(("sizes", "launch"), MEASURED.items(), ids=str)
+def test_attention_is_split_as_was_measured(
+    sizes: tuple[int, int, int, int], launch: AttentionLaunch
+) -> None:
+    kv_heads, shared, head_dim, reach = sizes
+    assert attention_launch(kv_heads, shared, reach, head_dim, H200) == launch
+
+
+def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
+    assert attention_launch(4, 6, 40960, 256, H200) == AttentionLaunch(64, 4, 1, early=True)
 
 
 def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:

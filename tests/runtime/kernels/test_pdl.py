@@ -84,12 +84,18 @@ def late_copy(source: Tensor, target: Tensor) -> None:
     )
 
 
-def waits(op: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Whether `op(x)` is the same each time x is written late by the kernel just before it."""
+def waits(op: Callable[[Tensor], Tensor], x: Tensor, stale: bool = False) -> bool:
+    """Whether `op(x)` is the same each time x is written late by the kernel just before it.
+
+    stale: leave between its kernels what another input makes, since a second kernel of op that
+    reads early would find what the first has made of x the time before.
+    """
     expected = op(x)
     same = []
     for _ in range(3):
         target = torch.full_like(x, 1)
+        if stale:
+            op(target)
         torch.cuda.synchronize()
         late_copy(x, target)
         same.append(torch.equal(op(target), expected))
@@ -162,6 +168,7 @@ def test_embed_waits(randn: Randn) -> None:
 @pytest.mark.parametrize("reach", [256, 4096])
 def test_attention_waits(
     randn: Randn,
+    make_tiled: MakeTiled,
     make_cache: Callable[..., KVCache],
     make_rope: Callable[[int, int], Rope],
     reach: int,
@@ -181,7 +188,16 @@ def test_attention_waits(
         out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0, gated)
         return torch.cat([part.flatten() for part in (out, cache.k[0, :, row], cache.v[0, :, row])])
 
-    assert waits(attend, randn(1, ((2 if gated else 1) * Hq + 2 * Hkv) * D))
+    qkv = randn(1, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
+    assert waits(attend, qkv, stale=True)
+    w, residual = make_tiled(4, 1024, Hq * D, 128), randn(1, 1024)
+
+    def attend_and_project(qkv: Tensor) -> Tensor:
+        """The linear may start while splits are read."""
+        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0, gated)
+        return cuda.linear_add(out, w, residual)
+
+    assert waits(attend_and_project, qkv, stale=True)
 
 
 @pytest.mark.usefixtures("early")
