@@ -4,9 +4,9 @@ Run: python examples/tune_gemv.py MODEL [RECIPE]
 MODEL is the folder of a model, quantized as it is read by RECIPE (int4 or int8) if it is a plain
 one, or a size that `make_random_checkpoint` knows, whose weights are made on the GPU.
 Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
-neighbours, so every candidate is timed as the whole step, in the state of a GPU that one process
-has to itself (LOG.md, "Two states"). One linear after the other takes its best launch and keeps it.
-What wins is put into `lowbit.runtime.kernels.launch` by hand, with the figures in
+neighbours, so every candidate is timed as the whole step, if possible in the state of a GPU that
+one process has to itself (LOG.md, "Two states"). One linear after the other takes its best
+launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by hand, with figures in
 `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a minute a model.
 """
 
@@ -39,7 +39,7 @@ SHOWN = 5
 MULTIPROCESSORS = 132
 PROCESSES = 15
 COMPILED_ROWS = 192  # enough to compile a kernel, which does not know the rows
-FORGOTTEN = 4  # captures after which the other processes leave no trace
+FORGOTTEN = 4  # captures after which the state that other processes leave was mostly gone
 
 Key = tuple[int, int, int]  # bits, tiles, steps
 
