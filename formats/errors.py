@@ -1,5 +1,7 @@
 """The one family of errors a user or a file can cause."""
 
+from lowbit.formats.printable import printable
+
 
 class LowbitError(Exception):
     """What is wrong, where, what was expected and what was found, in one sentence.
@@ -9,9 +11,12 @@ class LowbitError(Exception):
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        """Keep the one-line message (no full stop) and the hint shown below it."""
-        super().__init__(message)
-        self.hint = hint
+        """Keep the one-line message (no full stop) and the hint shown below it.
+
+        Both may quote names and values of a file, so control characters become escapes.
+        """
+        super().__init__(printable(message))
+        self.hint = None if hint is None else printable(hint)
 
 
 class CheckpointError(LowbitError):

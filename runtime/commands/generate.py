@@ -1,0 +1,97 @@
+"""`lowbit-run generate`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
+from lowbit.runtime.options import (
+    json_option,
+    load_model,
+    load_options,
+    model_argument,
+    note,
+    print_json,
+    quantize_option,
+    reported,
+    sampling_options,
+    talk_options,
+)
+
+if TYPE_CHECKING:
+    from lowbit.formats.recipes import Base
+
+
+@click.command()
+@model_argument
+@click.argument("prompt", required=False)
+@load_options
+@quantize_option
+@sampling_options
+@talk_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
+@json_option
+@reported
+def generate(
+    *,
+    name: str,
+    prompt: str | None,
+    context: int | None,
+    device: str | None,
+    threads: int | None,
+    quantize: "Base | None",
+    max_new_tokens: int | None,
+    stop: Sequence[str],
+    system: str | None,
+    thinking: bool | None,
+    raw: bool,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Answer PROMPT (or stdin) on stdout as it comes; reasoning before it goes to stderr."""
+    if raw and (system is not None or thinking is not None):
+        raise click.UsageError("--raw takes no --system and no --think: they need the template.")
+    text = _prompt(prompt)
+    model = load_model(name, device, context, threads, quantize)
+    messages = opening(system)
+    messages.append({"role": "user", "content": text})
+    stream = model.stream(
+        text if raw else messages,
+        sampling=sampling_of(model, sampling),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        thinking=thinking,
+        raw=raw,
+    )
+    if raw and not as_json and sys.stdout.isatty():
+        click.echo(text, nl=False)  # a person wants to read on from there
+    generation = show(stream, quiet=as_json)
+    if as_json:
+        print_json(
+            {
+                **asdict(generation),
+                "load_s": model.load_s,
+                "device": model.device,
+                "quantized_at_load": quantize,
+            }
+        )
+    else:
+        note(summary(generation))
+
+
+def _prompt(prompt: str | None) -> str:
+    """The prompt, from stdin where it was left out."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+        try:
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
+    if not prompt.strip():
+        raise RequestError("the prompt is empty")
+    return prompt
