@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.files import read_bytes
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -370,7 +371,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, or does not hold a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"`{path.parent}` is not a checkpoint: it has no {path.name}"
