@@ -23,14 +23,17 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     check_inside(path)
     # A pipe would block the open, and a device may have no end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         _check_regular(status.st_mode, path)
         if status.st_size > max_bytes:
             raise CheckpointError(
                 f"`{path}` has {status.st_size} bytes, expected at most {max_bytes}"
             )
-        return file.read(max_bytes)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(max_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.engine import nonfinite_error
 from lowbit.runtime.graphs import aside, recorded
 from lowbit.runtime.loader import Decoder
 from lowbit.runtime.memory import check_batch
@@ -30,12 +31,14 @@ class Batch:
         cache: of all of them; they may have different lengths.
         tokens: [B] int64 on the device, the last token of each, not in the cache yet.
         vocabulary: real tokens; ids from here on are padding and never chosen.
+        finite: [B] bool on the device, whether the largest logit of every step so far was finite.
     """
 
     decoder: Decoder
     cache: KVCache
     tokens: Tensor
     vocabulary: int
+    finite: Tensor
     _graphs: "dict[int, torch.cuda.CUDAGraph]" = field(default_factory=dict)  # by the cache's reach
 
     @property
@@ -84,7 +87,9 @@ class Batch:
     def _step(self) -> None:
         hidden = self.decoder.hidden(self.tokens, self.cache)
         logits = self.decoder.logits(hidden)  # [B, V]
-        self.tokens.copy_(logits[:, : self.vocabulary].argmax(-1))
+        largest, ids = logits[:, : self.vocabulary].max(-1)
+        self.tokens.copy_(ids)
+        self.finite.logical_and_(largest.isfinite())
         self.cache.position.add_(1)
 
 
@@ -106,10 +111,15 @@ def decode_batch(
         RequestError: too many prompts or none, one that cannot be run, or no room for `new_tokens`
             after the longest.
         ResourceError: the caches of so many sequences do not fit into free memory.
+        CheckpointError: the logits of a sequence are NaN or infinite.
     """
     batch = start_batch(model, prompts, new_tokens)
     first = batch.tokens[None].clone()
-    return torch.cat((first, batch.decode(new_tokens - 1))).T.tolist()
+    chosen = torch.cat((first, batch.decode(new_tokens - 1))).T
+    for prompt, ids, finite in zip(prompts, chosen, batch.finite.tolist(), strict=True):
+        if not finite:
+            raise nonfinite_error(len(prompt) + len(ids))
+    return chosen.tolist()
 
 
 def start_batch(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int) -> "Batch":
@@ -135,9 +145,11 @@ def start_batch(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int)
         cache=engine.decoder.new_cache(context, model.dtype, model.device, len(prompts)),
         tokens=torch.zeros(len(prompts), dtype=torch.int64, device=model.device),
         vocabulary=engine.sampler.vocabulary,
+        finite=torch.ones(len(prompts), dtype=torch.bool, device=model.device),
     )
     if batch.on_gpu:
         batch.capture(longest)
+        batch.finite.fill_(True)  # the steps before the capture ran over an empty cache
     for index, prompt in enumerate(prompts):
         engine.forget()
         [batch.tokens[index]] = engine.generate(prompt, GREEDY, 1)

@@ -272,9 +272,9 @@ def advance(
 ) -> None:
     """Choose the next token and move on; see `Ops.advance`."""
     sampling.advance(logits, sampler, token, position)
-    post(token, position, slots)
+    post(token, sampler.nonfinite, position, slots)
 
 
-def post(token: Tensor, position: Tensor, slots: Tensor) -> None:
-    """Leave a token where the host reads it; see `Ops.post`."""
-    slots[int(position[0]) % 2] = token[0]
+def post(token: Tensor, nonfinite: Tensor, position: Tensor, slots: Tensor) -> None:
+    """Leave a token, or -1, where the host reads it; see `Ops.post`."""
+    slots[int(position[0]) % 2] = token[0] | nonfinite[0]

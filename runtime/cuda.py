@@ -202,4 +202,4 @@ def advance(
         choose(logits, sampler, token, position, slots)
     else:
         sampling.advance(logits, sampler, token, position)
-        post(token, position, slots)
+        post(token, sampler.nonfinite, position, slots)

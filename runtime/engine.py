@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.graphs import aside, recorded
 from lowbit.runtime.loader import Decoder
@@ -100,6 +100,7 @@ class Engine:
         Raises:
             RequestError: an empty prompt, one longer than the context, or an id outside the
                 vocabulary; also where another request began before this one had ended.
+            CheckpointError: the logits after some token are NaN or infinite.
         """
         self.check(prompt)
         count = min(count, self.room(len(prompt)))
@@ -132,7 +133,7 @@ class Engine:
         sent = _events(self.on_gpu)
         ahead = 1 if self.on_gpu else 0
         first = self.cache.length
-        self.decoder.ops.post(self.token, self.cache.position, self._slots)
+        self.decoder.ops.post(self.token, self.sampler.nonfinite, self.cache.position, self._slots)
         _record(sent, first)
         launched = 1
         rewinds = self._rewinds
@@ -147,11 +148,14 @@ class Engine:
                 _record(sent, first + launched)
                 launched += 1
             token = self._read(sent, first + index)
+            if token < 0:
+                self.forget()  # keys, values and states may hold NaN
+                raise nonfinite_error(first + index)
             self.held.append(token)
             yield token
 
     def _read(self, sent: "Sequence[torch.cuda.Event]", position: int) -> int:
-        """The token that was chosen at a position, one of the last two."""
+        """The token chosen at a position, one of the last two; -1 after logits with NaN."""
         if sent:
             sent[position % 2].synchronize()
         return int(self._slots[position % 2])
@@ -230,6 +234,15 @@ class Engine:
         rows = self.decoder.config.vocab_size
         if not all(0 <= id < rows for id in ids):
             raise RequestError(f"token ids must be between 0 and {rows - 1}")
+
+
+def nonfinite_error(tokens: int) -> CheckpointError:
+    """The error of a sequence whose logits after `tokens` tokens are NaN or infinite."""
+    return CheckpointError(
+        f"the logits after {tokens} tokens are NaN or infinite, so no token can be chosen",
+        hint="some activation overflows: look for damaged weights with `lowbit-convert verify "
+        "MODEL` and `lowbit-convert report MODEL`, or convert the original again",
+    )
 
 
 def _events(on_gpu: bool) -> "tuple[torch.cuda.Event, ...]":

@@ -110,12 +110,19 @@ def open_model(
 
 
 def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: int) -> Decoder:
-    """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens."""
+    """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+        UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
+    """
     if device == "cpu":
         to_cpu = Weights(
             opened.checkpoint, opened.schemes, device, dtype, lambda w, _: cpu.prepare(w, dtype)
         )
-        return _build(opened, to_cpu, cpu, context)
+        on_cpu = _build(opened, to_cpu, cpu, context)
+        to_cpu.check_finite()
+        return on_cpu
     from lowbit.runtime import cuda  # needs triton and a GPU
 
     config = opened.config
@@ -129,6 +136,7 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         cuda.check_delta(config.linear_key_head_dim, config.linear_value_head_dim)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
     decoder = _build(opened, to_cuda, cuda, context)
+    to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
 

@@ -145,8 +145,12 @@ class Ops(Protocol[W]):
     ) -> None:
         """Choose the next token from logits [1, V] into token [1]; position [1] moves on by one.
 
-        The token is also left in `slots` for that position, as by `post`.
+        The token is also left in `slots` for that position, as by `post`; -1 where the largest
+        logit is not finite.
         """
 
-    def post(self, token: Tensor, position: Tensor, slots: Tensor) -> None:
-        """Leave token [1] in `slots[position % 2]`, [2] int64 on the host, without waiting."""
+    def post(self, token: Tensor, nonfinite: Tensor, position: Tensor, slots: Tensor) -> None:
+        """Leave token [1] in `slots[position % 2]`, [2] int64 on the host, without waiting.
+
+        A nonfinite [1] int64 of -1 leaves -1 there instead; see `Sampler.nonfinite`.
+        """

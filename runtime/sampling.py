@@ -137,6 +137,8 @@ class Sampler:
         drawn: [1] int64, how many have been used.
         seen: [vocabulary] bool, tokens of the prompt and the output.
         produced: [vocabulary] bool, tokens of the output.
+        nonfinite: [1] int64, -1 where the largest of the last logits was NaN or infinite, which
+            leaves nothing to choose by; else 0.
     """
 
     vocabulary: int
@@ -144,6 +146,7 @@ class Sampler:
     knobs: Tensor
     uniforms: Tensor
     drawn: Tensor
+    nonfinite: Tensor
     seen: Tensor
     produced: Tensor
 
@@ -204,13 +207,14 @@ def new_sampler(vocabulary: int, tokens: int, device: str) -> Sampler:
         knobs=torch.zeros(5, dtype=torch.float64, device=device),
         uniforms=torch.zeros(tokens, dtype=torch.float64, device=device),
         drawn=torch.zeros(1, dtype=torch.int64, device=device),
+        nonfinite=torch.zeros(1, dtype=torch.int64, device=device),
         seen=torch.zeros(vocabulary, dtype=torch.bool, device=device),
         produced=torch.zeros(vocabulary, dtype=torch.bool, device=device),
     )
 
 
 def sample(logits: Tensor, sampler: Sampler) -> Tensor:
-    """Choose a token and note it as seen.
+    """Choose a token and note it as seen; note too whether the logits were finite.
 
     Args:
         logits: [1, V] float32; columns from `vocabulary` on are ignored.
@@ -223,9 +227,9 @@ def sample(logits: Tensor, sampler: Sampler) -> Tensor:
     scores = logits[0, : sampler.vocabulary]
     if params.penalized:
         scores = penalize(scores, sampler)
-    if params.temperature == 0.0:
-        token = scores.argmax(dim=0, keepdim=True)
-    else:
+    largest, token = scores.max(dim=0, keepdim=True)  # NaN counts as the largest
+    torch.sub(largest.isfinite().long(), 1, out=sampler.nonfinite)
+    if params.temperature != 0.0:
         uniform = sampler.uniforms.index_select(0, sampler.drawn)
         token = draw(scores, params.top_k, sampler.knobs, uniform)
     sampler.drawn.add_(1)

@@ -1,5 +1,6 @@
 """What an evaluation asks of a model: how likely a text is, and how a text goes on."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine import nonfinite_error
 from lowbit.runtime.model import Model
 from lowbit.runtime.reasoning import begin_of
 from lowbit.runtime.sampling import SamplingParams
@@ -64,6 +66,7 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
     Raises:
         RequestError: one of the two is empty, the continuation does not fit, or an id lies
             outside the vocabulary.
+        CheckpointError: the logits are NaN or infinite.
     """
     if not context or not continuation:
         raise RequestError("a context or a continuation has no tokens")
@@ -82,6 +85,8 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
         likelihoods, likeliest = _score_rows(
             model.engine.logits(ids[:stop], start), kept[start + 1 : stop + 1]
         )
+        if math.isnan(likelihoods):
+            raise nonfinite_error(stop)
         total += likelihoods
         greedy = greedy and likeliest
     return Score(total, greedy, truncated=len(kept) < len(whole))

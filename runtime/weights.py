@@ -50,6 +50,7 @@ class Weights(Generic[W]):
         device: where the model lives.
         dtype: of its dense tensors and activations.
         prepare: what the backend makes of a linear, and of one whose two halves are paired.
+        extremes: least and largest value of every dense tensor read so far, on its device.
     """
 
     checkpoint: Checkpoint
@@ -57,6 +58,7 @@ class Weights(Generic[W]):
     device: str
     dtype: torch.dtype
     prepare: Callable[[Linear, bool], W]
+    extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,7 +66,20 @@ class Weights(Generic[W]):
         shape = self.checkpoint.tensors[name].shape
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._fill(name, out)
+        self._note_extremes(name, out)
         return out
+
+    def check_finite(self) -> None:
+        """Refuse dense tensors with NaN or Inf, once all have been read.
+
+        Raises:
+            FormatError: naming the first of them.
+        """
+        for name, extremes in self.extremes.items():
+            if not all(bool(value.isfinite()) for value in extremes):
+                raise FormatError(
+                    f"`{name}` holds NaN or Inf", hint="download or convert the checkpoint again"
+                )
 
     def dense(self, weight: Tensor) -> W:
         """A linear over a tensor already read, such as a tied embedding; shares it."""
@@ -117,6 +132,8 @@ class Weights(Generic[W]):
         out = torch.empty(sum(rows), infos[0].shape[1], dtype=dtype, device=self.device)
         for name, part in zip(names, torch.split(out, rows), strict=True):
             self._fill(name, part)
+            if dtype.is_floating_point:
+                self._note_extremes(name, part)
         return out
 
     def _scales(self, module: str) -> Tensor:
@@ -131,6 +148,11 @@ class Weights(Generic[W]):
         if shape != expected:
             raise FormatError(f"`{module}.{SHAPE}`: expected {expected}, got {shape}")
         return scales
+
+    def _note_extremes(self, name: str, values: Tensor) -> None:
+        """Keep a tensor's least and largest value, both NaN if it holds one; no wait for them."""
+        if values.numel():
+            self.extremes[name] = values.aminmax()
 
     def _fill(self, name: str, out: Tensor) -> None:
         """Read a tensor into a contiguous buffer of its shape, converting the dtype."""

@@ -1,7 +1,7 @@
 """choose: the next token of one sequence, as `lowbit.runtime.sampling.sample` chooses it.
 
 Layout  logits [1, V] fp32 -> token [1] int64, slots [2] int64 on the host; position and the
-        sampler's counter move on by one
+        sampler's counter move on by one. The slot gets -1 where the largest logit is not finite
 Bytes   4*V; V = 151936: 0.6 MB, from L2
 Plan    a program per block of the vocabulary keeps the best logit of each group as a sortable key,
         value before id. The likeliest token has one group a block, and one program takes the best
@@ -37,6 +37,7 @@ def _best_kernel(
     x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a key as in `draw`, which is Gluon
+    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     groups: tl.constexpr = BLOCK // GROUP
     best = tl.max(tl.reshape(keys, (groups, GROUP)), axis=1)
@@ -63,7 +64,10 @@ def _likeliest_kernel(
     drawn = tl.load(drawn_ptr) + 1
     best = tl.max(tl.load(keys_ptr + at, mask=at < count, other=LOWEST), axis=0)
     token = tl.minimum(0x7FFFFFFF - (best & 0x7FFFFFFF), V - 1)  # whatever the logits are
-    tl.store(slots_ptr + position % 2, token)
+    high = (best >> 32).to(tl.int32)
+    largest = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+    finite = (largest > float("-inf")) & (largest < float("inf"))
+    tl.store(slots_ptr + position % 2, tl.where(finite, token, -1))
     tl.store(token_ptr, token)
     tl.store(drawn_ptr, drawn)
     tl.store(position_ptr, position)
@@ -79,7 +83,8 @@ def choose(
         sampler: started for the request, with parameters that `can_choose` accepts.
         token: [1] int64, written.
         position: [1] int32, one is added.
-        slots: [2] int64, see `post`; the token goes to that of the new position.
+        slots: [2] int64, see `post`; the token goes to that of the new position, or -1 where the
+            largest logit is not finite.
     """
     V, greedy = sampler.vocabulary, sampler.params.temperature == 0.0
     group = BLOCK if greedy else GROUP
@@ -122,15 +127,16 @@ def choose(
 
 
 @triton.jit
-def _post_kernel(token_ptr, position_ptr, slots_ptr, PDL: tl.constexpr):
+def _post_kernel(token_ptr, nonfinite_ptr, position_ptr, slots_ptr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tl.store(slots_ptr + tl.load(position_ptr) % 2, tl.load(token_ptr))
+    posted = tl.load(token_ptr) | tl.load(nonfinite_ptr)
+    tl.store(slots_ptr + tl.load(position_ptr) % 2, posted)
 
 
-def post(token: Tensor, position: Tensor, slots: Tensor) -> None:
-    """Leave a token where the host reads it; see `Ops.post`.
+def post(token: Tensor, nonfinite: Tensor, position: Tensor, slots: Tensor) -> None:
+    """Leave a token, or -1, where the host reads it; see `Ops.post`.
 
     A kernel that stores to the host's page-locked memory: a copy would be a step of its own in the
     stream, and take longer.
@@ -140,6 +146,7 @@ def post(token: Tensor, position: Tensor, slots: Tensor) -> None:
         _post_kernel,
         (1,),
         token,
+        nonfinite,
         position,
         slots,
         PDL=pdl,

@@ -1,8 +1,11 @@
 """The fused choice of a token against the same choice by PyTorch."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from lowbit.runtime import cpu, cuda
 from lowbit.runtime.kernels.choose import can_choose, choose, post
 from lowbit.runtime.kernels.draw import MOST
 from lowbit.runtime.sampling import SamplingParams, new_sampler, sample
@@ -96,6 +99,44 @@ def test_any_logits_give_a_token_of_the_vocabulary(
     assert 0 <= int(token) < VOCABULARY
 
 
+@pytest.mark.parametrize(
+    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
+)
+@pytest.mark.parametrize(
+    ("value", "places", "finite"),
+    [
+        (float("nan"), [1234], False),
+        (-float("nan"), [VOCABULARY - 1], False),  # sign bit set, as x86 makes them
+        (float("inf"), [0], False),
+        (float("-inf"), [0, 1, 2000], True),  # impossible tokens beside possible ones
+        (float("-inf"), range(VOCABULARY), False),
+        (3.0e38, [77, 78], True),
+        (float("nan"), range(VOCABULARY, VOCABULARY + 100), True),  # padding
+    ],
+)
+def test_the_host_reads_minus_one_after_logits_without_a_finite_largest(
+    device: str, params: SamplingParams, value: float, places: Sequence[int], finite: bool
+) -> None:
+    logits = torch.randn(1, VOCABULARY + 100, device=device)
+    logits[0, list(places)] = value
+    for fused in (True, False):
+        sampler = new_sampler(VOCABULARY, 1, device)
+        sampler.start(params, [1], 1)
+        token = torch.full((1,), 7, dtype=torch.int64, device=device)
+        position = torch.full((1,), 2, dtype=torch.int32, device=device)
+        slots = host_slots(device)
+        if fused:
+            choose(logits, sampler, token, position, slots)
+        else:
+            token.copy_(sample(logits, sampler))
+            ops = cpu if device == "cpu" else cuda
+            ops.post(token, sampler.nonfinite, position + 1, slots)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert 0 <= int(token) < VOCABULARY
+        assert int(slots[1]) == (int(token) if finite else -1)
+
+
 def test_what_it_covers() -> None:
     assert all(can_choose(params) for params in PARAMS)
     assert not can_choose(SamplingParams(temperature=1.0))
@@ -106,9 +147,12 @@ def test_what_it_covers() -> None:
 @pytest.mark.gpu
 def test_tokens_reach_the_host() -> None:
     slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-    token = torch.tensor([77], device="cuda")
+    token, good = torch.tensor([77], device="cuda"), torch.tensor([0], device="cuda")
     for position, expected in ((4, [77, 0]), (5, [77, 78]), (6, [79, 78])):
-        post(token, torch.tensor([position], dtype=torch.int32, device="cuda"), slots)
+        post(token, good, torch.tensor([position], dtype=torch.int32, device="cuda"), slots)
         torch.cuda.synchronize()
         assert slots.tolist() == expected
         token += 1
+    post(token, good - 1, torch.tensor([7], dtype=torch.int32, device="cuda"), slots)
+    torch.cuda.synchronize()
+    assert slots.tolist() == [79, -1]

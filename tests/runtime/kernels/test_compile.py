@@ -267,7 +267,7 @@ def choices(full: bool) -> Iterator[str]:
         sampler.params = SamplingParams(temperature=float(top_k > 0), top_k=top_k)
         cuda.advance(logits, sampler, token, position, slots)
         yield f"top {top_k}"
-    cuda.post(token, position, slots)
+    cuda.post(token, sampler.nonfinite, position, slots)
     yield ""
 
 
