@@ -197,8 +197,8 @@ def _draw_kernel(
     low, high = load_shared8(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
     best = _joined(low, high)
     low, high = load_shared8(base + (THREADS * 8) + rank * 0)
-    largest = _value(_joined(low, high))
-    odds = gl.exp((_value(best).to(gl.float64) - largest.to(gl.float64)) / temperature)
+    highest = _value(_joined(low, high)).to(gl.float64)
+    odds = gl.exp((_value(best).to(gl.float64) - highest) / temperature)
     rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
     mass = gl.where(inside, rounded, 0.0).to(gl.int64)
     reached = gl.associative_scan(mass, 0, _add)
@@ -213,6 +213,8 @@ def _draw_kernel(
     low, high = load_shared8(base + (THREADS * 8) + place * 8)
     chosen = _id(_joined(low, high)).to(gl.int64)
     chosen = gl.minimum(gl.maximum(chosen, 0), V - 1)  # whatever the logits are
+    low, high = load_shared8(base + (THREADS * 8) + place * 0)
+    largest = _value(_joined(low, high))
     finite = (largest > float("-inf")) & (largest < float("inf"))
     gl.store(slots_ptr + position % 2, gl.where(finite, chosen, -1))
     gl.store(token_ptr, chosen)
