@@ -28,8 +28,10 @@ from lowbit.convert.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.stream import stream, worker_count
+from lowbit.formats.architectures import read_config
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError, ResourceError
+from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hashing import hash_file, hash_shard, hash_tensor
 from lowbit.formats.hub import Location, locate
 from lowbit.formats.manifest import (
@@ -120,6 +122,7 @@ def convert(
     check_apart(location.folder, place)
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
+    load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
     elements = block_elements(max_ram, worker_count(), target)
     session = None
     if plan.recipe.method.calibrated:

@@ -13,6 +13,7 @@ from lowbit.convert.stream import worker_count
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
 from lowbit.formats.checkpoint import open_checkpoint
+from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub import hub_id, locate, remote_headers
 
 
@@ -60,6 +61,8 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
         config, tensors, sizes = remote.config, remote.tensors, remote.other_files
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     sizes_of = read_config(config)
+    if on_hub is None:
+        load_generation_config(folder, sizes_of.vocab_size)  # checks it
     context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = worker_count()
     elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))

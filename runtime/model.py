@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.generation import load_generation_config
 from lowbit.formats.recipes import GROUP_SIZE, Base
 from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
 from lowbit.runtime.reasoning import begin_of
-from lowbit.runtime.sampling import SamplingParams, new_sampler, read_generation_config
+from lowbit.runtime.sampling import SamplingParams, new_sampler, sampling_defaults
 from lowbit.runtime.stream import Generation, Request, Stream
 from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -177,7 +178,8 @@ def load(
     started = time.perf_counter()
     folder = Path(folder)
     opened = open_model(folder, quantize, group_size)
-    defaults, config_stops = read_generation_config(folder)
+    generation = load_generation_config(folder, opened.config.vocab_size)
+    config_stops = generation.eos_token_ids or opened.config.eos_token_ids
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder)
     device = choose_device(device)
@@ -202,7 +204,7 @@ def load(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
-        defaults=defaults,
+        defaults=sampling_defaults(generation),
         stop_ids=frozenset((*config_stops, *tokenizer.stop_ids())),
         device=device,
         dtype=dtype,

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.dense import Llama3Rope
+from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.sampling import Sampler

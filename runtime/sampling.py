@@ -5,18 +5,16 @@ are sorted first, so each filter keeps a prefix. Probabilities become 40-bit int
 are exact in any order: the same seed on the same device gives the same tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import read_json
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.errors import RequestError
+from lowbit.formats.generation import GenerationConfig
 
-GENERATION_FILE = "generation_config.json"
 MASS_BITS = 40  # 2^40 * a vocabulary of 2^18 stays far below 2^63
 SEEDS = 2**63  # seeds are 0 to SEEDS - 1
 
@@ -65,40 +63,16 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
 
-def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
-    """Defaults and stop ids of a model folder.
-
-    Returns:
-        Greedy parameters and no stop id where the folder has no generation_config.json.
-
-    Raises:
-        CheckpointError: a value of the wrong type.
-    """
-    path = folder / GENERATION_FILE
-    if not path.exists():
-        return SamplingParams(), ()
-    config = read_json(path)
-    stops = config.get("eos_token_id")
-    stop_ids = [] if stops is None else stops if isinstance(stops, list) else [stops]
-    if not all(type(stop) is int for stop in stop_ids):
-        raise CheckpointError(f"`{path}`: eos_token_id {stops!r} is not an id or a list of ids")
-    return _defaults(config, path), tuple(stop_ids)
-
-
-def _defaults(config: Mapping[str, Any], path: Path) -> SamplingParams:
-    values: dict[str, Any] = {}
-    for field in fields(SamplingParams):
-        value = config.get(field.name)
-        if value is None or field.name == "seed":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"`{path}`: {field.name} {value!r} is not a number")
-        values[field.name] = int(value) if field.name == "top_k" else float(value)
-    if not config.get("do_sample", False):
-        values["temperature"] = 0.0
-    elif "temperature" not in values:
-        values["temperature"] = 1.0
-    return SamplingParams(**values)
+def sampling_defaults(config: GenerationConfig) -> SamplingParams:
+    """The parameters that a generation_config.json asks for, with a random seed."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+    )
 
 
 def with_overrides(

@@ -22,8 +22,8 @@ from lowbit.convert.export.outputs import row_parts
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, Source, check_scales
 from lowbit.formats.architectures import part_of
-from lowbit.formats.architectures.dense import Llama3Rope
 from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX, Qwen35Config
+from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 

@@ -6,7 +6,8 @@ from lowbit.convert.export.gguf import blocks_in_all
 from lowbit.convert.export.gguf_file import U32, I32s, Value
 from lowbit.convert.export.gguf_tokenizer import tokenizer_metadata
 from lowbit.convert.export.source import Source
-from lowbit.formats.architectures.qwen3_5 import FULL, LINEAR, MODEL_TYPES, Qwen35Config
+from lowbit.formats.architectures.decoder import FULL, LINEAR
+from lowbit.formats.architectures.qwen3_5 import MODEL_TYPES, Qwen35Config
 
 FILE_TYPES = {4: 2, 8: 7}  # "mostly Q4_0", "mostly Q8_0"
 QUANTIZATION_VERSION = 2

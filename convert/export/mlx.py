@@ -16,7 +16,8 @@ from lowbit.convert.export.outputs import Output, copied, row_parts
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, Source, check_scales, row_blocks
 from lowbit.formats.architectures import is_tied, part_of
-from lowbit.formats.architectures.qwen3_5 import FULL, LINEAR, NESTED_PREFIX, Qwen35Config
+from lowbit.formats.architectures.decoder import FULL, LINEAR
+from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
 from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
 from lowbit.formats.packing import PACKED, SCALE

@@ -4,16 +4,17 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from lowbit.formats.architectures import dense, qwen3_5
+from lowbit.formats.architectures.decoder import TIED, TIED_FIELD
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+from lowbit.formats.fields import read_field
 
 Part = Literal["decoder", "mtp", "vision"]
 
 Config = DenseConfig | Qwen35Config
 
-TIED = "tie_word_embeddings"
 SUPPORTED = (*dense.MODEL_TYPES, *qwen3_5.MODEL_TYPES)
 
 
@@ -27,8 +28,15 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        CheckpointError: more layers than there are tensors.
     """
     parsed = read_config(config)
+    if 0 < len(names) < parsed.num_hidden_layers:
+        raise CheckpointError(
+            f"config.json: `num_hidden_layers` is {parsed.num_hidden_layers}, but the checkpoint "
+            f"holds {len(names)} tensors",
+            hint="config.json and weights do not belong together, or the download is incomplete",
+        )
     if isinstance(parsed, DenseConfig):
         return dense.tensor_table(parsed)
     with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
@@ -76,10 +84,14 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head shares the embedding's weight; the outer config wins over the nested one."""
-    nested = config.get("text_config")
-    inner = nested.get(TIED, False) if isinstance(nested, dict) else False
-    return bool(config.get(TIED, inner))
+    """Whether the head shares the embedding's weight.
+
+    Raises:
+        UnsupportedModelError: no flag, or an outer and a nested one that disagree.
+    """
+    if config.get("model_type") in qwen3_5.MODEL_TYPES:
+        return qwen3_5.is_tied(config)
+    return bool(read_field(config, TIED_FIELD))
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,43 +5,41 @@ The configuration and the tensor table; transformers `Qwen3ForCausalLM`, `Qwen2F
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.formats.architectures.table import TensorSpec, config_value
+from lowbit.formats.architectures.decoder import (
+    FULL,
+    HEAD_DIM,
+    KV_HEADS,
+    SIZES,
+    TIED_FIELD,
+    check_features,
+    check_multiple,
+    read_layer_types,
+    read_token_ids,
+)
+from lowbit.formats.architectures.rope import (
+    LLAMA3,
+    PLAIN,
+    SHARE,
+    Llama3Rope,
+    RopeConfig,
+    read_rope,
+)
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.fields import REQUIRED, Field, read_field, read_fields, shown
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 QK_NORM = ("qwen3",)  # an RMS norm on every q and k head
 QKV_BIAS = ("qwen2",)  # a bias on q, k and v
 EXPLICIT_HEAD_DIM = ("qwen3",)  # elsewhere it may be left out: hidden_size // heads
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Rope:
-    """Rope scaling of type `llama3`: slow rotations are slowed down further.
-
-    Attributes:
-        factor: divides the frequency of rotations that are longer than the low border.
-        low_freq_factor: `original_max_position / low_freq_factor` is the low border.
-        high_freq_factor: rotations shorter than `original_max_position / high_freq_factor` stay.
-        original_max_position: positions before the model was extended.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+WINDOW = Field("sliding_window", least=0, most=2**31, default=None, nullable=True)  # not in use
+LLAMA_THETA = 10_000.0  # of Llama 1 and 2, whose configs leave it out
+FEATURES: Mapping[str, tuple[Any, ...]] = {"text_config": ()}  # of models that see or hear
+# transformers cuts its cache to the window of a Llama config, which has no key to turn it off.
+LLAMA_FEATURES: Mapping[str, tuple[Any, ...]] = {**FEATURES, "sliding_window": (None,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class DenseConfig:
         qk_norm: every q and k head is normed before it is rotated.
         qkv_bias: q, k and v have a bias.
         rope_scaling: None for plain rotations.
+        eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
     vocab_size: int
@@ -68,84 +67,57 @@ class DenseConfig:
     qk_norm: bool = True
     qkv_bias: bool = False
     rope_scaling: Llama3Rope | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DenseConfig":
         """Read a `config.json` of one of MODEL_TYPES.
 
         Raises:
-            UnsupportedModelError: a key is missing or names a feature that is not implemented.
+            UnsupportedModelError: a key is missing, out of range or names a feature that is not
+                implemented, or two keys disagree.
         """
         model_type = config.get("model_type")
-        _check_features(config)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise UnsupportedModelError(f"config.json: rope parameters are not an object: {rope!r}")
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        sizes = dict(config)
-        if model_type not in EXPLICIT_HEAD_DIM and config.get("head_dim") is None:
-            heads = max(1, config_value(config, "num_attention_heads", int))
-            sizes["head_dim"] = config_value(config, "hidden_size", int) // heads
-        parsed = cls(
-            vocab_size=config_value(sizes, "vocab_size", int),
-            hidden_size=config_value(sizes, "hidden_size", int),
-            intermediate_size=config_value(sizes, "intermediate_size", int),
-            num_hidden_layers=config_value(sizes, "num_hidden_layers", int),
-            num_attention_heads=config_value(sizes, "num_attention_heads", int),
-            num_key_value_heads=config_value(sizes, "num_key_value_heads", int),
-            head_dim=config_value(sizes, "head_dim", int),
-            rms_norm_eps=config_value(config, "rms_norm_eps", float),
-            rope_theta=config_value({"rope_theta": theta}, "rope_theta", float),
-            max_position_embeddings=config_value(config, "max_position_embeddings", int),
-            tie_word_embeddings=config_value(config, "tie_word_embeddings", bool),
+        llama = model_type == "llama"
+        check_features(config, LLAMA_FEATURES if llama else FEATURES)
+        values = read_fields(config, (*SIZES, TIED_FIELD))
+        read_field(config, WINDOW)
+        values |= _heads(config, values)
+        read_layer_types(config, values["num_hidden_layers"], (FULL,))
+        rope = _rope(config, values["max_position_embeddings"], LLAMA_THETA if llama else REQUIRED)
+        return cls(
+            **values,
+            rope_theta=rope.theta,
             qk_norm=model_type in QK_NORM,
             qkv_bias=model_type in QKV_BIAS,
-            rope_scaling=_rope_scaling(rope),
+            rope_scaling=rope.scaling,
+            eos_token_ids=read_token_ids(config, values["vocab_size"]),
         )
-        for key in SIZES:
-            if getattr(parsed, key) < 1:
-                raise UnsupportedModelError(f"config.json: `{key}` must be positive")
-        if parsed.num_attention_heads % parsed.num_key_value_heads:
-            raise UnsupportedModelError(
-                f"config.json: {parsed.num_attention_heads} attention heads are not a multiple "
-                f"of {parsed.num_key_value_heads} key/value heads"
-            )
-        return parsed
 
 
-def _check_features(config: Mapping[str, Any]) -> None:
-    """Refuse by name what the table or the runtime does not have."""
-    act = config_value(config, "hidden_act", str)
-    if act != "silu":
-        raise UnsupportedModelError(f"config.json: `hidden_act: {act}`, only silu is implemented")
-    for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
-        if config.get(key, False):
-            raise UnsupportedModelError(f"config.json: `{key}: true` is not implemented")
-    kinds = config.get("layer_types") or []
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind != "full_attention":
-            raise UnsupportedModelError(f"config.json: layer type `{kind}` is not implemented")
+def _heads(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Number of key/value heads and size of a head, where left out those of transformers."""
+    model_type, heads = config.get("model_type"), sizes["num_attention_heads"]
+    if model_type == "llama" or (KV_HEADS.key in config and config[KV_HEADS.key] is None):
+        kv_heads = read_field(config, replace(KV_HEADS, default=heads, nullable=True))
+    else:
+        kv_heads = read_field(config, KV_HEADS)
+    derived = model_type not in EXPLICIT_HEAD_DIM and config.get(HEAD_DIM.key) is None
+    if derived or model_type == "llama":
+        check_multiple(sizes, "hidden_size", "num_attention_heads")
+    content = {HEAD_DIM.key: sizes["hidden_size"] // heads} if derived else config
+    found = {KV_HEADS.key: kv_heads, HEAD_DIM.key: read_field(content, HEAD_DIM)}
+    check_multiple({**sizes, **found}, "num_attention_heads", KV_HEADS.key)
+    return found
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> Llama3Rope | None:
-    """The scaling that rope parameters ask for."""
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("config.json: `partial_rotary_factor` is not implemented")
-    if rope_type == "default":
-        return None
-    if rope_type != "llama3":
-        raise UnsupportedModelError(f"rope scaling `{rope_type}` is not implemented")
-    scaling = Llama3Rope(
-        factor=config_value(rope, "factor", float),
-        low_freq_factor=config_value(rope, "low_freq_factor", float),
-        high_freq_factor=config_value(rope, "high_freq_factor", float),
-        original_max_position=config_value(rope, "original_max_position_embeddings", int),
-    )
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if not 0 < low < high or scaling.factor <= 0 or scaling.original_max_position < 1:
-        raise UnsupportedModelError(f"config.json: rope factors out of order: {scaling}")
-    return scaling
+def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfig:
+    rope = read_rope(config, positions, (PLAIN, LLAMA3), theta)
+    if rope.share != 1.0:
+        raise UnsupportedModelError(
+            f"config.json: `{SHARE}: {shown(rope.share)}` is not implemented"
+        )
+    return rope
 
 
 def tensor_table(config: DenseConfig) -> list[TensorSpec]:

@@ -1,7 +1,8 @@
 """What one sequence takes in memory beside the weights: keys and values, and recurrent states."""
 
+from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.formats.architectures.qwen3_5 import FULL, LINEAR, Qwen35Config
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 
 DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many positions
 

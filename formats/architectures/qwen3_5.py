@@ -5,24 +5,56 @@ models have the same tensors. The vision tower is taken along by its prefix, unc
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.formats.architectures.table import TensorSpec, config_value
+from lowbit.formats.architectures.decoder import (
+    FULL,
+    HEAD_DIM,
+    KV_HEADS,
+    LINEAR,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    SIZES,
+    TIED,
+    TIED_FIELD,
+    check_features,
+    check_multiple,
+    read_layer_types,
+    read_token_ids,
+)
+from lowbit.formats.architectures.rope import SHARE, check_sections, read_rope
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.fields import Field, read_field, read_fields, shown
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")  # nested, text-only
+TEXT = "text_config"
 NESTED_PREFIX = "model.language_model."  # on the hub; text-only re-saves write `model.`
 MTP_PREFIX = "mtp."
 VISION_PREFIXES = ("model.visual.", "visual.")
 VISION_PATTERN = "re:.*visual.*"
 GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # fewer rows than fast kernels take
-FULL, LINEAR = "full_attention", "linear_attention"
+MTP_LAYERS = "mtp_num_hidden_layers"
 
-# Some configs leave these out; every published model has these values.
-DEFAULT_ROPE_THETA = 1e7
-DEFAULT_ROTARY_SHARE = 0.25
-DEFAULT_INTERVAL = 4
+DEFAULT_ROTARY_SHARE = 0.25  # of transformers, as that of the interval below
+INTERVAL = Field("full_attention_interval", least=1, most=1024, default=4)
+FIELDS = (
+    *SIZES,
+    KV_HEADS,
+    HEAD_DIM,
+    Field("linear_num_key_heads", least=1, most=MAX_HEADS),
+    Field("linear_num_value_heads", least=1, most=MAX_HEADS),
+    Field("linear_key_head_dim", least=1, most=MAX_HEAD_DIM),
+    Field("linear_value_head_dim", least=1, most=MAX_HEAD_DIM),
+    Field("linear_conv_kernel_dim", least=2, most=64),
+)
+MTP_FIELD = Field(MTP_LAYERS, least=0, most=64, default=0)
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "mtp_use_dedicated_embeddings": (False,),
+    "sliding_window": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +67,7 @@ class Qwen35Config:
         layer_types: `full_attention` or `linear_attention` of every layer.
         rotary_dim: leading dimensions of a head that are rotated.
         mtp_layers: decoder layers of the multi-token-prediction head.
+        eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
     vocab_size: int
@@ -56,6 +89,7 @@ class Qwen35Config:
     layer_types: tuple[str, ...]
     tie_word_embeddings: bool
     mtp_layers: int
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def key_dim(self) -> int:
@@ -72,101 +106,94 @@ class Qwen35Config:
         """Read a `config.json`, nested or text-only.
 
         Raises:
-            UnsupportedModelError: a key is missing or names a feature that is not implemented.
+            UnsupportedModelError: a key is missing, out of range or names a feature that is not
+                implemented, or two keys disagree.
         """
-        text = config.get("text_config", config)
-        if not isinstance(text, dict):
-            raise UnsupportedModelError(f"config.json: text_config is not an object: {text!r}")
-        _check_features(text)
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise UnsupportedModelError(f"config.json: rope parameters are not an object: {rope!r}")
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise UnsupportedModelError(f"rope scaling `{rope_type}` is not implemented")
-        theta = rope.get("rope_theta", text.get("rope_theta", DEFAULT_ROPE_THETA))
-        share = rope.get(
-            "partial_rotary_factor", text.get("partial_rotary_factor", DEFAULT_ROTARY_SHARE)
+        text = text_of(config)
+        check_features(text, FEATURES)
+        values = read_fields(text, FIELDS)
+        check_multiple(values, "num_attention_heads", "num_key_value_heads")
+        check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
+        check_sections(text)
+        rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
+        return cls(
+            **values,
+            rope_theta=rope.theta,
+            rotary_dim=_rotary_dim(values["head_dim"], rope.share),
+            layer_types=_layer_types(text, values["num_hidden_layers"]),
+            tie_word_embeddings=is_tied(config),
+            mtp_layers=read_field(text, MTP_FIELD),
+            eos_token_ids=read_token_ids(text, values["vocab_size"]),
         )
-        sizes = {key: config_value(text, key, int) for key in _SIZES}
-        for key, value in sizes.items():
-            if value < 1:
-                raise UnsupportedModelError(f"config.json: `{key}` must be positive")
-        head_dim = sizes["head_dim"]
-        rotary = head_dim * config_value({"partial_rotary_factor": share}, _SHARE, float)
-        if rotary != int(rotary) or int(rotary) % 2 or not 0 < rotary <= head_dim:
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a `config.json` that describes the decoder.
+
+    Raises:
+        UnsupportedModelError: it is not where transformers looks for it.
+    """
+    model_type, text = config.get("model_type"), config.get(TEXT)
+    if model_type == MODEL_TYPES[1]:
+        if TEXT in config:
             raise UnsupportedModelError(
-                f"config.json: partial_rotary_factor {share} of {head_dim} is no even dimension"
+                f"config.json: `{TEXT}` beside model_type `{model_type}`, which has none",
+                hint=f"the model_type of a nested config is `{MODEL_TYPES[0]}`",
             )
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        parsed = cls(
-            **sizes,
-            rms_norm_eps=config_value(text, "rms_norm_eps", float),
-            rope_theta=config_value({"rope_theta": theta}, "rope_theta", float),
-            rotary_dim=int(rotary),
-            layer_types=_layer_types(text, sizes["num_hidden_layers"]),
-            tie_word_embeddings=config_value({_TIED: tied}, _TIED, bool),
-            mtp_layers=config_value({_MTP: text.get(_MTP, 0)}, _MTP, int),
+        return config
+    if not isinstance(text, dict):
+        raise UnsupportedModelError(
+            f"config.json: `{TEXT}` must be an object, got {shown(text)}",
+            hint=f"the model_type of a config without it is `{MODEL_TYPES[1]}`",
         )
-        for heads, shared in (
-            ("num_attention_heads", "num_key_value_heads"),
-            ("linear_num_value_heads", "linear_num_key_heads"),
-        ):
-            if sizes[heads] % sizes[shared]:
-                raise UnsupportedModelError(
-                    f"config.json: {heads} = {sizes[heads]} is not a multiple of "
-                    f"{shared} = {sizes[shared]}"
-                )
-        return parsed
+    inner = text.get("model_type", MODEL_TYPES[1])
+    if inner not in MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"config.json: `{TEXT}.model_type` {shown(inner)} beside model_type `{model_type}`"
+        )
+    return text
 
 
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
-    "max_position_embeddings",
-)
-_SHARE, _TIED, _MTP = "partial_rotary_factor", "tie_word_embeddings", "mtp_num_hidden_layers"
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head shares the embedding's weight.
+
+    transformers reads the outer key for the model with its vision tower and the inner one for the
+    decoder alone, and takes false for one that is absent.
+
+    Raises:
+        UnsupportedModelError: no flag, or an outer and an inner one that disagree.
+    """
+    outer: bool = read_field(config, TIED_FIELD)
+    inner: bool = read_field(text_of(config), replace(TIED_FIELD, default=outer))
+    if outer != inner:
+        raise UnsupportedModelError(
+            f"config.json: `{TIED}` is {shown(outer)}, `{TEXT}.{TIED}` is {shown(inner)}",
+            hint=f"a `{TIED}` that is absent is false, as in transformers",
+        )
+    return outer
 
 
-def _check_features(text: Mapping[str, Any]) -> None:
-    """Refuse by name what the table or the runtime does not have."""
-    act = config_value(text, "hidden_act", str)
-    refused = {
-        f"hidden_act: {act}": act != "silu",
-        "attention_bias: true": text.get("attention_bias", False),
-        "use_sliding_window: true": text.get("use_sliding_window", False),
-        "attn_output_gate: false": not text.get("attn_output_gate", True),
-        "mtp_use_dedicated_embeddings: true": text.get("mtp_use_dedicated_embeddings", False),
-        "num_experts (a mixture of experts)": text.get("num_experts"),
-    }
-    for feature, present in refused.items():
-        if present:
-            raise UnsupportedModelError(f"config.json: `{feature}` is not implemented")
+def _rotary_dim(head_dim: int, share: float) -> int:
+    """Rotated dimensions of a head, rounded down as in transformers."""
+    rotary = int(head_dim * share)
+    if rotary < 2 or rotary % 2:
+        raise UnsupportedModelError(
+            f"config.json: `{SHARE}` {share:g} of `head_dim` {head_dim} rotates {rotary} "
+            "dimensions, expected an even number"
+        )
+    return rotary
 
 
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """The kind of every layer; a list in the config wins over the interval."""
-    kinds = text.get("layer_types")
-    if kinds is None:
-        interval = config_value(
-            {"full_attention_interval": text.get("full_attention_interval", DEFAULT_INTERVAL)},
-            "full_attention_interval",
-            int,
-        )
-        return tuple(FULL if (i + 1) % max(1, interval) == 0 else LINEAR for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise UnsupportedModelError(f"config.json: layer_types must name {layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, LINEAR):
-            raise UnsupportedModelError(f"config.json: layer type `{kind}` is not implemented")
-    return tuple(kinds)
+    interval = read_field(text, INTERVAL)
+    every = tuple(LINEAR if (i + 1) % interval else FULL for i in range(layers))
+    return read_layer_types(text, layers, (FULL, LINEAR)) or every
 
 
 def prefix_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     """What decoder tensors are named below: as in the checkpoint, or as on the hub without one."""
-    nested = "text_config" in config
+    nested = TEXT in config
     if names:
         nested = any(name.startswith(NESTED_PREFIX) for name in names)
     return NESTED_PREFIX if nested else "model."

@@ -1,10 +1,7 @@
-"""A row of a tensor table, and how a configuration is read."""
+"""A row of a tensor table."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
-
-from lowbit.formats.errors import UnsupportedModelError
+from typing import Literal
 
 # delta_in, delta_out, delta_gate, delta_state: gated DeltaNet's qkv and z, its output, the two
 # projections that feed its gates, and what lies around its recurrence. mtp: multi-token prediction.
@@ -25,7 +22,6 @@ Role = Literal[
 QUANTIZABLE: frozenset[str] = frozenset(
     {"attention", "mlp", "head", "delta_in", "delta_out", "mtp"}
 )
-Value = TypeVar("Value", int, float, str, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +50,3 @@ class TensorSpec:
     def module(self) -> str:
         """Name of the module that owns it."""
         return self.name.removesuffix(".weight")
-
-
-def config_value(config: Mapping[str, Any], key: str, kind: type[Value]) -> Value:
-    """A required value of config.json.
-
-    Raises:
-        UnsupportedModelError: the key is missing or of another type.
-    """
-    if key not in config or config[key] is None:
-        raise UnsupportedModelError(f"config.json lacks `{key}`")
-    value = config[key]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return kind(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UnsupportedModelError(f"config.json: `{key}` must be {kind.__name__}, got {value!r}")
-    return value

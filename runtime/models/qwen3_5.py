@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.qwen3_5 import FULL, Qwen35Config
+from lowbit.formats.architectures.decoder import FULL
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.delta import DeltaWeights, new_delta_state
 from lowbit.runtime.ops import Ops, Rope, rope_tables

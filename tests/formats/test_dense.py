@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lowbit.formats.architectures import is_tied, tensor_table
-from lowbit.formats.architectures.dense import DenseConfig, Llama3Rope
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 
@@ -102,11 +103,11 @@ def test_features_of_each_family() -> None:
     ("changes", "words"),
     [
         ({"factor": None}, "lacks `factor`"),
-        ({"factor": -8.0}, "rope factors out of order"),
-        ({"low_freq_factor": 4.0}, "rope factors out of order"),
-        ({"low_freq_factor": 0.0}, "rope factors out of order"),
-        ({"original_max_position_embeddings": 8192.5}, "must be int"),
-        ({"original_max_position_embeddings": 0}, "rope factors out of order"),
+        ({"factor": -8.0}, "`factor` must be a number from 1 to 1000000, got -8.0"),
+        ({"low_freq_factor": 4.0}, "`low_freq_factor` 4 must be below `high_freq_factor` 4"),
+        ({"low_freq_factor": 0.0}, "`low_freq_factor` must be a number above 0"),
+        ({"original_max_position_embeddings": 8192.5}, "must be an integer from 1 to 16777216"),
+        ({"original_max_position_embeddings": 0}, "must be an integer from 1 to 16777216, got 0"),
     ],
 )
 def test_rope_factors_without_a_meaning_are_named(changes: dict[str, Any], words: str) -> None:

@@ -191,7 +191,8 @@ def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
 
 def test_values_that_configs_leave_out() -> None:
     bare = {k: v for k, v in config()["text_config"].items() if k != "layer_types"}
-    del bare["rope_parameters"], bare["full_attention_interval"]
+    del bare["rope_parameters"], bare["full_attention_interval"], bare["hidden_act"]
+    bare["rope_theta"] = 10000000
     parsed = Qwen35Config.from_hf({"text_config": bare, "tie_word_embeddings": True})
     assert parsed == Qwen35Config.from_hf(config())
     assert (parsed.rope_theta, parsed.rotary_dim) == (1e7, 64)
@@ -212,19 +213,22 @@ def test_irregular_layers_are_obeyed() -> None:
     ("changes", "words"),
     [
         ({"hidden_size": None}, "lacks `hidden_size`"),
-        ({"linear_num_value_heads": "16"}, "`linear_num_value_heads` must be int"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads = 24 is not a multiple"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 8 is not a multiple"),
-        ({"hidden_act": "gelu"}, "`hidden_act: gelu`"),
+        ({"hidden_act": "gelu"}, '`hidden_act: "gelu"`'),
         ({"attention_bias": True}, "`attention_bias: true`"),
         ({"attn_output_gate": False}, "`attn_output_gate: false`"),
         ({"mtp_use_dedicated_embeddings": True}, "`mtp_use_dedicated_embeddings: true`"),
-        ({"num_experts": 8}, "a mixture of experts"),
+        ({"num_experts": 8}, "`num_experts: 8` is not implemented"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling `yarn`"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor 0.3"),
-        ({"layer_types": ["linear_attention"]}, "layer_types must name 24 layers"),
-        ({"layer_types": ["sliding_attention"] * 24}, "layer type `sliding_attention`"),
-        ({"head_dim": 0}, "`head_dim` must be positive"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.3, "rope_theta": 1e7}, "head_dim": 64},
+            "`partial_rotary_factor` 0.3 of `head_dim` 64 rotates 19 dimensions",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "config.json lacks `rope_theta`"),
+        ({"rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11]}}, "list of 3 counts"),
+        ({"layer_types": ["linear_attention"]}, "`layer_types` must be a list of 24"),
+        ({"layer_types": ["sliding_attention"] * 24}, 'layer type "sliding_attention"'),
     ],
 )
 def test_unsupported_values_are_named(changes: dict[str, Any], words: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.formats.architectures.dense import Llama3Rope
+from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.scheme import Scheme
 from lowbit.runtime import engine
 from lowbit.runtime.ops import rope_tables

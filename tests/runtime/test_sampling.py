@@ -1,7 +1,5 @@
 """Sampling against transformers' logits processors and FP64 softmax."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.errors import RequestError
+from lowbit.formats.generation import GenerationConfig
 from lowbit.runtime.sampling import (
     Sampler,
     SamplingParams,
     kept,
     new_sampler,
-    read_generation_config,
     sample,
+    sampling_defaults,
 )
 
 V = 50
@@ -195,17 +194,7 @@ def test_values_without_a_meaning_are_refused(name: str, value: float) -> None:
         SamplingParams(**values)
 
 
-def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
-    assert read_generation_config(tmp_path) == (SamplingParams(), ())
-    path = tmp_path / "generation_config.json"
-    config = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 7}
-    path.write_text(json.dumps(config))
-    assert read_generation_config(tmp_path) == (SamplingParams(0.6, 20, 0.95), (7,))
-    path.write_text(json.dumps(config | {"do_sample": False, "eos_token_id": [7, 8]}))
-    assert read_generation_config(tmp_path) == (SamplingParams(0.0, 20, 0.95), (7, 8))
-    path.write_text(json.dumps(config | {"temperature": "warm"}))
-    with pytest.raises(CheckpointError, match="temperature 'warm' is not a number"):
-        read_generation_config(tmp_path)
-    path.write_text(json.dumps(config | {"eos_token_id": ["x"]}))
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        read_generation_config(tmp_path)
+def test_defaults_are_those_of_the_generation_config() -> None:
+    config = GenerationConfig(0.6, 20, 0.95, 0.1, 1.1, 0.5, eos_token_ids=(7,))
+    assert sampling_defaults(config) == SamplingParams(0.6, 20, 0.95, 0.1, 1.1, 0.5, seed=None)
+    assert sampling_defaults(GenerationConfig()) == SamplingParams()

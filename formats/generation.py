@@ -1,0 +1,64 @@
+"""`generation_config.json`: sampling defaults and tokens that end a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.formats.checkpoint import read_json
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.fields import Field, read_fields, read_ids
+
+GENERATION_FILE = "generation_config.json"
+# null is how transformers writes a default that was not set.
+DO_SAMPLE = Field("do_sample", "flag", default=False, nullable=True)
+SAMPLING = (
+    Field("temperature", "number", least=0, default=1.0, nullable=True),
+    Field("top_k", least=0, most=2**22, default=0, nullable=True),
+    Field("top_p", "number", least=0, most=1, exclusive=True, default=1.0, nullable=True),
+    Field("min_p", "number", least=0, most=1, default=0.0, nullable=True),
+    Field("repetition_penalty", "number", least=0, exclusive=True, default=1.0, nullable=True),
+    Field("presence_penalty", "number", default=0.0, nullable=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """How a model's makers sample from it.
+
+    Attributes:
+        temperature: 0 for greedy, which a file means with `do_sample` false or a temperature of 0.
+        top_k: 0 is off, as it is where the file has none.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        repetition_penalty: 1 is off.
+        presence_penalty: 0 is off.
+        eos_token_ids: None where the file names none.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    eos_token_ids: tuple[int, ...] | None = None
+
+
+def load_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
+    """Read the generation_config.json of a model folder; greedy where there is none.
+
+    Args:
+        folder: of the model.
+        vocab_size: of config.json; an end token past it could never be produced.
+
+    Raises:
+        CheckpointError: a value of the wrong type or out of range.
+    """
+    path = folder / GENERATION_FILE
+    if not (path.exists() or path.is_symlink()):  # a link to nothing is an error below
+        return GenerationConfig()
+    content, where = read_json(path), f"`{path}`"
+    values = read_fields(content, (DO_SAMPLE, *SAMPLING), where, CheckpointError)
+    if not values.pop(DO_SAMPLE.key):
+        values["temperature"] = 0.0
+    ids = read_ids(content, "eos_token_id", vocab_size, where, CheckpointError)
+    return GenerationConfig(**values, eos_token_ids=ids or None)
