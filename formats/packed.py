@@ -24,6 +24,7 @@ from lowbit.formats.packing import (
 )
 from lowbit.formats.quantization_config import read_quantization_config, unserved
 from lowbit.formats.scheme import Scheme
+from lowbit.formats.time_limit import time_limit
 
 PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     PACKED: (torch.int32,),
@@ -92,11 +93,12 @@ def check_packed(
     if is_tied(checkpoint.config):
         specs = [spec for spec in specs if spec.role != "head"]
     quantization = read_quantization_config(checkpoint.config)
-    schemes = {
-        spec.module: None if quantization is None else quantization.scheme_for(spec.module)
-        for spec in specs
-        if spec.quantizable
-    }
+    with time_limit("config.json: matching the patterns of `quantization_config`"):
+        schemes = {
+            spec.module: None if quantization is None else quantization.scheme_for(spec.module)
+            for spec in specs
+            if spec.quantizable
+        }
     if served_bits is not None:
         for spec in specs:
             _check_served(spec, schemes.get(spec.module), served_bits)

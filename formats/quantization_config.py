@@ -71,7 +71,9 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
         FormatError: another method or layout, activation quantization, or a scheme that
             `pack-quantized` does not have.
     """
-    section = config.get(KEY, config.get("compression_config"))
+    section = config.get(KEY)
+    if section is None:
+        section = config.get("compression_config")
     if section is None:
         return None
     if not isinstance(section, dict):

@@ -52,6 +52,7 @@ FIELDS = (
 MTP_FIELD = Field(MTP_LAYERS, least=0, most=64, default=0)
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),  # two names of one function
     "mtp_use_dedicated_embeddings": (False,),
     "sliding_window": (None,),
 }
@@ -146,6 +147,12 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json: `{TEXT}` must be an object, got {shown(text)}",
             hint=f"the model_type of a config without it is `{MODEL_TYPES[1]}`",
         )
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) and config[key] != text.get(key):
+            raise UnsupportedModelError(
+                f"config.json: `{key}` beside `{TEXT}`, where transformers does not read it",
+                hint=f"move it into `{TEXT}`",
+            )
     inner = text.get("model_type", MODEL_TYPES[1])
     if inner not in MODEL_TYPES:
         raise UnsupportedModelError(

@@ -27,6 +27,7 @@ from lowbit.formats.foreign.native import (
 )
 from lowbit.formats.packing import WORD_BITS, unpack
 from lowbit.formats.scheme import Scheme
+from lowbit.formats.time_limit import time_limit
 
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by version: what the stored zero points lack
 
@@ -54,11 +55,14 @@ def read_gptq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
     if section.get("pack_dtype", "int32") != "int32":
         raise FormatError(f"config.json: pack_dtype `{section['pack_dtype']}`, expected `int32`")
     offset = ZERO_OFFSETS[version]
+    modules = packed_modules(checkpoint)
+    with time_limit("config.json: matching the patterns of `dynamic`"):
+        schemes = [_scheme(section, module) for module in modules]
     return as_native(
         checkpoint,
         [
-            _linear(checkpoint, module, _scheme(section, module), offset)
-            for module in packed_modules(checkpoint)
+            _linear(checkpoint, module, scheme, offset)
+            for module, scheme in zip(modules, schemes, strict=True)
         ],
     )
 

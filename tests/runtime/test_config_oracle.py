@@ -220,6 +220,8 @@ def test_what_is_not_implemented_is_refused_by_name(model_type: str, case: str) 
         (lambda c: c.update(model_type="qwen3_5_text"), "`text_config` beside model_type"),
         (lambda c: c["text_config"].update(model_type="qwen3_5_moe_text"), "`text_config.model_ty"),
         (lambda c: c.update(tie_word_embeddings=False), "`tie_word_embeddings` is false, `text_"),
+        (lambda c: c.update(rope_scaling=YARN), "`rope_scaling` beside `text_config`"),
+        (lambda c: c["text_config"].update(output_gate_type="sigmoid"), "`output_gate_type: "),
         (lambda c: c.pop("tie_word_embeddings"), "`tie_word_embeddings` is false, `text_config.t"),
         (lambda c: c["text_config"].update(tie_word_embeddings="no"), "must be true or false"),
     ],
