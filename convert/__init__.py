@@ -1,7 +1,32 @@
-"""Checkpoint to packed checkpoint and quality report."""
+"""Checkpoint to packed checkpoint and quality report.
 
-from lowbit.convert.conversion import Conversion, convert
-from lowbit.convert.recipe import Override, Recipe
+What needs torch is imported when it is first asked for, so that `lowbit-convert --help` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lowbit.formats.errors import LowbitError
 
+if TYPE_CHECKING:
+    from lowbit.convert.conversion import Conversion, convert
+    from lowbit.convert.recipe import Override, Recipe
+
 __all__ = ["Conversion", "LowbitError", "Override", "Recipe", "convert"]
+
+_HOMES = {
+    "Conversion": "conversion",
+    "Override": "recipe",
+    "Recipe": "recipe",
+    "convert": "conversion",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """`lowbit-convert`: the group of its commands."""
 
 import click
-from click_default_group import DefaultGroup
 
 from lowbit.convert.commands.compare import compare
 from lowbit.convert.commands.diff import diff
@@ -13,19 +12,20 @@ from lowbit.convert.commands.quantize import quantize
 from lowbit.convert.commands.report import report
 from lowbit.convert.commands.sensitivity import sensitivity
 from lowbit.convert.commands.verify import verify
+from lowbit.formats.shell.commands import Commands, epilog
 
 
 @click.group(
-    cls=DefaultGroup,
+    cls=Commands,
     default="quantize",
-    default_if_no_args=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=epilog("lowbit-convert", "SRC OUT", "quantize"),
 )
 @click.version_option(package_name="lowbit")
 def main() -> None:
-    """Turn a Qwen3 or Qwen3.5 checkpoint into a packed INT4/INT8 one, and say how good it is.
+    """Turn a Qwen3, Qwen3.5, Qwen2.5 or Llama 3 checkpoint into packed INT4 or INT8.
 
-    `lowbit-convert SRC OUT` is short for `lowbit-convert quantize SRC OUT`.
+    Measures, publishes and exports the result too. SRC is a folder or a Hub id.
     """
 
 

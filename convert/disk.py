@@ -1,12 +1,9 @@
 """What the file system refuses, as the user's problem rather than a traceback."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lowbit.formats.errors import ResourceError
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from lowbit.formats.system import of_system
 
 
 @contextmanager
@@ -17,10 +14,4 @@ def disk_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # whoever read the output has left: no disk is to blame
     except OSError as error:
-        if error.errno in FULL:
-            raise ResourceError(
-                f"the disk is full ({error.strerror})",
-                hint="free some space and run the same command again: finished tensors are kept",
-            ) from error
-        where = f"`{error.filename}`: " if error.filename else ""
-        raise ResourceError(f"{where}{error.strerror or error}") from error
+        raise of_system(error) from error

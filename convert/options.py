@@ -1,64 +1,31 @@
-"""What the commands share: options, errors as messages, JSON on stdout."""
+"""Options of the commands of `lowbit-convert`, and what they describe."""
 
-import functools
-import json
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.formats.errors import LowbitError, QuantizationError, RequestError
+from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
+from lowbit.formats.printable import printable
 from lowbit.formats.scheme import GROUP_SIZES
+from lowbit.formats.shell.failure import Failure
+from lowbit.formats.shell.options import (
+    Count,
+    existing_file,
+    existing_files,
+    folders,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from lowbit.convert.gate import Condition, GateResult
     from lowbit.convert.quality.text import Text
     from lowbit.convert.recipe import Override, Recipe
 
-Command = Callable[..., None]
-
-SCHEMA = 1  # of every object that --json prints
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
-
-
-class Failure(click.ClickException):
-    """A `LowbitError` as the terminal shows it: the message, then the hint; exit code 1."""
-
-    def __init__(self, error: LowbitError) -> None:
-        """Keep the hint beside the message."""
-        super().__init__(str(error))
-        self.hint = error.hint
-
-    def show(self, file: Any = None) -> None:
-        """Print to stderr."""
-        click.echo(f"Error: {self.message}", err=True)
-        if self.hint:
-            click.echo(f"\nhint: {self.hint}", err=True)
-
-
-def reported(command: Command) -> Command:
-    """Add --json and --debug; without the latter an expected error is one message."""
-
-    @click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else."
-    )
-    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-    @functools.wraps(command)
-    def run(*, debug: bool, **options: Any) -> None:
-        from lowbit.convert.disk import disk_errors
-
-        try:
-            with disk_errors():
-                command(**options)
-        except LowbitError as error:
-            if debug:
-                raise
-            raise Failure(error) from None
-
-    return run
+MOST_BYTES = 10**18  # beyond any disk
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
@@ -68,15 +35,26 @@ def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
     base = 1024 if match[3] else 1000
     size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-    if size < 1:
-        raise click.BadParameter(f"{text!r} must be positive.")
+    if not 1 <= size <= MOST_BYTES:
+        raise click.BadParameter(f"{text!r} is not between 1 byte and 10**18 bytes.")
     return size
+
+
+def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
+    """Refuse a name that no report could hold, before the work that ends in one."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"{printable(str(value))!r} is not valid UTF-8.") from None
+    return value
 
 
 def parse_overrides(
     ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 ) -> tuple["Override", ...]:
     """Overrides, each given as `PATTERN=BITS` or `PATTERN=BITSgGROUP`."""
+    if not texts:
+        return ()
     from lowbit.convert.recipe import Override
 
     try:
@@ -101,83 +79,95 @@ def parse_conditions(
     ctx: click.Context, param: click.Parameter, text: str | None
 ) -> tuple["Condition", ...]:
     """Conditions of a gate, none where it is left out."""
+    if text is None:
+        return ()
     from lowbit.convert.gate import parse_gate
 
     try:
-        return () if text is None else parse_gate(text)
+        return parse_gate(text)
     except RequestError as error:
         raise click.BadParameter(f"{error}.") from None
 
 
-def recipe_options(command: Command) -> Command:
-    """The options that make a `Recipe`."""
-    options = (
-        click.option(
-            "--recipe",
-            "base",
-            type=click.Choice(["int4", "int8", "mixed"]),
-            default="int4",
-            show_default=True,
-            help="int4: linears INT4, head (and DeltaNet outputs) INT8. int8: all INT8. "
-            "mixed: attention (and DeltaNet) INT8, MLP INT4, head INT8.",
-        ),
-        click.option(
-            "--bits",
-            "overrides",
-            callback=parse_overrides,
-            multiple=True,
-            metavar="PATTERN=BITS[gGROUP]",
-            help="Other bits for modules that match, e.g. '*.down_proj=8' or "
-            "'*.up_proj=4g32' for a group size of its own; 16 leaves them. "
-            "Multi-token prediction is left unless 'mtp.*=8' or the like names it (repeatable).",
-        ),
-        click.option(
-            "--group-size",
-            type=click.Choice([*map(str, GROUP_SIZES), "row"]),
-            default="128",
-            show_default=True,
-            help="Weights that share a scale.",
-        ),
-        click.option(
-            "--method",
-            callback=parse_method,
-            default="rtn",
-            show_default=True,
-            metavar="METHOD",
-            help="rtn: searched scales. absmax: |w|max alone, faster and worse. Calibrated on a "
-            "text: weighted (search weighted by the inputs), gptq (codes that make up for errors); "
-            "then +autoround (rounding and scales learned layer by layer), +distill (learned "
-            "against the original's predictions), as in gptq+distill, the best and the slowest.",
-        ),
-        click.option(
-            "--lm-head",
-            "head",
-            type=click.Choice(["int4", "int8", "bf16"]),
-            help="Bits of the output head  [default: the recipe's, int8].",
-        ),
-        click.option(
-            "--positive-scales",
-            is_flag=True,
-            help="For engines that cannot take negative scales; a little worse.",
-        ),
-        click.option(
-            "--drop-vision",
-            is_flag=True,
-            help="Leave the vision tower out; the result then loads as a text model only.",
-        ),
-        click.option(
-            "--max-shard-size",
-            callback=parse_size,
-            metavar="SIZE",
-            default="5GB",
-            show_default=True,
-            help="Limit of a weight file.",
-        ),
-        click.option("--revision", help="Branch, tag or commit of a Hub id."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+recipe_options = with_options(
+    click.option(
+        "--recipe",
+        "base",
+        type=click.Choice(["int4", "int8", "mixed"]),
+        default="int4",
+        show_default=True,
+        help="int4: linears INT4, the head and DeltaNet's outputs INT8. int8: all linears INT8. "
+        "mixed: attention, DeltaNet and the head INT8, the MLP INT4.",
+    ),
+    click.option(
+        "--bits",
+        "overrides",
+        callback=parse_overrides,
+        multiple=True,
+        metavar="PATTERN=BITS[gGROUP]",
+        help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
+        "as in '*.up_proj=4g32'; 16 leaves them as they are. Multi-token prediction is left "
+        "unless 'mtp.*=8' or the like names it (repeatable).",
+    ),
+    click.option(
+        "--group-size",
+        type=click.Choice([*map(str, GROUP_SIZES), "row"]),
+        metavar="N|row",
+        default="128",
+        show_default=True,
+        help=f"Weights that share a scale: {', '.join(map(str, GROUP_SIZES))} or a whole row.",
+    ),
+    click.option(
+        "--method",
+        callback=parse_method,
+        default="rtn",
+        show_default=True,
+        metavar="METHOD",
+        help="rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
+        "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
+        "up for errors. Either may be followed by +autoround, which learns rounding and scales "
+        "layer by layer, and +distill, which learns from the original's predictions: gptq+distill "
+        "is the best and the slowest.",
+    ),
+    click.option(
+        "--lm-head",
+        "head",
+        type=click.Choice(["int4", "int8", "bf16"]),
+        show_default="the recipe's, int8",
+        help="Bits of the output head.",
+    ),
+    click.option(
+        "--positive-scales",
+        is_flag=True,
+        help="Take positive scales only, for engines that need them; a little worse.",
+    ),
+    click.option(
+        "--drop-vision",
+        is_flag=True,
+        help="Leave the vision tower out; the result then loads as a text model only.",
+    ),
+    click.option(
+        "--max-shard-size",
+        callback=parse_size,
+        metavar="SIZE",
+        default="5GB",
+        show_default=True,
+        help="Limit of a weight file.",
+    ),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id."),
+)
+
+
+def usable_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse a GPU where there is none, before anything is fetched."""
+    if value == "cuda" and not ctx.resilient_parsing:
+        from lowbit.convert.device import open_device
+
+        try:
+            open_device(value)
+        except ResourceError as error:
+            raise Failure(error) from None
+    return value
 
 
 def make_recipe(
@@ -205,77 +195,78 @@ def make_recipe(
     )
 
 
-def calibration_options(command: Command) -> Command:
-    """The options that make a `CalibrationRequest`."""
-    options = (
-        click.option(
-            "--calib",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help=".txt, or .jsonl with `text` or `messages`, for calibrated methods and targets  "
-            "[default: a bundled mix].",
-        ),
-        click.option(
-            "--calib-samples",
-            type=click.IntRange(1),
-            default=256,
-            show_default=True,
-            help="Windows of it at most, spread over the text.",
-        ),
-        click.option(
-            "--calib-length",
-            type=click.IntRange(2),
-            default=512,
-            show_default=True,
-            help="Tokens of a window.",
-        ),
-        click.option("--calib-chat", is_flag=True, help="Apply the model's chat template to it."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+calibration_options = with_options(
+    click.option(
+        "--calib",
+        type=click.Path(path_type=Path),
+        callback=existing_file,
+        metavar="FILE",
+        show_default="a bundled mix",
+        help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`.",
+    ),
+    click.option(
+        "--calib-samples",
+        type=Count(),
+        metavar="N",
+        default=256,
+        show_default=True,
+        help="Windows of the text at most, spread over it.",
+    ),
+    click.option(
+        "--calib-length",
+        type=Count(2),
+        metavar="N",
+        default=512,
+        show_default=True,
+        help="Tokens of a window.",
+    ),
+    click.option("--calib-chat", is_flag=True, help="Apply the model's chat template to the text."),
+)
 
 
 device_option = click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
+    callback=usable_device,
     default="cpu",
     show_default=True,
-    help="Where to compute; of round-to-nearest the packed bytes are the same.",
+    help="Where to compute. Round-to-nearest gives the same bytes on both.",
 )
 eval_text_option = click.option(
     "--eval-text",
     "eval_texts",
     type=click.Path(path_type=Path),
+    callback=existing_files,
     multiple=True,
     metavar="FILE",
-    help="Text to compare logits on (repeatable; the headline figures are the first's)  "
-    "[default: 200 kB of WikiText-2, then maths and code].",
+    show_default="200 kB of WikiText-2, then maths and code",
+    help="Text to compare logits on; the first gives the headline figures (repeatable).",
 )
 gate_option = click.option(
     "--gate",
     callback=parse_conditions,
     metavar="CONDITIONS",
-    help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or "
-    "'maths.kl_mean<0.05' for one text. Figures: kl_mean, kl_p95, kl_p99, kl_max, top1 (share), "
+    help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or, for "
+    "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_p95, kl_p99, kl_max, top1 (a share), "
     "ppl_change (0.01 is 1 % worse), cosine, bits_per_weight.",
 )
 private_option = click.option(
     "--private/--public",
     default=None,
-    help="Who sees a new repository  [default: as the account is set].",
+    show_default="as the account is set",
+    help="Who sees a new repository.",
 )
-folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-
-
-def print_json(content: dict[str, Any]) -> None:
-    """One object on stdout."""
-    sys.stdout.write(json.dumps({"schema": SCHEMA, **content}, indent=2) + "\n")
-
-
-def dim_note(text: str) -> None:
-    """A line of lesser weight on stderr, above progress bars where there are any."""
-    click.echo(click.style(text, dim=True), err=True)
+source_argument = click.argument("source", metavar="SRC", shell_complete=folders)
+folder_argument = click.argument(
+    "folder", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders
+)
+out_argument = click.argument(
+    "out",
+    metavar="OUT",
+    type=click.Path(path_type=Path),
+    callback=new_folder,
+    shell_complete=folders,
+)
 
 
 def check_gate(conditions: Sequence["Condition"], texts: Sequence["Text"]) -> None:

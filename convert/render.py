@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.plan import Plan, Step, runtime_verdict, vllm_verdict
@@ -16,10 +16,12 @@ from lowbit.convert.preview import Preview
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.words import size
-from lowbit.convert.terminal import plain_table, stderr
 from lowbit.convert.verification import Verification
 from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.shell.output import note
+from lowbit.formats.shell.tables import plain_table, results, styled
 
+DONE = ("✓", "bold green")
 LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
 PREFIX = re.compile(r"^model\.(language_model\.)?")
 PARTS: dict[Part, str] = {
@@ -31,11 +33,9 @@ PARTS: dict[Part, str] = {
 
 def conversion(done: Conversion, quality: QualityReport) -> None:
     """Say what was made and how good it is."""
-    console = stderr()
+    console = results()
     resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
-    console.print(
-        f"[bold green]✓[/] {escape(str(done.folder))} written in {done.seconds:.1f} s{resumed}"
-    )
+    console.print(styled(DONE, f" {done.folder} written in {done.seconds:.1f} s{resumed}"))
     if done.calibration:
         console.print(_calibration(done))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
@@ -44,8 +44,8 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
         ("lowbit-run", [reason] if (reason := runtime_verdict(done.plan)) else []),
     ):
         for text in reasons:
-            console.print(f"[yellow]![/] {what} cannot load the result: {escape(text)}")
-    console.print(f"[dim]report: {escape(str(done.folder / 'quality.html'))}[/]")
+            console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
+    note(f"report: {done.folder / 'quality.html'}")
 
 
 def _calibration(done: Conversion) -> Table:
@@ -74,13 +74,13 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
 
 def plan(view: Preview) -> None:
     """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
-    console = stderr()
-    title = f"plan for {escape(view.source)}"
+    console = results()
+    title = f"plan for {view.source}"
     table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
     for kind, steps in _kinds(view.plan).items():
         first = steps[0]
         table.add_row(
-            f"{kind.name} [dim]of the embedding[/]" if first.rereads else kind.name,
+            styled(kind.name, (" of the embedding" if first.rereads else "", "dim")),
             _shape(kind.shape),
             _fate(first),
             str(len(steps)),
@@ -108,7 +108,7 @@ def plan(view: Preview) -> None:
     if any(step.rereads for step in view.plan.steps):
         console.print(
             "the head is untied: it adds bytes and is read faster; "
-            "[bold]--lm-head bf16[/] keeps it tied and the file smaller"
+            "--lm-head bf16 keeps it tied and the file smaller"
         )
     if view.plan.recipe.drop_vision:
         console.print(
@@ -116,13 +116,13 @@ def plan(view: Preview) -> None:
             "transformers AutoModelForCausalLM, vLLM with --language-model-only"
         )
     if view.vllm:
-        console.print("vLLM: [bold red]cannot load the result[/]")
+        console.print(styled("vLLM: ", ("cannot load the result", "bold red")))
         for reason in view.vllm:
             console.print(f"  {reason}")
     else:
         console.print("vLLM: can load the result" + _head_note(view))
     if view.unserved:
-        console.print("lowbit-run: [bold red]cannot serve the result[/]")
+        console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
         console.print(f"  {view.unserved}")
 
 
@@ -201,30 +201,32 @@ def _shape(sizes: Iterable[int] | None) -> str:
     return "" if sizes is None else "x".join(map(str, sizes))
 
 
-def _fate(step: Step) -> str:
+def _fate(step: Step) -> Text:
     if step.fate == "quantized":
-        return f"[cyan]{step.scheme}[/]"
-    return "[yellow]dropped[/]" if step.fate == "dropped" else step.source.dtype_name
+        return styled((str(step.scheme), "cyan"))
+    return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
 
 
 def verification(result: Verification) -> None:
     """Say what was checked."""
-    console = stderr()
+    console = results()
     console.print(
-        f"[bold green]✓[/] {escape(str(result.folder))}: {result.files} files, "
-        f"{result.tensors} tensors, {size(result.size_bytes)}: "
-        "layout, completeness and every hash as in lowbit.json"
+        styled(
+            DONE,
+            f" {result.folder}: {result.files} files, {result.tensors} tensors, "
+            f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json",
+        )
     )
     if result.source_tensors is not None:
-        console.print(f"[bold green]✓[/] {result.source_tensors} tensors of the source as recorded")
+        console.print(styled(DONE, f" {result.source_tensors} tensors of the source as recorded"))
     if result.derived:
         console.print(
-            "[bold green]✓[/] every byte follows from the source and the recipe: quantized again"
+            styled(DONE, " every byte follows from the source and the recipe: quantized again")
         )
     if result.not_derived is not None:
-        console.print(f"[yellow]![/] not quantized again: {escape(result.not_derived)}")
+        console.print(styled(("!", "yellow"), f" not quantized again: {result.not_derived}"))
     if result.unlisted:
-        console.print(f"[dim]not covered: {escape(', '.join(result.unlisted))}[/]")
+        console.print(styled((f"not covered: {', '.join(result.unlisted)}", "dim")))
 
 
 def verification_json(result: Verification) -> dict[str, Any]:
@@ -234,9 +236,9 @@ def verification_json(result: Verification) -> dict[str, Any]:
 
 def quality(folder: Path, report: QualityReport) -> None:
     """Show a quality report."""
-    console = stderr()
+    console = results()
     render_terminal(console, report)
-    console.print(f"[dim]report: {escape(str(folder / 'quality.html'))}[/]")
+    note(f"report: {folder / 'quality.html'}")
 
 
 def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:

@@ -5,25 +5,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from lowbit.convert.difference import Difference
-from lowbit.convert.report.words import percent, plain
-from lowbit.convert.terminal import plain_table, stderr
+from lowbit.convert.report.words import percent
+from lowbit.formats.shell.tables import plain_table, results, styled
 
 
 def difference(a: Path, b: Path, found: Difference) -> None:
     """Show what differs."""
-    console = stderr()
-    title = escape(plain(f"{a} against {b}"))
+    console = results()
+    title = f"{a} against {b}"
     if found.same:
-        console.print(f"[bold green]✓[/] {title}: the same weights and configuration")
+        same = f" {title}: the same weights and configuration"
+        console.print(styled(("✓", "bold green"), same))
     entries = [("config.json", row) for row in found.config]
     entries += [("recipe", row) for row in found.recipe]
     if entries:
         table = plain_table(f"settings, {title}", ("where", "key", "first", "second"), ())
         for where, row in entries:
-            table.add_row(where, *(escape(plain(str(x))) for x in (row.key, row.a, row.b)))
+            table.add_row(where, *map(str, (row.key, row.a, row.b)))
         console.print(table)
     if found.linears:
         text = ("linear", "first", "second")
@@ -31,7 +30,7 @@ def difference(a: Path, b: Path, found: Difference) -> None:
         for line in found.linears:
             shares = ("" if x is None else percent(x) for x in (line.codes, line.scales))
             distance = percent(line.distance) if math.isfinite(line.distance) else "∞"
-            table.add_row(escape(plain(line.module)), line.a, line.b, *shares, distance)
+            table.add_row(line.module, line.a, line.b, *shares, distance)
         console.print(table)
     for what, names in (
         ("differ", found.others),
@@ -39,8 +38,9 @@ def difference(a: Path, b: Path, found: Difference) -> None:
         ("only in the second", found.only_b),
     ):
         if names:
-            console.print(f"{what}: {escape(plain(', '.join(names)))}")
-    console.print(f"[dim]{found.equal} weights and other tensors are equal, byte for byte[/]")
+            console.print(f"{what}: {', '.join(names)}")
+    equal = f"{found.equal} weights and other tensors are equal, byte for byte"
+    console.print(styled((equal, "dim")))
 
 
 def difference_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:

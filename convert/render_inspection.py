@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 
 from lowbit.convert.inspection import Entry, Inspection, Node, tree
-from lowbit.convert.report.words import plain, size
-from lowbit.convert.terminal import plain_table, stderr
+from lowbit.convert.report.words import size
+from lowbit.formats.shell.tables import plain_table, results, styled
 
 PREFIXES = ("model", "model.language_model", "language_model.model")
 MANY = 3  # runs of layers that are named
@@ -16,17 +16,18 @@ MANY = 3  # runs of layers that are named
 
 def inspection(found: Inspection) -> None:
     """Show modules as a tree, with what they are stored as and what they weigh."""
-    console = stderr()
+    console = results()
     at = f" at {found.commit[:12]}" if found.commit else ""
-    title = escape(plain(f"{found.source}{at}"))
-    table = plain_table(title, ("module", "shape", "stored as", "scales"), ("size",))
+    table = plain_table(
+        f"{found.source}{at}", ("module", "shape", "stored as", "scales"), ("size",)
+    )
     for row in _rows(_without_prefix(tree(found.entries)), "", 1):
         table.add_row(*row)
     console.print(table)
     console.print(f"{size(found.nbytes)}, {found.tensors} tensors, {found.model_type}")
     manifest = found.manifest
     if manifest is None:
-        console.print("[dim]no lowbit.json: written by another tool[/]")
+        console.print(styled(("no lowbit.json: written by another tool", "dim")))
         return
     source = manifest.source
     origin = f"{source.repo} at {source.commit}" if source.repo else "a local folder"
@@ -34,8 +35,13 @@ def inspection(found: Inspection) -> None:
         f"{key} {value}" for key, value in manifest.recipe.items() if value not in (None, [], False)
     )
     console.print(
-        f"[dim]lowbit {manifest.lowbit_version}, from {escape(origin)}, weights "
-        f"{source.weights_sha256[:12]}; {escape(', '.join(given))}[/]"
+        styled(
+            (
+                f"lowbit {manifest.lowbit_version}, from {origin}, weights "
+                f"{source.weights_sha256[:12]}; {', '.join(given)}",
+                "dim",
+            )
+        )
     )
 
 
@@ -48,17 +54,18 @@ def _without_prefix(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     )
 
 
-def _rows(nodes: tuple[Node, ...], indent: str, above: int) -> Iterator[tuple[str, ...]]:
+def _rows(nodes: tuple[Node, ...], indent: str, above: int) -> Iterator[tuple[str | Text, ...]]:
     """The cells of every node and what is below it; a count is shown where it changes."""
     for number, node in enumerate(nodes):
         last = number == len(nodes) - 1
-        name = f"[dim]{indent}{'└ ' if last else '├ '}[/]{escape(plain(_short(node.name)))}"
-        name += f" [dim]({node.count})[/]" if node.count != above else ""
+        count = f" ({node.count})" if node.count != above else ""
+        branch = indent + ("└ " if last else "├ ")
+        name = styled((branch, "dim"), _short(node.name), (count, "dim"))
         entry = node.entry
         if entry is None:
-            yield name, "", "", "", f"[dim]{size(node.nbytes)}[/]"
+            yield name, "", "", "", styled((size(node.nbytes), "dim"))
         else:
-            stored = f"[cyan]{entry.stored}[/]" if entry.bits else escape(entry.stored)
+            stored = styled((entry.stored, "cyan" if entry.bits else ""))
             shape = "x".join(map(str, entry.shape))
             yield name, shape, stored, _scales(entry), size(node.nbytes)
         yield from _rows(node.children, f"{indent}{'  ' if last else '│ '}", node.count)

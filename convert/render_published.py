@@ -3,26 +3,26 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.markup import escape
-
 from lowbit.convert.publish.push import Published
 from lowbit.convert.report.words import size
-from lowbit.convert.terminal import stderr
+from lowbit.formats.shell.tables import results, styled
 
 
 def published(done: Published) -> None:
     """Say what is on the Hub and where."""
-    console = stderr()
+    console = results()
     files = len(done.sent) + len(done.present)
     there = f", {len(done.present)} of them there already" if done.present else ""
     console.print(
-        f"[bold green]✓[/] {files} files, {size(done.size_bytes)}{there}: "
-        "every hash on the Hub as here"
+        styled(
+            ("✓", "bold green"),
+            f" {files} files, {size(done.size_bytes)}{there}: every hash on the Hub as here",
+        )
     )
     if done.left_out:
-        console.print(f"[dim]not published: {escape(', '.join(done.left_out))}[/]")
+        console.print(styled((f"not published: {', '.join(done.left_out)}", "dim")))
     private = " (private)" if done.private else ""
-    console.print(f"{escape(done.url)}{private}", soft_wrap=True)
+    console.print(f"{done.url}{private}", soft_wrap=True)
 
 
 def published_json(done: Published) -> dict[str, Any]:

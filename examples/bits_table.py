@@ -27,7 +27,7 @@ from lowbit.convert.report.comparison import (
     perplexity_text,
     weight_cosine_text,
 )
-from lowbit.convert.terminal import WIDE, plain_table
+from lowbit.formats.shell.tables import plain_table, results
 
 HERE = Path(__file__).parent
 TEXT = ("bits", "method")
@@ -115,8 +115,7 @@ def main() -> None:
     table = plain_table("", TEXT, FIGURES)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDE)).print(table)
+    results().print(table)
     print(markdown((*TEXT, *FIGURES), rows))
 
 

@@ -31,7 +31,8 @@ from lowbit.convert.quality.advice import without_advice
 from lowbit.convert.quality.dequantized import open_weights
 from lowbit.convert.quality.side import load_side
 from lowbit.convert.recipe import Head, Override, Recipe
-from lowbit.convert.terminal import plain_table, progress_bars, stderr
+from lowbit.convert.terminal import progress_bars
+from lowbit.formats.shell.tables import plain_table, results, styled
 
 HERE = Path(__file__).parent
 MODELS = (HERE / "models" / "tiny-qwen3", HERE / "models" / "tiny-qwen3.5")
@@ -139,13 +140,13 @@ def show(model: Path, rows: Sequence[Row]) -> bool:
         error = float(difference.std() / windows**0.5) if windows > 1 else float("nan")
         paired = "" if row is rival else f"{float(difference.mean()):+.5f} ± {error:.5f}"
         table.add_row(
-            f"[bold]{row.name}[/]" if row is bits or row is size else row.name,
+            styled((row.name, "bold" if row is bits or row is size else "")),
             f"{row.plan.bits_per_weight:.3f}",
             f"{row.plan.output_bytes:,}",
             f"{row.mean:.5f}",
             paired,
         )
-    stderr().print(table)
+    results().print(table)
     by_bits = [row for row in uniform if row.plan.bits_per_weight <= bits.plan.bits_per_weight]
     by_size = [row for row in uniform if row.plan.output_bytes <= size.plan.output_bytes]
     return all(row.mean > bits.mean for row in by_bits) and all(

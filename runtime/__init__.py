@@ -1,11 +1,19 @@
-"""Packed checkpoint to tokens. Never imports transformers or the converter."""
+"""Packed checkpoint to tokens. Never imports transformers or the converter.
+
+What needs torch is imported when it is first asked for, so that `lowbit-run --help` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.chat import Message
-from lowbit.runtime.model import Model, load
-from lowbit.runtime.reasoning import Piece
-from lowbit.runtime.sampling import SamplingParams
-from lowbit.runtime.stream import Generation, Stream, Timings
+
+if TYPE_CHECKING:
+    from lowbit.runtime.chat import Message
+    from lowbit.runtime.model import Model, load
+    from lowbit.runtime.reasoning import Piece
+    from lowbit.runtime.sampling import SamplingParams
+    from lowbit.runtime.stream import Generation, Stream, Timings
 
 __all__ = [
     "Generation",
@@ -18,3 +26,24 @@ __all__ = [
     "Timings",
     "load",
 ]
+
+_HOMES = {
+    "Generation": "stream",
+    "Message": "chat",
+    "Model": "model",
+    "Piece": "reasoning",
+    "SamplingParams": "sampling",
+    "Stream": "stream",
+    "Timings": "stream",
+    "load": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,14 @@
-"""`python -m lowbit.runtime` is `lowbit-run`."""
+"""`lowbit-run`, and `python -m lowbit.runtime`."""
 
-from lowbit.runtime.cli import main
+from typing import NoReturn
 
-main(prog_name="lowbit-run")
+from lowbit.formats.shell.entry import run
+
+
+def main() -> NoReturn:
+    """Run the command."""
+    run("lowbit.runtime.cli", "lowbit-run")
+
+
+if __name__ == "__main__":
+    main()

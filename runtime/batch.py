@@ -14,12 +14,12 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.engine import nonfinite_error
 from lowbit.runtime.graphs import aside, recorded
+from lowbit.runtime.limits import MOST_SEQUENCES
 from lowbit.runtime.loader import Decoder
 from lowbit.runtime.memory import check_batch
 from lowbit.runtime.model import Model
 from lowbit.runtime.sampling import SamplingParams
 
-MOST_SEQUENCES = 8
 GREEDY = SamplingParams()
 
 

@@ -11,12 +11,10 @@ import torch
 from lowbit.formats.errors import RequestError
 from lowbit.formats.free_memory import free_bytes
 from lowbit.runtime.batch import start_batch
+from lowbit.runtime.limits import NEW_TOKENS, PROMPT_TOKENS, RUNS
 from lowbit.runtime.model import Model
 from lowbit.runtime.sampling import SamplingParams
 
-PROMPT_TOKENS = 64
-NEW_TOKENS = 128
-RUNS = 3
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
 BANDWIDTH_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}

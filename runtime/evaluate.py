@@ -55,10 +55,27 @@ def check_harness() -> str:
     return f"lm-eval {version('lm_eval')}"
 
 
+def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
+    """The harness's task manager, made sure to know some tasks, for `evaluate`.
+
+    Args:
+        names: tasks, groups or tags.
+        folder: of further tasks as YAML.
+
+    Raises:
+        ResourceError: the harness is not installed.
+        RequestError: an unknown task.
+    """
+    check_harness()
+    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(folder or Path()):
+        return _find_tasks(names, folder)
+
+
 def evaluate(
     model: Model,
     names: Sequence[str],
     *,
+    manager: Any = None,
     task_folder: Path | None = None,
     limit: int | None = None,
     few_shot: int | None = None,
@@ -71,6 +88,7 @@ def evaluate(
     Args:
         model: loaded.
         names: tasks, groups or tags that the harness or the folder has.
+        manager: what `find_tasks` gave for the same names and folder; None to find them now.
         task_folder: of further tasks as YAML; paths in them are relative to it.
         limit: of samples a task.
         few_shot: examples before each question; None leaves it to the tasks.
@@ -90,7 +108,7 @@ def evaluate(
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints now and then
         random.seed(SEEDS[0])
         _seed_numpy_and_torch(SEEDS[1])
-        loaded = _load_tasks(names, task_folder, few_shot)
+        loaded = _load_tasks(names, manager, task_folder, few_shot)
         lm = language_model(model, chat, thinking, progress)
         started = time.perf_counter()
         results = run(
@@ -149,7 +167,9 @@ def _finite(value: Any) -> float | None:
     return figure if math.isfinite(figure) else None
 
 
-def _load_tasks(names: Sequence[str], folder: Path | None, few_shot: int | None) -> Any:
+def _load_tasks(
+    names: Sequence[str], manager: Any, folder: Path | None, few_shot: int | None
+) -> Any:
     """Tasks by name, as the harness loads them.
 
     Raises:
@@ -159,7 +179,7 @@ def _load_tasks(names: Sequence[str], folder: Path | None, few_shot: int | None)
 
     try:
         with contextlib.chdir(folder or Path()):
-            loaded = _find_tasks(names, folder).load(list(names))
+            loaded = (manager or _find_tasks(names, folder)).load(list(names))
     except (DatasetsError, KeyError, TypeError, ValueError) as error:
         tasks = ", ".join(f"`{name}`" for name in names)
         raise RequestError(f"{tasks} cannot be loaded: {error}") from error

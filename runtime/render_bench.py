@@ -1,12 +1,6 @@
-"""Measured speed as tables on stderr."""
+"""Measured speed as tables on stdout."""
 
-from collections.abc import Sequence
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from lowbit.formats.shell.tables import plain_table, results
 from lowbit.runtime.bench import BenchResult
 from lowbit.runtime.memory import gigabytes
 from lowbit.runtime.profiling import KernelTime, Profile, Reads
@@ -53,22 +47,21 @@ def show_result(name: str, result: BenchResult) -> None:
             f"{_percent(result.roofline_share)} of read bandwidth / bytes per token",
         ),
     ]
-    title = f"{escape(name)} on {result.device}"
-    table = Table("what", "measured", title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = plain_table(f"{name} on {result.device}", ("what", "measured"))
     for row in rows:
         table.add_row(*row)
-    Console(stderr=True).print(table)
+    results().print(table)
 
 
 def show_sweep(name: str, sweep: Sweep) -> None:
     """A row for each point."""
     how = "sampled" if sweep.sampled else "greedy"
-    title = f"{escape(name)} on {sweep.device}, {sweep.new_tokens} tokens, {how}"
+    title = f"{name} on {sweep.device}, {sweep.new_tokens} tokens, {how}"
     columns = [AXES[sweep.over], "tok/s", "us/step", "per step", "roofline"]
     batched, cached = sweep.over == "batch", sweep.over == "context"
     columns += ["against the first"] if batched else ["first token"]
     columns += ["KV read at"] if cached else []
-    table = _numbers(columns, title)
+    table = plain_table(title, columns[:1], columns[1:])
     for each in sweep.points:
         first = 0.0 if each.first_token_s is None else each.first_token_s
         row = [str(each.at), f"{each.tokens_per_s:.1f}", f"{each.us_per_step:.0f}"]
@@ -76,21 +69,22 @@ def show_sweep(name: str, sweep: Sweep) -> None:
         row += [f"x {each.relative:.2f}" if batched else f"{first * 1e3:.1f} ms"]
         row += [_rate(each.kv_bytes_per_s)] if cached else []
         table.add_row(*row)
-    table.caption = f"read bandwidth {_rate(sweep.bandwidth)}"
-    table.caption_justify = "left"
-    Console(stderr=True).print(table)
+    console = results()
+    console.print(table)
+    console.print(f"read bandwidth {_rate(sweep.bandwidth)}")
 
 
 def show_profile(profile: Profile, result: BenchResult) -> None:
     """A row for each kernel, then for what they read, then for the whole step."""
+    console = results()
     title = f"{profile.steps} decode steps under the profiler"
-    table = _numbers(["kernel", "calls", "us/call", "us/token", "share", "bandwidth"], title)
-    console = Console(stderr=True)
+    figures = ("calls", "us/call", "us/token", "share", "bandwidth")
+    table = plain_table(title, ("kernel",), figures)
     width = max(LEAST_NAME, console.width - NUMBERS_WIDTH)
     shown = [each for each in profile.kernels if each.share >= LEAST_SHARE]
     for each in shown:
         numbers = f"{each.calls_per_token:g}", f"{each.us_per_call:.2f}", f"{each.us_per_token:.1f}"
-        table.add_row(escape(_label(each, width)), *numbers, _percent(each.share), "")
+        table.add_row(_label(each, width), *numbers, _percent(each.share), "")
     if rest := profile.kernels[len(shown) :]:
         us, share = sum(each.us_per_token for each in rest), sum(each.share for each in rest)
         calls = sum(each.calls_per_token for each in rest)
@@ -106,14 +100,6 @@ def show_profile(profile: Profile, result: BenchResult) -> None:
     rate = _rate(result.step_bytes / whole)
     table.add_row("a token, not profiled", "", "", f"{whole * 1e6:.1f}", "", rate)
     console.print(table)
-
-
-def _numbers(columns: Sequence[str], title: str) -> Table:
-    """An empty table of numbers beside their names."""
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, no_wrap=True, justify="right" if index else "left")
-    return table
 
 
 def _label(kernel: KernelTime, width: int) -> str:

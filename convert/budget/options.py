@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowbit.convert.options import Command, parse_size
+from lowbit.convert.options import parse_size
+from lowbit.formats.shell.failure import Command
+from lowbit.formats.shell.options import existing_file, with_options
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.command import TargetRequest
@@ -43,33 +45,7 @@ def target_options(command: Command) -> Command:
     ) -> None:
         command(target=make_target(target_bpw, target_size, sensitivities), **options)
 
-    options = (
-        click.option(
-            "--target-bpw",
-            callback=parse_bits,
-            metavar="BITS",
-            help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, so "
-            "that decoder and head have at most so many bits per weight and lose least. What "
-            "--bits and --lm-head name keeps what they say.",
-        ),
-        click.option(
-            "--target-size",
-            callback=parse_limit,
-            metavar="SIZE",
-            help="The same for the size of the weight files.",
-        ),
-        click.option(
-            "--sensitivities",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="What `sensitivity --out` wrote, for a target  [default: the cache; measured "
-            "where it has none].",
-        ),
-    )
-    decorated: Command = run
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated
+    return _options(run)
 
 
 def make_target(
@@ -86,3 +62,29 @@ def make_target(
             raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
         return None
     return TargetRequest(Target(bits, size), sensitivities)
+
+
+_options = with_options(
+    click.option(
+        "--target-bpw",
+        callback=parse_bits,
+        metavar="BITS",
+        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, so that "
+        "decoder and head have at most BITS bits per weight and lose least. Modules that --bits "
+        "or --lm-head name keep what these say.",
+    ),
+    click.option(
+        "--target-size",
+        callback=parse_limit,
+        metavar="SIZE",
+        help="Choose in the same way, so that the weight files have at most this size.",
+    ),
+    click.option(
+        "--sensitivities",
+        type=click.Path(path_type=Path),
+        callback=existing_file,
+        metavar="FILE",
+        show_default="the cache, else measured now",
+        help="For a target: the file that `sensitivity --out` wrote.",
+    ),
+)

@@ -3,14 +3,13 @@
 from collections import Counter
 from typing import Any
 
-from rich.markup import escape
-
 from lowbit.convert.budget.allocate import Allocation
 from lowbit.convert.budget.lookup import Found
 from lowbit.convert.budget.record import Row, Sensitivities, by_set
 from lowbit.convert.budget.sets import inside_layer, layer_number
 from lowbit.convert.report import words
-from lowbit.convert.terminal import plain_table, stderr
+from lowbit.formats.shell.output import note
+from lowbit.formats.shell.tables import plain_table, results, styled
 
 WORST, LEAST = 10, 5
 BITS = 4
@@ -18,7 +17,7 @@ BITS = 4
 
 def sensitivities(found: Found) -> None:
     """Show the worst and the least sensitive sets, and where the rest is."""
-    console = stderr()
+    console = results()
     record = found.sensitivities
     ranked = _ranked(record)
     sizes = sorted({row.group_size for row in record.rows}, reverse=True)
@@ -32,21 +31,25 @@ def sensitivities(found: Found) -> None:
     for name, rows in shown:
         table.add_row(_short(name), *_figures(rows, columns))
     if len(rest) > len(least):
-        table.add_row(f"[dim]{len(rest) - len(least)} between[/]")
+        table.add_row(styled((f"{len(rest) - len(least)} between", "dim")))
     for name, rows in least:
         table.add_row(_short(name), *_figures(rows, columns))
     console.print(table)
     console.print(
-        f"[dim]on {record.windows} windows of {record.window} tokens of "
-        f"{escape(words.plain(record.text_name))}; {'measured now' if found.is_new else 'known'}: "
-        f"{escape(str(found.file))}[/]"
+        styled(
+            (
+                f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
+                f"{'measured now' if found.is_new else 'known'}: {found.file}",
+                "dim",
+            )
+        )
     )
 
 
 def _short(name: str) -> str:
     """`0.mlp.gate_up`: the number of the layer and what follows."""
     layer, kind = layer_number(name), inside_layer(name)
-    return escape(words.plain(kind if layer is None else f"{layer}.{kind}"))
+    return kind if layer is None else f"{layer}.{kind}"
 
 
 def _ranked(record: Sensitivities) -> list[tuple[str, list[Row]]]:
@@ -70,13 +73,12 @@ def sensitivities_json(found: Found) -> dict[str, Any]:
 
 
 def allocation(chosen: Allocation, found: Found) -> None:
-    """Say what was chosen, from which sensitivities."""
-    console = stderr()
+    """Say what was chosen, from which sensitivities; the result itself is shown later."""
     origin = "measured now, kept in" if found.is_new else "from"
-    console.print(f"[dim]sensitivities {origin} {escape(str(found.file))}[/]")
+    note(f"sensitivities {origin} {found.file}")
     counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
     parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
-    console.print(
+    note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
         f"{words.size(chosen.plan.output_bytes)}, sum of KL {words.kl(chosen.kl)}"

@@ -4,12 +4,21 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import print_json, reported
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.output import print_json
 
 
-@click.command()
-@click.argument("a", metavar="A", type=click.Path(path_type=Path))
-@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.command(
+    short_help="Show what differs between two.",
+    epilog="""\b
+    Example:
+      lowbit-convert diff qwen3-8b-int4 qwen3-8b-int4-gptq
+    """,
+)
+@click.argument("a", metavar="A", type=click.Path(path_type=Path), shell_complete=folders)
+@click.argument("b", metavar="B", type=click.Path(path_type=Path), shell_complete=folders)
+@json_option
 @reported
 def diff(a: Path, b: Path, as_json: bool) -> None:
     """Show what differs between the packed checkpoints A and B."""

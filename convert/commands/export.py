@@ -6,15 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.convert.options import folder_argument, parse_size, print_json, reported
+from lowbit.convert.options import folder_argument, out_argument, parse_size
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.export.export import Export, Target
 
 
-@click.command()
+@click.command(
+    short_help="Repack for another engine.",
+    epilog="""\b
+    Example:
+      lowbit-convert export qwen3-8b-int4 qwen3-8b-gguf --to gguf
+    """,
+)
 @folder_argument
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@out_argument
 @click.option(
     "--to",
     "target",
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Limit of a weight file; a GGUF file is always one.",
 )
+@json_option
 @reported
 def export(folder: Path, out: Path, target: "Target", max_shard_size: int, as_json: bool) -> None:
     """Repack the packed checkpoint DIR for another engine into the folder OUT.
@@ -50,22 +60,22 @@ def export(folder: Path, out: Path, target: "Target", max_shard_size: int, as_js
 
 def _show(done: "Export") -> None:
     """Say what was made and what was proven."""
-    from rich.markup import escape
-
     from lowbit.convert.report.words import size
-    from lowbit.convert.terminal import stderr
+    from lowbit.formats.shell.tables import results, styled
 
-    console = stderr()
+    console = results()
     proof = done.proof
+    mark = ("✓", "bold green")
+    console.print(styled(mark, f" {done.folder}: {size(done.weight_bytes)} of weights"))
     console.print(
-        f"[bold green]✓[/] {escape(str(done.folder))}: {size(done.weight_bytes)} of weights"
-    )
-    console.print(
-        f"[bold green]✓[/] read back: {proof.linears} linears, {proof.codes:,} codes and "
-        f"{proof.scales:,} scales equal, largest difference of a weight "
-        f"{proof.largest_difference}; {proof.copied} other tensors with the same bytes"
+        styled(
+            mark,
+            f" read back: {proof.linears} linears, {proof.codes:,} codes and {proof.scales:,} "
+            f"scales equal, largest difference of a weight {proof.largest_difference}; "
+            f"{proof.copied} other tensors with the same bytes",
+        )
     )
     for reason in done.dropped:
-        console.print(f"[dim]left out: {escape(reason)}[/]")
+        console.print(styled((f"left out: {reason}", "dim")))
     for note in done.notes:
-        console.print(f"[yellow]![/] {escape(note)}")
+        console.print(styled(("!", "yellow"), f" {note}"))

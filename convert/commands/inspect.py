@@ -2,16 +2,26 @@
 
 import click
 
-from lowbit.convert.options import print_json, reported
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.output import print_json
 
 
-@click.command()
-@click.argument("source", metavar="DIR_OR_REPO")
+@click.command(
+    short_help="Show what a packed checkpoint holds.",
+    epilog="""\b
+    Examples:
+      lowbit-convert inspect qwen3-8b-int4 | less
+      lowbit-convert inspect me/qwen3-8b-int4 --json
+    """,
+)
+@click.argument("source", metavar="DIR_OR_REPO", shell_complete=folders)
+@json_option
 @reported
 def inspect(source: str, as_json: bool) -> None:
-    """Show what a packed checkpoint holds: a folder, or OWNER/NAME[@REVISION] on the Hub.
+    """Show what a packed checkpoint holds.
 
-    Of a repository only headers are read, by range requests.
+    It is a folder, or OWNER/NAME[@REVISION] on the Hub, of which only headers are read.
     """
     from lowbit.convert import inspection, render_inspection
 

@@ -6,30 +6,36 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.convert.budget.options import target_options
-from lowbit.convert.options import (
-    device_option,
-    dim_note,
-    make_recipe,
-    print_json,
-    recipe_options,
-    reported,
-)
+from lowbit.convert.options import device_option, make_recipe, recipe_options, source_argument
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import existing_file, json_option
+from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.command import TargetRequest
 
 
-@click.command()
-@click.argument("source", metavar="SRC")
+@click.command(
+    short_help="Show what would happen, from headers.",
+    epilog="""\b
+    Examples:
+      lowbit-convert plan Qwen/Qwen3-8B
+      lowbit-convert plan Qwen/Qwen3-8B --recipe mixed --bits '*.down_proj=8'
+    """,
+)
+@source_argument
 @recipe_options
 @target_options
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
+    callback=existing_file,
     metavar="FILE",
-    help="Text that a target's sensitivities are measured on  [default: a bundled mix].",
+    show_default="a bundled mix",
+    help="Text that a target's sensitivities are measured on.",
 )
 @device_option
+@json_option
 @reported
 def plan(
     source: str,
@@ -41,9 +47,10 @@ def plan(
     as_json: bool,
     **recipe: Any,
 ) -> None:
-    """Show what would happen to SRC; reads headers only, of a Hub id by range requests.
+    """Show what a conversion of SRC would do, in sizes, memory and the fate of every tensor.
 
-    A target needs the weights, whose sensitivities are measured unless they are known.
+    Reads headers only, of a Hub id by range requests. A target needs the weights, whose
+    sensitivities are measured unless they are known.
     """
     from lowbit.convert import render
     from lowbit.convert.budget.command import meet_target
@@ -51,13 +58,15 @@ def plan(
     from lowbit.convert.preview import preview
     from lowbit.convert.terminal import progress_bars
 
+    if calib is not None and target is None:
+        raise click.UsageError("--calib is for --target-bpw or --target-size.")
     made = make_recipe(**recipe)
     if target is not None:
         settings = Settings(calib=calib, device=device)
-        note = None if as_json else dim_note
         with progress_bars(quiet=as_json) as progress:
+            told = None if as_json else note
             made = meet_target(
-                source, revision, made, target, settings, max_shard_size, progress, note
+                source, revision, made, target, settings, max_shard_size, progress, told
             )
     view = preview(source, revision, made, max_shard_size)
     if as_json:

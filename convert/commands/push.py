@@ -4,14 +4,24 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import folder_argument, print_json, private_option, reported
+from lowbit.convert.options import folder_argument, private_option
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import print_json
 
 
-@click.command()
+@click.command(
+    short_help="Publish a packed checkpoint on the Hub.",
+    epilog="""\b
+    Example:
+      lowbit-convert push qwen3-8b-int4 me/qwen3-8b-int4 --private
+    """,
+)
 @folder_argument
 @click.argument("repo", metavar="REPO")
 @private_option
-@click.option("--revision", metavar="BRANCH", help="Where to, created if need be.")
+@click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
+@json_option
 @reported
 def push(
     folder: Path, repo: str, private: bool | None, revision: str | None, as_json: bool

@@ -1,12 +1,12 @@
 """`lowbit-convert quantize`."""
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lowbit.convert.budget.options import target_options
 from lowbit.convert.options import (
@@ -14,25 +14,38 @@ from lowbit.convert.options import (
     check_gate,
     close_gate,
     device_option,
-    dim_note,
     eval_text_option,
     gate_option,
     make_recipe,
+    out_argument,
     parse_size,
-    print_json,
     private_option,
     recipe_options,
-    reported,
+    source_argument,
 )
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import check_command, json_option
+from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.command import TargetRequest
     from lowbit.convert.gate import Condition
 
 
-@click.command()
-@click.argument("source", metavar="SRC")
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes
+
+
+@click.command(
+    short_help="Quantize a checkpoint into a folder.",
+    epilog="""\b
+    Examples:
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-gptq --method gptq --device cuda --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-5bit --target-bpw 5
+    """,
+)
+@source_argument
+@out_argument
 @recipe_options
 @target_options
 @calibration_options
@@ -43,15 +56,16 @@ if TYPE_CHECKING:
     metavar="SIZE",
     default="2GB",
     show_default=True,
-    help="Resident memory not to exceed, whatever the model's size; calibration before that needs "
-    "a decoder layer in FP32 and the text's activations.",
+    help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
+    "needs a decoder layer in FP32 and the text's activations.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the packed checkpoint at OUT.")
-@click.option("--report", is_flag=True, help="Compare logits with the original too.")
+@click.option("--report", is_flag=True, help="Compare logits with the original, too.")
 @eval_text_option
 @gate_option
 @click.option("--push-to-hub", "repo", metavar="REPO", help="Publish OUT as OWNER/NAME afterwards.")
 @private_option
+@json_option
 @reported
 def quantize(
     source: str,
@@ -74,12 +88,16 @@ def quantize(
     as_json: bool,
     **recipe: Any,
 ) -> None:
-    """Quantize the checkpoint SRC (a folder or a Hub id) into the folder OUT."""
+    """Quantize the checkpoint SRC, a folder or a Hub id, into the new folder OUT.
+
+    Interrupted, the same command continues after the last finished tensor or layer.
+    """
     from lowbit.convert import render, render_published, reporting
     from lowbit.convert.budget.command import meet_target
     from lowbit.convert.budget.lookup import Settings
     from lowbit.convert.calibration.request import CalibrationRequest
     from lowbit.convert.conversion import convert
+    from lowbit.convert.folder import check_output
     from lowbit.convert.gate import hold
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.command import publish_folder
@@ -90,19 +108,21 @@ def quantize(
             raise click.UsageError(f"{option} is for the comparison that --report asks for.")
     if private is not None and repo is None:
         raise click.UsageError("--private and --public are for --push-to-hub.")
-    _check_command(source)
+    check_command(source, "source")
     api = None if repo is None else open_hub(repo)  # before the long work
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
     made = make_recipe(**recipe)
-    if (calib is not None or calib_chat) and not made.method.calibrated and target is None:
-        raise click.UsageError("--calib is for calibrated methods; name one with --method.")
-    note = None if as_json else dim_note
+    if not made.method.calibrated:
+        _check_calibration(calib, target)
+    if target is not None:
+        check_output(out.resolve(), overwrite)  # before its sensitivities are measured
+    told = None if as_json else note
     with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
         if target is not None:
             settings = Settings(calib=calib, device=device)
             made = meet_target(
-                source, revision, made, target, settings, max_shard_size, progress, note
+                source, revision, made, target, settings, max_shard_size, progress, told
             )
         conversion = convert(
             source,
@@ -118,7 +138,7 @@ def quantize(
         )
         quality = reporting.write_weight_report(conversion)
         if report:
-            request = reporting.LogitRequest(texts, device, note)
+            request = reporting.LogitRequest(texts, device, told)
             quality = reporting.write_logit_report(conversion, request, progress)
     result = hold(gate, quality)
     if not as_json:
@@ -140,28 +160,32 @@ def quantize(
 
 @contextmanager
 def explained_interrupt(out: Path) -> Iterator[None]:
-    """Say what Ctrl-C leaves behind, then abort as click does."""
+    """Say what Ctrl-C leaves behind."""
     from lowbit.convert.folder import partial_of
 
     try:
         yield
     except KeyboardInterrupt:
         partial = partial_of(out)
-        if partial.exists():
-            click.echo(
-                f"\ninterrupted; finished tensors are kept in `{partial}`, and the same command "
-                "continues there",
-                err=True,
-            )
-        raise
+        if not partial.exists():
+            raise
+        raise KeyboardInterrupt(
+            f"finished tensors are kept in `{partial}`, and the same command continues there"
+        ) from None
 
 
-def _check_command(source: str) -> None:
-    """A source that is not there and looks like a command was meant as one."""
-    parent = click.get_current_context().parent
-    commands = parent.command.commands if parent and isinstance(parent.command, click.Group) else {}
-    close = difflib.get_close_matches(source, commands, n=1, cutoff=0.75)
-    if close and not Path(source).exists():
+def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> None:
+    """Refuse options that would have no effect without a calibrated method."""
+    context = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in CALIBRATION
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if calib is not None and target is None:
+        given.insert(0, "--calib")
+    if given:
+        verb = "is" if len(given) == 1 else "are"
         raise click.UsageError(
-            f"'{source}' is no source here; did you mean the command '{close[0]}'?"
+            f"{' and '.join(given)} {verb} for calibrated methods; name one with --method."
         )

@@ -9,24 +9,38 @@ from lowbit.convert.options import (
     check_gate,
     close_gate,
     device_option,
-    dim_note,
     eval_text_option,
     folder_argument,
     gate_option,
-    print_json,
-    reported,
 )
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
     from lowbit.convert.gate import Condition
 
 
-@click.command()
+@click.command(
+    short_help="Compare with the original.",
+    epilog="""\b
+    Examples:
+      lowbit-convert report qwen3-8b-int4 --gate 'kl_mean<0.03,top1>0.94'
+      lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --eval-text notes.txt
+    """,
+)
 @folder_argument
-@click.option("--source", metavar="SRC", help="The original  [default: the Hub id in lowbit.json].")
+@click.option(
+    "--source",
+    metavar="SRC",
+    shell_complete=folders,
+    show_default="the Hub id in lowbit.json",
+    help="The original, a folder or a Hub id.",
+)
 @eval_text_option
 @gate_option
 @device_option
+@json_option
 @reported
 def report(
     folder: Path,
@@ -43,7 +57,7 @@ def report(
 
     texts = reporting.read_texts(eval_texts)
     check_gate(gate, texts)
-    request = reporting.LogitRequest(texts, device, None if as_json else dim_note)
+    request = reporting.LogitRequest(texts, device, None if as_json else note)
     with progress_bars(quiet=as_json) as progress:
         quality = reporting.write_full_report(folder, source, request, progress)
     result = hold(gate, quality)

@@ -4,14 +4,11 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import (
-    device_option,
-    dim_note,
-    parse_size,
-    print_json,
-    reported,
-)
+from lowbit.convert.options import device_option, parse_size, source_argument
 from lowbit.formats.scheme import GROUP_SIZES
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, existing_file, json_option, output_file
+from lowbit.formats.shell.output import note, print_json
 
 
 def parse_groups(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
@@ -24,23 +21,42 @@ def parse_groups(ctx: click.Context, param: click.Parameter, text: str) -> tuple
     return tuple(sorted(map(int, sizes)))
 
 
-@click.command()
-@click.argument("source", metavar="SRC")
+def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before the measurement, a name that leaves none for the plot."""
+    if value is not None and value.suffix == ".svg":
+        raise click.BadParameter("it names the JSON file; the plot has its name with .svg.")
+    output_file(ctx, param, None if value is None else value.with_suffix(".svg"))
+    return output_file(ctx, param, value)
+
+
+@click.command(
+    short_help="Measure what bits cost where.",
+    epilog="""\b
+    Example:
+      lowbit-convert sensitivity Qwen/Qwen3-8B --out sensitivity.json
+    """,
+)
+@source_argument
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
+    callback=json_path,
     metavar="FILE",
-    help="Write the JSON here as well, and the plot beside it  [default: the cache alone].",
+    show_default="in the cache alone",
+    help="Write the figures to FILE as JSON, too, and the plot beside it.",
 )
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
+    callback=existing_file,
     metavar="FILE",
-    help="Text to measure on  [default: a bundled mix, apart from the evaluation text].",
+    show_default="a bundled mix, apart from the evaluation text",
+    help="Text to measure on.",
 )
 @click.option(
     "--windows",
-    type=click.IntRange(1),
+    type=Count(),
+    metavar="N",
     default=8,
     show_default=True,
     help="Windows of 512 tokens to measure on, spread over the text.",
@@ -59,10 +75,11 @@ def parse_groups(ctx: click.Context, param: click.Parameter, text: str) -> tuple
     metavar="SIZE",
     default="4GB",
     show_default=True,
-    help="For hidden states; less means more passes over the weights.",
+    help="Memory for hidden states; less means more passes over the weights.",
 )
 @device_option
-@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@json_option
 @reported
 def sensitivity(
     source: str,
@@ -75,7 +92,7 @@ def sensitivity(
     revision: str | None,
     as_json: bool,
 ) -> None:
-    """Measure what 4 and 8 bits of each fused set of SRC cost, as KL to the original.
+    """Measure what 4 and 8 bits of each fused set of SRC cost, as KL divergence.
 
     The figures are kept in the cache (below XDG_CACHE_HOME or ~/.cache), where --target-bpw and
     --target-size of `quantize` and `plan` look for them.
@@ -87,12 +104,10 @@ def sensitivity(
     from lowbit.convert.terminal import progress_bars
     from lowbit.formats.hub import locate
 
-    if out is not None and out.suffix == ".svg":
-        raise click.UsageError("--out names the JSON file; the plot has its name with .svg.")
     folder = locate(source, revision).folder
     settings = Settings(calib, windows, group_sizes, device, state_memory)
     with progress_bars(quiet=as_json) as progress:
-        found = find_or_measure(folder, settings, progress, None if as_json else dim_note)
+        found = find_or_measure(folder, settings, progress, None if as_json else note)
     plot = found.file.with_suffix(".svg") if out is None else out.with_suffix(".svg")
     write_file(plot, heat_map(found.sensitivities))
     if out is not None:
@@ -101,4 +116,4 @@ def sensitivity(
         print_json({**render.sensitivities_json(found), "plot": str(plot)})
     else:
         render.sensitivities(found)
-        dim_note(f"plot: {plot}")
+        note(f"plot: {plot}")

@@ -4,28 +4,35 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import (
-    device_option,
-    folder_argument,
-    print_json,
-    reported,
+from lowbit.convert.options import device_option, folder_argument
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import existing_file, folders, json_option
+from lowbit.formats.shell.output import print_json
+
+
+@click.command(
+    short_help="Check hashes, layout and completeness.",
+    epilog="""\b
+    Example:
+      lowbit-convert verify qwen3-8b-int4 --source Qwen/Qwen3-8B
+    """,
 )
-
-
-@click.command()
 @folder_argument
 @click.option(
     "--source",
     metavar="SRC",
-    help="The original: compare its hashes too, and quantize it again to the same bytes.",
+    shell_complete=folders,
+    help="The original: compare its hashes, too, and quantize it again to the same bytes.",
 )
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
+    callback=existing_file,
     metavar="FILE",
-    help="The text of a calibrated method, with --source.",
+    help="With --source: the text of a calibrated method.",
 )
 @device_option
+@json_option
 @reported
 def verify(
     folder: Path, source: str | None, calib: Path | None, device: str, as_json: bool

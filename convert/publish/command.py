@@ -1,13 +1,12 @@
 """Publishing as the commands do it: verify under our bar, send under the library's."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.convert.publish.push import Published, publish
-from lowbit.convert.terminal import progress_bars, stderr
+from lowbit.convert.terminal import progress_bars
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -37,8 +36,7 @@ def publish_folder(
     with progress_bars(quiet) as progress:
         parcel = make_parcel(folder, repo, progress)
     try:
-        bars = stderr().is_terminal and not quiet
+        bars = sys.stderr.isatty() and not quiet
         return publish(api, parcel, private, revision, bars)
     except KeyboardInterrupt:
-        click.echo(f"\ninterrupted; `lowbit-convert push {folder} {repo}` continues", err=True)
-        raise
+        raise KeyboardInterrupt(f"`lowbit-convert push {folder} {repo}` continues") from None

@@ -13,7 +13,7 @@ from lowbit.convert.report import words
 from lowbit.convert.report.files import replace_file
 from lowbit.convert.report.page import render_page
 from lowbit.convert.report.svg import Dot, Line, Mark, chart, linear_axis
-from lowbit.convert.terminal import plain_table
+from lowbit.formats.shell.tables import plain_table
 
 SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report import words
 from lowbit.convert.report.verdict import judge, kinds, observations, scheme_text, worst
-from lowbit.convert.terminal import plain_table
+from lowbit.formats.shell.tables import plain_table
 
 _PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}

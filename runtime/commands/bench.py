@@ -10,25 +10,18 @@ from click.core import ParameterSource
 
 from lowbit.formats.recipes import GROUP_SIZE, Base
 from lowbit.formats.scheme import GROUP_SIZES
-from lowbit.runtime.batch import MOST_SEQUENCES
-from lowbit.runtime.bench import NEW_TOKENS, PROMPT_TOKENS, RUNS
-from lowbit.runtime.options import (
-    json_option,
-    load_model,
-    load_options,
-    model_argument,
-    note,
-    print_json,
-    quantize_option,
-    reported,
-    with_options,
-)
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, json_option, output_file, with_options
+from lowbit.formats.shell.output import note, print_json
+from lowbit.runtime.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.options import load_model, load_options, model_argument, quantize_option
 
 if TYPE_CHECKING:
     from lowbit.runtime.model import Model
     from lowbit.runtime.sweep import Sweep
 
 MOST_DIGITS = 9  # of a number in a list
+MOST_RUNS = 10_000
 SWEEPS = ("contexts", "group_sizes", "batches")
 DEFAULT_RECIPE: Base = "int4"  # of a sweep over group sizes
 
@@ -59,27 +52,40 @@ def svg_path(context: click.Context, parameter: click.Parameter, value: Path | N
     """Refuse, before the long work, what cannot become an SVG file."""
     if value is not None and value.suffix.lower() != ".svg":
         raise click.BadParameter(f"`{value}` does not end in .svg.")
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder `{value.parent}`.")
-    return value
+    return output_file(context, parameter, value)
 
 
 measure_options = with_options(
     click.option(
-        "--prompt-tokens", type=click.IntRange(min=1), default=PROMPT_TOKENS, show_default=True
+        "--prompt-tokens",
+        type=Count(),
+        metavar="N",
+        default=PROMPT_TOKENS,
+        show_default=True,
+        help="Length of the prompt.",
     ),
-    click.option("--new-tokens", type=click.IntRange(min=2), default=NEW_TOKENS, show_default=True),
+    click.option(
+        "--new-tokens",
+        type=Count(2),
+        metavar="N",
+        default=NEW_TOKENS,
+        show_default=True,
+        help="Tokens to decode after it.",
+    ),
     click.option(
         "--runs",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MOST_RUNS),
+        metavar="N",
         default=RUNS,
         show_default=True,
-        help="The median counts; one more warms up.",
+        help="Repetitions, of which the median counts; one more warms up.",
     ),
     click.option(
-        "--sampled", is_flag=True, help="Temperature 0.7, top-k 20, top-p 0.95; else greedy."
+        "--sampled",
+        is_flag=True,
+        help="Draw tokens with temperature 0.7, top-k 20 and top-p 0.95 instead of the likeliest.",
     ),
-    click.option("--profile", is_flag=True, help="Also show where the time of a token goes."),
+    click.option("--profile", is_flag=True, help="Show where the time of a token goes, too."),
 )
 sweep_options = with_options(
     click.option(
@@ -93,17 +99,17 @@ sweep_options = with_options(
         metavar="N,N,...",
         callback=numbers(GROUP_SIZES),
         help="Sweep: quantize a BF16 MODEL at load in groups of so many weights, by the recipe of "
-        f"--quantize  [default: {DEFAULT_RECIPE}].",
+        f"--quantize or by {DEFAULT_RECIPE}.",
     ),
     click.option(
         "--batches",
         metavar="N,N,...",
         callback=numbers(tuple(range(1, MOST_SEQUENCES + 1))),
-        help=f"Sweep: decode so many sequences (1 to {MOST_SEQUENCES}) together, greedy.",
+        help=f"Sweep: decode so many sequences together, 1 to {MOST_SEQUENCES}, greedily.",
     ),
     click.option(
         "--plot",
-        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE.svg",
         callback=svg_path,
         help="Draw the sweep.",
@@ -111,7 +117,15 @@ sweep_options = with_options(
 )
 
 
-@click.command()
+@click.command(
+    short_help="Measure speed and memory.",
+    epilog="""\b
+    Examples:
+      lowbit-run bench qwen3-8b-int4 --profile
+      lowbit-run bench qwen3-8b-int4 --contexts 128,8192 --plot speed.svg
+      lowbit-run bench Qwen/Qwen3-8B --group-sizes 32,64,128 --json
+    """,
+)
 @model_argument
 @load_options
 @quantize_option
@@ -120,9 +134,9 @@ sweep_options = with_options(
 @json_option
 @reported
 def bench(*, name: str, profile: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure load time, time to first token, decode speed, memory and share of the roofline.
+    """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
-    Or sweep one of context, group size and batch, and plot it.
+    --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
     """
     asked = [sweep for sweep in SWEEPS if options[sweep] is not None]
     _check_usage(asked, profile, plot, options)

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.shell.failure import Failure, reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
 from lowbit.runtime.options import (
-    Failure,
-    json_option,
     load_model,
     load_options,
     model_argument,
-    note,
-    print_json,
     quantize_option,
-    reported,
     sampling_options,
     talk_options,
 )
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-@click.command()
+@click.command(short_help="Talk to the model in the terminal.")
 @model_argument
 @load_options
 @quantize_option

@@ -1,40 +1,47 @@
 """`lowbit-run evaluate`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.runtime.options import (
-    json_option,
-    load_model,
-    load_options,
-    model_argument,
-    note,
-    print_json,
-    reported,
-)
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, folders, json_option
+from lowbit.formats.shell.output import note, print_json
+from lowbit.runtime.options import load_model, load_options, model_argument
 
 if TYPE_CHECKING:
     from lowbit.formats.tasks import TaskReport
-    from lowbit.runtime.harness import Progress
 
 
-@click.command()
+@click.command(
+    short_help="Score a model on tasks.",
+    epilog="""\b
+    Examples (pip install 'lowbit[evaluate]' first):
+      lowbit-run evaluate qwen3-8b-int4 --tasks gsm8k --limit 100
+      lowbit-run evaluate qwen3-8b-int4 --tasks hellaswag,arc_easy --json
+    """,
+)
 @model_argument
-@click.option("--tasks", required=True, metavar="NAMES", help="Tasks or groups, with commas.")
+@click.option(
+    "--tasks", required=True, metavar="NAMES", help="Tasks or groups of tasks, with commas."
+)
 @click.option(
     "--task-folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where further tasks are described (YAML; their files are relative to the folder).",
+    shell_complete=folders,
+    metavar="DIR",
+    help="Where further tasks are described, as YAML; their files are relative to DIR.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Samples of each task  [default: all].")
+@click.option(
+    "--limit", type=Count(), metavar="N", show_default="all", help="Samples of each task."
+)
 @click.option(
     "--num-fewshot",
-    type=click.IntRange(min=0),
-    help="Examples before each question  [default: the task's].",
+    type=Count(0),
+    metavar="N",
+    show_default="the task's",
+    help="Examples before each question.",
 )
 @click.option(
     "--chat/--raw",
@@ -46,7 +53,8 @@ if TYPE_CHECKING:
     "--think/--no-think",
     "thinking",
     default=None,
-    help="With --chat: switch thinking on or off  [default: the model's].",
+    show_default="the model's",
+    help="With --chat: switch thinking on or off.",
 )
 @load_options
 @json_option
@@ -70,27 +78,35 @@ def evaluate(
     The results of a packed folder are kept in its tasks.json, where the quality report finds
     them.
     """
-    from lowbit.formats.tasks import merged, read_tasks, write_tasks
-    from lowbit.runtime.evaluate import check_harness
+    from lowbit.formats.manifest import MANIFEST_FILE
+    from lowbit.formats.shell.tables import progress_bars
+    from lowbit.formats.system import check_writable
+    from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
     from lowbit.runtime.evaluate import evaluate as run
+    from lowbit.runtime.evaluate import find_tasks
 
     names = [task.strip() for task in tasks.split(",") if task.strip()]
     if not names:
         raise click.UsageError("--tasks names no task.")
     if thinking is not None and not chat:
         raise click.UsageError("--think and --no-think need --chat.")
-    check_harness()
+    keeps = (Path(name) / MANIFEST_FILE).exists()
+    if keeps:
+        check_writable(Path(name) / TASKS_FILE)
+        read_tasks(Path(name))
+    manager = find_tasks(names, task_folder)
     model = load_model(name, device, context, threads)
-    with _progress_bar(quiet=as_json) as progress:
+    with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
         done = run(
             model,
             names,
+            manager=manager,
             task_folder=task_folder,
             limit=limit,
             few_shot=num_fewshot,
             chat=chat,
             thinking=thinking,
-            progress=progress,
+            progress=lambda answered, total: progress("answers", answered, total),
         )
     if as_json:
         extra = {"truncated": done.truncated, "seconds": done.seconds}
@@ -99,7 +115,7 @@ def evaluate(
         _show(done.report, name)
     if done.truncated:
         note(f"{done.truncated} requests lost their beginning: the context is {model.context}")
-    if done.report.manifest_sha256 is None or not Path(name).is_dir():
+    if not keeps:
         note("not kept: only a folder of lowbit-convert has a tasks.json")
         return
     path = write_tasks(model.folder, merged(read_tasks(model.folder), done.report))
@@ -107,41 +123,23 @@ def evaluate(
 
 
 def _show(report: "TaskReport", name: str) -> None:
-    """A table on stderr."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    """A table on stdout."""
+    from lowbit.formats.shell.tables import plain_table, results
 
-    title = f"{escape(name)} by {report.harness}"
-    table = Table("task", "metric", title=title, title_justify="left", box=SIMPLE_HEAD)
-    for column in ("value", "± standard error", "samples", "few-shot"):
-        table.add_column(column, justify="right")
+    figures = ("value", "± standard error", "samples", "few-shot")
+    table = plain_table(f"{name} by {report.harness}", ("task", "metric"), figures)
     for row in report.tasks:
         better = {True: " ↑", False: " ↓", None: ""}[row.higher_is_better]
         table.add_row(
-            escape(row.task),
-            escape(row.metric) + better,
+            row.task,
+            row.metric + better,
             _figure(row.value),
             _figure(row.stderr),
             str(row.samples),
             "-" if row.few_shot is None else str(row.few_shot),
         )
-    Console(stderr=True, highlight=False).print(table)
+    results().print(table)
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-@contextmanager
-def _progress_bar(quiet: bool) -> Iterator["Progress"]:
-    """A function of (answered, in all) that draws a bar on stderr while somebody watches."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("answers", start=True, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
 from lowbit.runtime.options import (
-    json_option,
     load_model,
     load_options,
     model_argument,
-    note,
-    print_json,
     quantize_option,
-    reported,
     sampling_options,
     talk_options,
 )
@@ -26,7 +25,15 @@ if TYPE_CHECKING:
     from lowbit.formats.recipes import Base
 
 
-@click.command()
+@click.command(
+    short_help="Answer a prompt.",
+    epilog="""\b
+    Examples:
+      lowbit-run qwen3-8b-int4 "Why is the sky blue?"
+      lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
+      lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
+    """,
+)
 @model_argument
 @click.argument("prompt", required=False)
 @load_options
@@ -52,7 +59,10 @@ def generate(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Answer PROMPT (or stdin) on stdout as it comes; reasoning before it goes to stderr."""
+    """Answer PROMPT, or what stdin holds, on stdout as it is made.
+
+    MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
+    """
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     text = _prompt(prompt)

@@ -1,0 +1,14 @@
+"""`lowbit-convert`, and `python -m lowbit.convert`."""
+
+from typing import NoReturn
+
+from lowbit.formats.shell.entry import run
+
+
+def main() -> NoReturn:
+    """Run the command."""
+    run("lowbit.convert.cli", "lowbit-convert")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A group of commands one of which is meant where none is named."""
+
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+from click_default_group import DefaultGroup
+
+from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_stdout
+
+
+def epilog(program: str, arguments: str, command: str) -> str:
+    """What stands below the list of commands.
+
+    Args:
+        program: `lowbit-run`.
+        arguments: of the default command.
+        command: the default one.
+    """
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    return f"""\b
+    `{program} {arguments}` is short for
+    `{program} {command} {arguments}`.
+
+    \b
+    Completion of commands, options and paths, for the shell's start-up file:
+      bash  eval "$({variable}=bash_source {program})"
+      zsh   eval "$({variable}=zsh_source {program})"
+      fish  {variable}=fish_source {program} | source
+    """
+
+
+class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
+    """A group that ends with 130 after an interrupt, and quietly when nobody reads its output."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; see the class."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            farewell(str(error))
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            leave_stdout()
+            raise click.exceptions.Exit(READER_LEFT) from None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands, and what the default command would take in their place."""
+        found: list[CompletionItem] = super().shell_complete(ctx, incomplete)
+        command = self.commands[self.default_cmd_name]
+        with command.make_context(command.name, [], ctx, resilient_parsing=True) as inner:
+            if incomplete.startswith("-"):
+                known = {item.value for item in found}
+                more = command.shell_complete(inner, incomplete)
+                return found + [item for item in more if item.value not in known]
+            first = next(p for p in command.params if isinstance(p, click.Argument))
+            return found + first.shell_complete(inner, incomplete)

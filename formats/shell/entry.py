@@ -1,0 +1,109 @@
+"""The way into a command: signals become exit codes from the first import on.
+
+Imports small parts of the standard library only, so that the handlers are in place before anything
+that takes long.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 128 + signal.SIGINT
+READER_LEFT = 128 + signal.SIGPIPE
+# An import can lose an interrupt: a C extension reports an error of its own or none, a library
+# does without what it could not import. So it is raised again until it has got through.
+MASKS = (ImportError, SystemError)
+AGAIN_S = 0.05
+
+
+def run(module: str, program: str) -> NoReturn:
+    """Import a module and call its `main`.
+
+    The exit code is 130 after SIGINT and 143 after SIGTERM. Both unwind the stack, so that open
+    files are closed and temporary ones removed.
+
+    Args:
+        module: dotted name.
+        program: name of the command in its messages.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # a character that the encoding lacks is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arrived: list[int] = []
+    _watch(arrived)
+    try:
+        importlib.import_module(module).main(prog_name=program)
+    except KeyboardInterrupt:
+        arrived.append(signal.SIGINT)
+    except MASKS:
+        if not arrived:
+            raise
+    else:
+        sys.exit(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # nothing is left to do
+    if arrived[-1] == signal.SIGINT:
+        farewell()
+    sys.exit(128 + arrived[-1])
+
+
+def farewell(left: str = "") -> None:
+    """Say that the user has interrupted the command.
+
+    Args:
+        left: what it leaves behind, if that is worth a word.
+    """
+    print(f"\ninterrupted{'; ' if left else ''}{left}", file=sys.stderr)
+
+
+def leave_stdout() -> None:
+    """Point stdout nowhere after its reader has left, so that no later flush fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _watch(arrived: list[int]) -> None:
+    """Raise KeyboardInterrupt at SIGINT and SystemExit at SIGTERM, unless they are ignored.
+
+    Args:
+        arrived: takes the number of every signal that was seen.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        arrived.append(signal.SIGINT)
+        if _is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        raise KeyboardInterrupt
+
+    def insist(number: int, frame: FrameType | None) -> None:
+        if not _is_on_its_way(sys.exception()):
+            interrupt(number, frame)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        sys.exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGALRM, insist)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame runs on behalf of an import."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_on_its_way(error: BaseException | None) -> bool:
+    """Whether an interrupt is being handled, by what cleans up after it for instance."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None

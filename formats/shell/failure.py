@@ -1,0 +1,48 @@
+"""Expected errors as one message and exit code 1."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.system import explained
+
+Command = Callable[..., None]
+
+
+class Failure(click.ClickException):
+    """A `LowbitError` as the terminal shows it: the message, then the hint; exit code 1."""
+
+    def __init__(self, error: LowbitError) -> None:
+        """Keep the hint beside the message."""
+        super().__init__(str(error))
+        self.hint = error.hint
+
+    def show(self, file: Any = None) -> None:
+        """Print to stderr."""
+        click.echo(f"Error: {self.message}", err=True)
+        if self.hint:
+            click.echo(f"\nhint: {self.hint}", err=True)
+
+
+def reported(command: Command) -> Command:
+    """Add --debug, without which an expected error is one message and no traceback."""
+
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(command)
+    def run(*, debug: bool, **options: Any) -> None:
+        try:
+            command(**options)
+        except (LowbitError, OSError, MemoryError, RuntimeError, UnicodeError) as error:
+            known = explained(error, _gpu_hint(options))
+            if debug or known is None:
+                raise
+            raise Failure(known) from None
+
+    return run
+
+
+def _gpu_hint(options: dict[str, Any]) -> str:
+    return "use a smaller --context" if "context" in options else "use --device cpu"

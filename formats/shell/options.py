@@ -1,0 +1,144 @@
+"""Options, their checks and their completion, as far as both commands share them."""
+
+import difflib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.shell.failure import Command, Failure
+from lowbit.formats.system import check_writable
+
+MOST = 2**31 - 1  # of a count: beyond it nothing can be held, and torch's indices overflow
+
+
+def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, shown in the given order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+class Count(click.IntRange):
+    """A whole number whose upper bound is too far away to be worth a word in the help."""
+
+    def __init__(self, least: int = 1, most: int = MOST) -> None:
+        """Take the bounds, both included."""
+        super().__init__(min=least)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Refuse what is below or above the bounds."""
+        number: int = super().convert(value, param, ctx)
+        if number > self.most:
+            self.fail(f"{number} is more than {self.most}.", param, ctx)
+        return number
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse NaN and infinities, which pass a range check."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def at_most_cores(
+    context: click.Context, parameter: click.Parameter, value: int | None
+) -> int | None:
+    """Refuse more threads than there are cores: they slow a model down, and very many crash it."""
+    if value is not None and value > cores():
+        raise click.BadParameter(f"{value} is more than the {cores()} cores of this machine.")
+    return value
+
+
+def folders(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Let the shell complete folders, also where a Hub id may stand."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def existing_file(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    """Refuse, before any work, a file that is not there."""
+    if value is not None and not context.resilient_parsing:
+        _check_readable(value)
+    return value
+
+
+def existing_files(
+    context: click.Context, parameter: click.Parameter, value: tuple[Path, ...]
+) -> tuple[Path, ...]:
+    """`existing_file` of an option that may be repeated."""
+    for path in value if not context.resilient_parsing else ():
+        _check_readable(path)
+    return value
+
+
+def output_file(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    """Refuse, before any work, a file that cannot be written."""
+    if value is None or context.resilient_parsing:
+        return value
+    if value.is_dir():
+        raise click.BadParameter(f"`{value}` is a folder, expected a file.")
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder `{value.parent}`.")
+    try:
+        check_writable(value)
+    except ResourceError as error:
+        raise click.BadParameter(f"{error}.") from None
+    return value
+
+
+def check_command(value: str, what: str) -> None:
+    """Point out a mistyped command, which would be taken for the argument of the default one.
+
+    Args:
+        value: of that argument.
+        what: it is: "source" or "model".
+
+    Raises:
+        click.UsageError: it is no path, and nearly the name of a command.
+    """
+    group = click.get_current_context().find_root().command
+    commands = group.commands if isinstance(group, click.Group) else ()
+    close = difflib.get_close_matches(value, commands, n=1, cutoff=0.75)
+    if close and not Path(value).exists():
+        raise click.UsageError(
+            f"'{value}' is no {what} here; did you mean the command '{close[0]}'?"
+        )
+
+
+def _check_readable(path: Path) -> None:
+    """Open a file for a moment; a pipe is left to its reader, for it can be read once only."""
+    try:
+        if path.is_fifo():
+            return
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise Failure(RequestError(f"`{path}` cannot be read: {error.strerror}")) from None
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else."
+)

@@ -1,0 +1,45 @@
+"""Results on stdout, everything else on stderr."""
+
+import json
+import math
+import os
+import sys
+from typing import Any
+
+import click
+
+from lowbit.formats.printable import printable
+
+SCHEMA = 1  # of every object that --json prints
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """Print one object as one line on stdout; a figure that is not a finite number is null."""
+    whole = _finite({"schema": SCHEMA, **content})
+    text = json.dumps(whole, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # another encoding, or half a surrogate pair of a file's name
+        text = json.dumps(whole, allow_nan=False)
+    click.echo(text)
+
+
+def note(text: str) -> None:
+    """Print a dim line on stderr, above progress bars where there are any."""
+    line = printable(text)
+    click.echo(line if plain() else click.style(line, dim=True), err=True)
+
+
+def plain() -> bool:
+    """Whether the user asks for text without styles, https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,130 @@
+"""Consoles for results and messages, tables and progress bars.
+
+Text is never markup here, and its control characters are shown as escapes: names and values of
+files can be printed as they are. Only `styled` gives text a style.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.formats.printable import printable
+from lowbit.formats.shell.entry import leave_stdout
+from lowbit.formats.shell.output import plain
+
+# Columns into a file or a pipe, which have no edge to fold at. The bound keeps rows of a long name
+# from filling the memory with blanks.
+UNFOLDED = 1000
+
+Part = str | tuple[str, str]  # text, or text and its style
+Progressed = Callable[[str, int, int], None]  # phase, done, in all
+
+
+class Screen(Console):
+    """A console that takes every string literally."""
+
+    def __init__(self, file: IO[str]) -> None:
+        """Fold at the edge of a terminal only; styles go to a terminal only."""
+        watched = file.isatty()
+        super().__init__(
+            file=file,
+            width=None if watched else UNFOLDED,
+            soft_wrap=not watched,
+            color_system=None if plain() else "auto",
+            markup=False,
+            emoji=False,
+            highlight=False,
+        )
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text with its control characters escaped; rich calls this for every string it prints."""
+        return super().render_str(printable(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Print no more to a reader who has left; the command goes on to its end."""
+        self.quiet = True
+        leave_stdout()
+
+
+def results() -> Screen:
+    """The console for what a command was asked for: stdout."""
+    return Screen(sys.stdout)
+
+
+def messages() -> Screen:
+    """The console for everything else: stderr."""
+    return Screen(sys.stderr)
+
+
+def styled(*parts: Part) -> Text:
+    """Text of literal parts, some with a style: `styled(("done", "bold green"), f" {path}")`."""
+    text = Text()
+    for part in parts:
+        content, style = (part, None) if isinstance(part, str) else part
+        text.append(printable(content), style)
+    return text
+
+
+class Headed(Table):
+    """A table below a heading, which may be wider than the table."""
+
+    def __init__(self, heading: str, *columns: str, **options: Any) -> None:
+        """Take what a rich table takes, after the heading."""
+        super().__init__(*columns, **options)
+        self.heading = heading
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the heading as a line of its own, then the table."""
+        yield Text(printable(self.heading), style="italic")
+        yield from super().__rich_console__(console, options)
+
+
+def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) -> Table:
+    """A table without frame: columns of text, then right-aligned columns of figures."""
+    table = Headed(
+        heading,
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,  # so that names fit into 80 columns
+        pad_edge=False,
+    )
+    for column in text:
+        table.add_column(column, overflow="fold")
+    for column in figures:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+@contextmanager
+def progress_bars(phases: Mapping[str, str], quiet: bool = False) -> Iterator[Progressed]:
+    """A function of (phase, done, in all) that draws one bar a phase while the context is open.
+
+    Args:
+        phases: words on the screen for each phase.
+        quiet: draw nothing, as where stderr is no terminal.
+    """
+    console = messages()
+    bars = Progress(
+        TextColumn("{task.description:<22}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with bars:
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phases[phase], total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,60 @@
+"""Errors of the operating system, of Python and of torch in the words of a LowbitError."""
+
+import errno
+from pathlib import Path
+
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, ResourceError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_MEMORY = ("can't allocate memory", "not enough memory", "bad allocation")  # by torch, on a CPU
+GPU_FULL = "OutOfMemoryError"  # torch's, named so that this file need not import torch
+
+
+def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError | None:
+    """What a file, an option or the machine has caused; None for anything else, which is a bug.
+
+    Args:
+        error: that reached a command.
+        gpu_hint: what to do where the GPU has run out of memory.
+    """
+    if isinstance(error, LowbitError):
+        return error
+    if isinstance(error, OSError):
+        # Whoever read the output has left: that is no error of ours.
+        return None if isinstance(error, BrokenPipeError) else of_system(error)
+    if type(error).__name__ == GPU_FULL:
+        return ResourceError("the GPU ran out of memory", hint=gpu_hint)
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    ):
+        return ResourceError("the memory of this machine is used up", hint="ask for less at once")
+    if isinstance(error, RecursionError):
+        return CheckpointError("a file is nested too deeply to be read", hint="--debug shows where")
+    if isinstance(error, UnicodeError):
+        return RequestError(f"a text cannot be read or written as UTF-8: {error}")
+    return None
+
+
+def of_system(error: OSError) -> ResourceError:
+    """A full disk, or the file that the system refuses and why."""
+    if error.errno in FULL:
+        return ResourceError(
+            f"the disk is full ({error.strerror})",
+            hint="free some space and run the same command again",
+        )
+    where = f"`{error.filename}`: " if error.filename else ""
+    return ResourceError(f"{where}{error.strerror or error}")
+
+
+def check_writable(path: Path) -> None:
+    """Make sure, before long work, that a file can be written: one beside it is made and removed.
+
+    Raises:
+        ResourceError: it cannot.
+    """
+    attempt = path.with_name(f".{path.name}.attempt")
+    try:
+        attempt.touch()
+        attempt.unlink()
+    except OSError as error:
+        raise ResourceError(f"`{path}` cannot be written: {error.strerror or error}") from None
