@@ -13,8 +13,6 @@ from lowbit.formats.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import Failure
 from lowbit.formats.shell.options import (
     Count,
-    existing_file,
-    existing_files,
     folders,
     with_options,
 )
@@ -35,8 +33,10 @@ def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
     base = 1024 if match[3] else 1000
     size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-    if not 1 <= size <= MOST_BYTES:
-        raise click.BadParameter(f"{text!r} is not between 1 byte and 10**18 bytes.")
+    if size < 1:
+        raise click.BadParameter(f"{text!r} must be positive.")
+    if size > MOST_BYTES:
+        raise click.BadParameter(f"{text!r} is more than any disk holds.")
     return size
 
 
@@ -158,6 +158,18 @@ recipe_options = with_options(
 )
 
 
+def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before anything is fetched, a text that cannot be read."""
+    if value is not None and not ctx.resilient_parsing:
+        from lowbit.convert.calibration.text import check_calibration
+
+        try:
+            check_calibration(value)
+        except RequestError as error:
+            raise Failure(error) from None
+    return value
+
+
 def usable_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """Refuse a GPU where there is none, before anything is fetched."""
     if value == "cuda" and not ctx.resilient_parsing:
@@ -199,7 +211,7 @@ calibration_options = with_options(
     click.option(
         "--calib",
         type=click.Path(path_type=Path),
-        callback=existing_file,
+        callback=calibration_file,
         metavar="FILE",
         show_default="a bundled mix",
         help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`.",
@@ -236,7 +248,6 @@ eval_text_option = click.option(
     "--eval-text",
     "eval_texts",
     type=click.Path(path_type=Path),
-    callback=existing_files,
     multiple=True,
     metavar="FILE",
     show_default="200 kB of WikiText-2, then maths and code",

@@ -1,6 +1,7 @@
 """Errors of the operating system, of Python and of torch in the words of a LowbitError."""
 
 import errno
+import os
 from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, ResourceError
@@ -42,7 +43,8 @@ def of_system(error: OSError) -> ResourceError:
             f"the disk is full ({error.strerror})",
             hint="free some space and run the same command again",
         )
-    where = f"`{error.filename}`: " if error.filename else ""
+    named = isinstance(error.filename, str | bytes)  # else it is the number of an open file
+    where = f"`{os.fsdecode(error.filename)}`: " if named else ""
     return ResourceError(f"{where}{error.strerror or error}")
 
 

@@ -192,9 +192,11 @@ def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
     Raises:
         RequestError: it is.
     """
-    if prompt_tokens + new_tokens - 1 > model.context:
+    needed = prompt_tokens + new_tokens - 1
+    if needed > model.context:
         raise RequestError(
-            f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {model.context}"
+            f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {model.context}",
+            hint=model.engine.advice(needed) or "ask for fewer tokens",
         )
 
 

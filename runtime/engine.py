@@ -218,6 +218,16 @@ class Engine:
         """Drop what the cache holds."""
         self._rewind(0)
 
+    def advice(self, tokens: int, before: str = "") -> str:
+        """Words that ask for a larger context, empty where the model has too few positions.
+
+        Args:
+            tokens: the context that is needed.
+            before: the words.
+        """
+        possible = tokens <= self.decoder.config.max_position_embeddings
+        return f"{before}ask for a larger --context" if possible else ""
+
     def check(self, ids: Sequence[int]) -> None:
         """Refuse a prompt that cannot be run.
 
@@ -229,7 +239,7 @@ class Engine:
         if len(ids) > self.cache.context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context is {self.cache.context}",
-                hint="shorten the prompt, or ask for a larger --context",
+                hint=f"shorten the prompt{self.advice(len(ids), ', or ')}",
             )
         rows = self.decoder.config.vocab_size
         if not all(0 <= id < rows for id in ids):

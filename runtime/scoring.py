@@ -73,7 +73,7 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
     if len(continuation) > model.context:
         raise RequestError(
             f"the continuation has {len(continuation)} tokens, the context is {model.context}",
-            hint="ask for a larger --context",
+            hint=model.engine.advice(len(continuation)) or None,
         )
     whole = [*context, *continuation]
     kept = whole[-model.context - 1 :]
@@ -167,7 +167,7 @@ def carry_on(
         raise RequestError(
             f"{continuation.count} new tokens leave no room for a prompt in the context of "
             f"{model.context}",
-            hint="ask for a larger --context",
+            hint=model.engine.advice(continuation.count + 1) or None,
         )
     tokenizer = model.tokenizer
     kept = tuple(prompt[-room:])

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.convert.options import parse_size
-from lowbit.formats.shell.failure import Command
-from lowbit.formats.shell.options import existing_file, with_options
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.shell.failure import Command, Failure
+from lowbit.formats.shell.options import with_options
 
 if TYPE_CHECKING:
     from lowbit.convert.budget.command import TargetRequest
@@ -51,16 +52,27 @@ def target_options(command: Command) -> Command:
 def make_target(
     bits: Fraction | None, size: int | None, sensitivities: Path | None
 ) -> "TargetRequest | None":
-    """The target that the options describe; None where there is none."""
-    from lowbit.convert.budget.allocate import Target
-    from lowbit.convert.budget.command import TargetRequest
+    """The target that the options describe; None where there is none.
 
+    Raises:
+        click.UsageError: options that contradict each other.
+        Failure: the file holds no sensitivities, which is said before anything is fetched.
+    """
     if bits is not None and size is not None:
         raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
     if bits is None and size is None:
         if sensitivities is not None:
             raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
         return None
+    from lowbit.convert.budget.allocate import Target
+    from lowbit.convert.budget.command import TargetRequest
+    from lowbit.convert.budget.record import read_sensitivities
+
+    if sensitivities is not None:
+        try:
+            read_sensitivities(sensitivities)
+        except LowbitError as error:
+            raise Failure(error) from None
     return TargetRequest(Target(bits, size), sensitivities)
 
 
@@ -82,7 +94,6 @@ _options = with_options(
     click.option(
         "--sensitivities",
         type=click.Path(path_type=Path),
-        callback=existing_file,
         metavar="FILE",
         show_default="the cache, else measured now",
         help="For a target: the file that `sensitivity --out` wrote.",

@@ -95,6 +95,15 @@ def read_calibration(
     )
 
 
+def check_calibration(path: Path) -> None:
+    """Read a file as `read_calibration` does, before a model is there to cut it into tokens.
+
+    Raises:
+        RequestError: it cannot be read; names its bad line.
+    """
+    _parse(path, read_text_file(path, WHAT))
+
+
 def bundled_texts() -> list[str]:
     """The documents of the bundled text."""
     data = Path(__file__).with_name("data")

@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.convert.budget.options import target_options
-from lowbit.convert.options import device_option, make_recipe, recipe_options, source_argument
+from lowbit.convert.options import (
+    calibration_file,
+    device_option,
+    make_recipe,
+    recipe_options,
+    source_argument,
+)
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import existing_file, json_option
+from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
-    callback=existing_file,
+    callback=calibration_file,
     metavar="FILE",
     show_default="a bundled mix",
     help="Text that a target's sensitivities are measured on.",

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import device_option, parse_size, source_argument
+from lowbit.convert.options import calibration_file, device_option, parse_size, source_argument
 from lowbit.formats.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, existing_file, json_option, output_file
+from lowbit.formats.shell.options import Count, json_option, output_file
 from lowbit.formats.shell.output import note, print_json
 
 
@@ -25,8 +25,12 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     """Refuse, before the measurement, a name that leaves none for the plot."""
     if value is not None and value.suffix == ".svg":
         raise click.BadParameter("it names the JSON file; the plot has its name with .svg.")
-    output_file(ctx, param, None if value is None else value.with_suffix(".svg"))
-    return output_file(ctx, param, value)
+    if value is None or ctx.resilient_parsing:
+        return value
+    there = next(folder for folder in value.absolute().parents if folder.is_dir())
+    for name in (value.name, value.with_suffix(".svg").name):  # folders between are created
+        output_file(ctx, param, value.with_name(name) if there == value.parent else there / name)
+    return value
 
 
 @click.command(
@@ -48,7 +52,7 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
-    callback=existing_file,
+    callback=calibration_file,
     metavar="FILE",
     show_default="a bundled mix, apart from the evaluation text",
     help="Text to measure on.",

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import device_option, folder_argument
+from lowbit.convert.options import calibration_file, device_option, folder_argument
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import existing_file, folders, json_option
+from lowbit.formats.shell.options import folders, json_option
 from lowbit.formats.shell.output import print_json
 
 
@@ -27,7 +27,7 @@ from lowbit.formats.shell.output import print_json
 @click.option(
     "--calib",
     type=click.Path(path_type=Path),
-    callback=existing_file,
+    callback=calibration_file,
     metavar="FILE",
     help="With --source: the text of a calibrated method.",
 )

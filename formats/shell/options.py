@@ -10,8 +10,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.shell.failure import Command, Failure
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.shell.failure import Command
 from lowbit.formats.system import check_writable
 
 MOST = 2**31 - 1  # of a count: beyond it nothing can be held, and torch's indices overflow
@@ -74,24 +74,6 @@ def folders(
     return [CompletionItem(incomplete, type="dir")]
 
 
-def existing_file(
-    context: click.Context, parameter: click.Parameter, value: Path | None
-) -> Path | None:
-    """Refuse, before any work, a file that is not there."""
-    if value is not None and not context.resilient_parsing:
-        _check_readable(value)
-    return value
-
-
-def existing_files(
-    context: click.Context, parameter: click.Parameter, value: tuple[Path, ...]
-) -> tuple[Path, ...]:
-    """`existing_file` of an option that may be repeated."""
-    for path in value if not context.resilient_parsing else ():
-        _check_readable(path)
-    return value
-
-
 def output_file(
     context: click.Context, parameter: click.Parameter, value: Path | None
 ) -> Path | None:
@@ -126,17 +108,6 @@ def check_command(value: str, what: str) -> None:
         raise click.UsageError(
             f"'{value}' is no {what} here; did you mean the command '{close[0]}'?"
         )
-
-
-def _check_readable(path: Path) -> None:
-    """Open a file for a moment; a pipe is left to its reader, for it can be read once only."""
-    try:
-        if path.is_fifo():
-            return
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise Failure(RequestError(f"`{path}` cannot be read: {error.strerror}")) from None
 
 
 json_option = click.option(

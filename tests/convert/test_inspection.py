@@ -124,13 +124,13 @@ def test_what_cannot_be_inspected(hub: "HubServer", packed: Path, tmp_path: Path
 
 def test_for_people(cli: "Cli", packed: Path, hybrid: Path) -> None:
     result = cli("inspect", packed)
-    assert (result.exit_code, result.stdout) == (0, "")
-    lines = result.stderr.splitlines()
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert any("layers 0-1, 3-4 (4)" in line for line in lines)
     assert max(map(len, lines[:20])) <= 80
     assert sum("up_proj" in line for line in lines) == 2
-    assert "recipe int4" in result.stderr
-    assert "vision tower" in cli("inspect", hybrid).stderr
+    assert "recipe int4" in result.stdout
+    assert "vision tower" in cli("inspect", hybrid).stdout
 
 
 def test_json(cli: "Cli", hub: "HubServer", packed: Path) -> None:
@@ -160,6 +160,6 @@ def test_many_runs_of_layers_are_abridged(capsys: pytest.CaptureFixture[str]) ->
     )
     assert [node.count for node in tree(entries)[0].children] == [24, 8]
     inspection(Inspection("folder", None, "qwen3", entries, None))
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert "layers 0-2, 4-6, …, 28-30 (24)" in said
     assert "layers 3, 7, …, 31 (8)" in said

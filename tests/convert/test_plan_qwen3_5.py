@@ -258,7 +258,7 @@ def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str])
     render.plan(
         Preview("Qwen/Qwen3.5-27B", plan, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0)
     )
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [
         "5120",

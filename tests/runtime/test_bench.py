@@ -49,13 +49,13 @@ def test_reports_every_figure(run: Run) -> None:
     assert measured["roofline_share"] == pytest.approx(share)
 
 
-def test_table_goes_to_stderr(run: Run) -> None:
+def test_table_goes_to_stdout(run: Run) -> None:
     table = run(*SHORT)
     assert table.exit_code == 0
-    assert table.stdout == ""
+    assert table.stderr == ""
     for words in ("load to the first token", "5 tokens, greedy", "share of the roofline"):
-        assert words in table.stderr
-    assert "beyond weights and cache" not in table.stderr  # of a GPU only
+        assert words in table.stdout
+    assert "beyond weights and cache" not in table.stdout  # of a GPU only
 
 
 def test_runs_64_and_128_tokens_unless_told(run: Run) -> None:
@@ -187,5 +187,8 @@ def test_usage_errors(run: Run, options: tuple[str, ...]) -> None:
 
 def test_absurd_lengths_are_an_error_and_no_traceback(run: Run) -> None:
     result = run("--prompt-tokens", "9" * 30, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "is more than 2147483647" in result.stderr
+    result = run("--prompt-tokens", "9" * 9, "--device", "cpu")
     assert result.exit_code == 1
     assert "do not fit the context of 2048" in result.stderr

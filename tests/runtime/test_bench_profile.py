@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.shell import tables
 from lowbit.runtime import load, profiling
 from lowbit.runtime.bench import StepBytes, bench
 from lowbit.runtime.cli import main
@@ -54,9 +55,9 @@ def test_command_shows_it(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--prompt-tokens", "8", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
     table = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", *options))
     assert table.exit_code == 0
-    assert table.stdout == ""
+    assert table.stderr == ""
     for words in ("3 decode steps", "aten::mm", "keys and values", "a token, not profiled"):
-        assert words in table.stderr
+        assert words in table.stdout
     found = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", "--json", *options))
     shown = json.loads(found.stdout)
     assert shown["profile"]["steps"] == 3
@@ -109,12 +110,12 @@ def test_bandwidth_of_what_kernels_read() -> None:
 def test_long_names_leave_room_for_the_grid(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(tables, "UNFOLDED", 80)
     name = "void at::native::vectorized_elementwise_kernel<4, [bold]functor>"
     spans = [Span(name, (640, 2, 1), 1, 3.0), Span("tiny", None, 1, 0.001)]
     found = profiling._summed(spans, 1, StepBytes(1, 1, 1))
     show_profile(found, bench(load(BUNDLED, device="cpu", context=16), 3, 3, runs=1))
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     assert "… 640x2x1" in shown
     assert "1 more" in shown
     assert max(map(len, shown.splitlines())) <= 80

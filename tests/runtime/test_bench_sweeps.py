@@ -231,12 +231,12 @@ def test_a_model_makes_room_for_the_run_and_no_more(
     [(("--contexts", "9"), "context"), (("--batches", "1"), "sequences")],
     ids=["contexts", "batches"],
 )
-def test_tables_go_to_stderr(run: Run, options: tuple[str, ...], title: str) -> None:
+def test_tables_go_to_stdout(run: Run, options: tuple[str, ...], title: str) -> None:
     result = run(*options, *SHORT)
     assert result.exit_code == 0
-    assert result.stdout == ""
-    assert title in result.stderr
-    assert "read bandwidth" in result.stderr
+    assert result.stderr == ""
+    assert title in result.stdout
+    assert "read bandwidth" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["--contexts", "--batches", "--group-sizes"])

@@ -173,8 +173,8 @@ def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("lowbit.runtime.engine.Engine._launch", interrupted)
     result = run(BUNDLED, "Hi", *GREEDY)
-    assert result.exit_code == 1
-    assert result.stderr.endswith("Aborted!\n")
+    assert result.exit_code == 130
+    assert result.stderr.endswith("\ninterrupted\n")
     assert "Traceback" not in result.stderr
 
 

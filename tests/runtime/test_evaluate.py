@@ -180,7 +180,7 @@ def test_results_are_kept_beside_the_packed_file(harness: None, packed: Path) ->
     again = run(str(packed), *LOCAL, "--limit", "3", "--chat", "--no-think", "--context", "200")
     assert again.exit_code == 0, again.stderr
     assert again.stdout == ""
-    assert "stories_cloze" in again.stderr
+    assert "stories_cloze" in again.stdout
     assert f"{packed / 'tasks.json'}" in again.stderr.replace("\n", "")
     replaced = read_tasks(packed)
     assert replaced is not None

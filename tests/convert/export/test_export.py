@@ -51,9 +51,9 @@ def test_the_command_tells_what_it_did(
     packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
     done = cli("export", packed, tmp_path / "out", "--to", "gguf")
     assert done.exit_code == 0, done.stderr
-    assert not done.stdout
-    assert "26 linears" in done.stderr
-    assert "left out: the vision tower" in done.stderr
+    assert not done.stderr
+    assert "26 linears" in done.stdout
+    assert "left out: the vision tower" in done.stdout
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -220,8 +220,8 @@ def test_an_interrupted_push_continues(
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", interrupted)
     result = cli("push", pristine, REPO)
-    assert result.exit_code == 1
-    assert f"push {pristine} {REPO}` continues" in result.stderr
+    assert result.exit_code == 130
+    assert f"interrupted; `lowbit-convert push {pristine} {REPO}` continues" in result.stderr
     assert puts(hub) == when // 2
     assert all("config.json" not in names for names in commits(hub))
     monkeypatch.setattr(HfApi, "preupload_lfs_files", upload)
@@ -287,7 +287,7 @@ def test_an_edited_card_and_unlisted_files(cli: "Cli", hub: HubServer, packed: P
     (packed / "MODEL_CARD.md").write_text("draft")
     result = cli("push", packed, REPO)
     assert result.exit_code == 0, result.output
-    assert "not published: notes.txt" in result.stderr
+    assert "not published: notes.txt" in result.stdout
     content = hub.content(REPO)
     assert content["README.md"].endswith(b"Mine\n")
     assert {"notes.txt", "MODEL_CARD.md"}.isdisjoint(content)
