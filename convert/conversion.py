@@ -76,7 +76,7 @@ class Conversion:
     seconds: float
 
 
-@disk_errors()
+@disk_errors("free some space and run the same command again: finished tensors are kept")
 def convert(
     source: str | Path,
     out: str | Path,

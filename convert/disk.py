@@ -1,17 +1,97 @@
-"""What the file system refuses, as the user's problem rather than a traceback."""
+"""Files that appear whole or not at all, and what the file system refuses as the user's problem."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from lowbit.formats.system import of_system
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.system import FREE_SPACE, of_system
 
 
 @contextmanager
-def disk_errors() -> Iterator[None]:
-    """Turn an OSError inside the block into a ResourceError that names the file where known."""
+def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[None]:
+    """Turn an OSError inside the block into a ResourceError that names the file where known.
+
+    Args:
+        hint: shown where the disk is full.
+        path: of the file that the block writes; the error's own where left out.
+    """
     try:
         yield
     except BrokenPipeError:
         raise  # whoever read the output has left: no disk is to blame
     except OSError as error:
-        raise of_system(error) from error
+        raise of_system(error, path, hint) from error
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Give files their new content; a reader sees the old content or all of the new.
+
+    All are written beside their places before the first takes its own, so that a full disk
+    changes none.
+
+    Raises:
+        ResourceError: naming the first file that cannot be written.
+    """
+    partials = {path: _partial_of(path) for path in contents}
+    try:
+        for path, content in contents.items():
+            with disk_errors(path=path):
+                write_synced(partials[path], content)
+        for path, partial in partials.items():
+            with disk_errors(path=path):
+                partial.replace(path)
+    finally:
+        for partial in partials.values():
+            _remove(partial)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_place(path: Path, room_bytes: int) -> None:
+    """Make sure, before long work, that a file can be written.
+
+    Args:
+        path: of the file.
+        room_bytes: that must be free; as many are written beside the file and removed again.
+
+    Raises:
+        ResourceError: the folder cannot be written to, a folder has the file's name, or the disk
+            is full.
+    """
+    partial = _partial_of(path)
+    with disk_errors(path=path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try:
+            write_synced(partial, bytes(room_bytes))
+        finally:
+            _remove(partial)
+
+
+def attempt(write: Callable[[], object]) -> ResourceError | None:
+    """Carry out a write whose failure must wait until the figures are shown; the failure."""
+    try:
+        with disk_errors():
+            write()
+    except ResourceError as error:
+        return error
+    return None
+
+
+def _partial_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _remove(partial: Path) -> None:
+    # A read-only file system refuses this even where there is nothing to remove.
+    with suppress(OSError):
+        partial.unlink(missing_ok=True)

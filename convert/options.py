@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 MOST_BYTES = 10**18  # beyond any disk
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
@@ -277,6 +278,41 @@ out_argument = click.argument(
     type=click.Path(path_type=Path),
     callback=new_folder,
     shell_complete=folders,
+)
+
+
+def parse_hub_id(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """A repository on the Hub, `owner/name`."""
+    from lowbit.formats.hub import HUB_ID
+
+    if text is not None and not HUB_ID.fullmatch(text):
+        raise click.BadParameter(f"{text!r} is not of the form OWNER/NAME.")
+    return text
+
+
+def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """An identifier of a license, `apache-2.0`."""
+    if text is not None and not LICENSE.fullmatch(text):
+        raise click.BadParameter(f"{text!r} is not an identifier like apache-2.0 or mit.")
+    return text
+
+
+# They state in the card what neither lowbit.json nor the original's card says.
+statement_options = with_options(
+    click.option(
+        "--base-model",
+        callback=parse_hub_id,
+        metavar="OWNER/NAME",
+        show_default="where it was fetched from",
+        help="The original on the Hub, for the card.",
+    ),
+    click.option(
+        "--license",
+        callback=parse_license,
+        metavar="ID",
+        show_default="its card's, else unknown",
+        help="License of the original, for the card, such as apache-2.0.",
+    ),
 )
 
 

@@ -31,8 +31,8 @@ PARTS: dict[Part, str] = {
 }
 
 
-def conversion(done: Conversion, quality: QualityReport) -> None:
-    """Say what was made and how good it is."""
+def conversion(done: Conversion, quality: QualityReport, page: Path | None) -> None:
+    """Say what was made, how good it is, and where the report is, if its files were written."""
     console = results()
     resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
     console.print(styled(DONE, f" {done.folder} written in {done.seconds:.1f} s{resumed}"))
@@ -45,7 +45,8 @@ def conversion(done: Conversion, quality: QualityReport) -> None:
     ):
         for text in reasons:
             console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
-    note(f"report: {done.folder / 'quality.html'}")
+    if page is not None:
+        note(f"report: {page}")
 
 
 def _calibration(done: Conversion) -> Table:
@@ -234,11 +235,12 @@ def verification_json(result: Verification) -> dict[str, Any]:
     return {**asdict(result), "folder": str(result.folder), "ok": True}
 
 
-def quality(folder: Path, report: QualityReport) -> None:
-    """Show a quality report."""
+def quality(page: Path | None, report: QualityReport) -> None:
+    """Show a quality report, and where its page is, if its files were written."""
     console = results()
     render_terminal(console, report)
-    note(f"report: {folder / 'quality.html'}")
+    if page is not None:
+        note(f"report: {page}")
 
 
 def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""What was published, for the terminal and as JSON."""
+"""Results of a push, and of one that sends nothing, for the terminal and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
 
+from lowbit.convert.publish.preview import DryRun
 from lowbit.convert.publish.push import Published
 from lowbit.convert.report.words import size
-from lowbit.formats.shell.tables import results, styled
+from lowbit.formats.shell.tables import plain_table, results, styled
 
 
 def published(done: Published) -> None:
@@ -28,3 +29,54 @@ def published(done: Published) -> None:
 def published_json(done: Published) -> dict[str, Any]:
     """The object of `push --json`."""
     return asdict(done)
+
+
+def dry_run(shown: DryRun) -> None:
+    """Print the card, the files and what would be created, on stdout."""
+    parcel = shown.parcel
+    console = results()
+    for line in parcel.card.splitlines():
+        console.print(styled(line), soft_wrap=True)
+    table = plain_table("", ("file",), ("size",))
+    for item in parcel.items:
+        table.add_row(item.name, size(item.size))
+    table.add_section()
+    table.add_row(f"{len(parcel.items)} files", size(parcel.size_bytes))
+    console.print(table)
+    weights = sum(item.is_weight for item in parcel.items)
+    branch = "its default branch" if shown.revision is None else f"branch `{shown.revision}`"
+    for line in (
+        f"would go to {shown.url}, {branch}; created {_visibility(shown.private)} if it does not "
+        "exist",
+        f"{weights} weight files first, then the other {len(parcel.items) - weights} in one commit",
+        *([f"not published: {', '.join(parcel.left_out)}"] if parcel.left_out else []),
+        *(f"! {note}" for note in parcel.notes),
+        "nothing was sent",
+    ):
+        console.print(styled(line), soft_wrap=True)
+
+
+def _visibility(private: bool | None) -> str:
+    if private is None:
+        return "as the account is set"
+    return "private" if private else "public"
+
+
+def dry_run_json(shown: DryRun) -> dict[str, Any]:
+    """The object of `push --dry-run --json`."""
+    parcel = shown.parcel
+    return {
+        "dry_run": True,
+        "repo": parcel.repo,
+        "url": shown.url,
+        "private": shown.private,
+        "revision": shown.revision,
+        "files": [
+            {"name": item.name, "size_bytes": item.size, "sha256": item.sha256}
+            for item in parcel.items
+        ],
+        "size_bytes": parcel.size_bytes,
+        "left_out": list(parcel.left_out),
+        "notes": list(parcel.notes),
+        "card": parcel.card,
+    }

@@ -1,22 +1,22 @@
 """Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
+from lowbit.convert.origin import Ask, Origin, find_origin
 from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
 from lowbit.convert.quality.measure import Measured, Note, measure_logits
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.quality.text import Text, check_names, default_texts
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.files import write_reports
+from lowbit.convert.report.files import HTML_FILE, check_reports, write_reports
 from lowbit.convert.text import read_text_file
-from lowbit.formats.errors import CheckpointError
-from lowbit.formats.hub import locate
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.manifest import read_manifest
-from lowbit.formats.packed import open_packed
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -47,6 +47,26 @@ class LogitRequest:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Figures of a report, and what became of its files.
+
+    Attributes:
+        quality: the figures.
+        page: where quality.html is; None where no file could be written.
+        failure: why none could; to be raised once the figures are shown.
+    """
+
+    quality: QualityReport
+    page: Path | None
+    failure: LowbitError | None
+
+    def raise_failure(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+
 def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     """Evaluation texts; the bundled ones where no file is named.
 
@@ -62,59 +82,91 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     return texts
 
 
-def write_weight_report(conversion: Conversion) -> QualityReport:
-    """The report of a fresh conversion without logits, written beside it."""
+def write_weight_report(conversion: Conversion) -> Reported:
+    """Report a fresh conversion without logits, in files beside it."""
     source = conversion.source.folder
     report = build_report(conversion.folder, conversion.weights, None, source)
-    write_reports(conversion.folder, report)
-    return report
+    return _save(conversion.folder, report)
 
 
 def write_logit_report(
     conversion: Conversion, request: LogitRequest, progress: Progress
-) -> QualityReport:
-    """The report of a fresh conversion with logits, written beside it."""
+) -> Reported:
+    """Report a fresh conversion with logits, in files beside it."""
     source = conversion.source.folder
     found = request.measure(source, conversion.folder, progress)
     weights = _with_outputs(conversion.weights, found.output_errors)
     report = build_report(conversion.folder, weights, found.logits, source)
-    write_reports(conversion.folder, report)
-    return report
+    return _save(conversion.folder, report)
+
+
+def prepare_report(
+    folder: Path, source: str | None, ask: Ask | None, place: Path | None = None
+) -> Origin:
+    """Try what can fail before anything is measured, and find the original.
+
+    Args:
+        folder: packed checkpoint, of any tool.
+        source: folder or Hub id of the original; found as `find_origin` does when None.
+        ask: as in `find_origin`.
+        place: folder for the report's files; the packed one when None.
+
+    Raises:
+        LowbitError: a folder that cannot be read, a place that cannot be written to, or an
+            original that is not known.
+    """
+    with _explained(folder):
+        check_reports(folder, place)
+    return find_origin(folder, read_manifest(folder), source, ask)
 
 
 def write_full_report(
-    folder: Path, source: str | None, request: LogitRequest, progress: Progress
-) -> QualityReport:
-    """Measure a packed folder, of any tool, against its original; write the report beside it.
+    folder: Path,
+    origin: Origin,
+    request: LogitRequest,
+    progress: Progress,
+    place: Path | None = None,
+) -> Reported:
+    """Measure a packed folder, of any tool, against its original, and write the report.
 
     Args:
         folder: packed checkpoint.
-        source: folder or Hub id of the original; taken from lowbit.json when None.
+        origin: of `prepare_report`.
         request: how logits are to be compared.
-        progress: called with ("weights" or "logits", done, in all).
+        progress: called with ("source", "weights" or "logits", done, in all).
+        place: folder for the report's files; the packed one when None.
 
     Raises:
-        LowbitError: a folder that cannot be read, or an original that is not known.
+        LowbitError: a folder that cannot be read, or another model than the original.
     """
-    revision = None
-    open_packed(folder)  # before anything is fetched
-    if source is None:
-        manifest = read_manifest(folder)
-        if manifest is None or manifest.source.repo is None:
-            raise CheckpointError(
-                f"`{folder}` does not say where its original is",
-                hint="name it with --source, a folder or a Hub id",
-            )
-        source, revision = manifest.source.repo, manifest.source.commit
-    original = locate(source, revision).folder
+    original = origin.confirmed(progress)
     weights = measure_weights(
         original, folder, request.device, lambda done, total: progress("weights", done, total)
     )
     found = request.measure(original, folder, progress)
     weights = _with_outputs(weights, found.output_errors)
     report = build_report(folder, weights, found.logits, original)
-    write_reports(folder, report)
-    return report
+    return _save(folder, report, place)
+
+
+def _save(folder: Path, report: QualityReport, place: Path | None = None) -> Reported:
+    """Write the files of a report whose figures must not be lost with them."""
+    try:
+        with _explained(folder):
+            files = write_reports(folder, report, place)
+    except LowbitError as error:
+        return Reported(report, None, error)
+    return Reported(report, next(file for file in files if file.name == HTML_FILE), None)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say how to have the report elsewhere where its files cannot be written."""
+    try:
+        yield
+    except ResourceError as error:
+        hint = f"`lowbit-convert report {folder} --out FOLDER` writes the report elsewhere"
+        raise ResourceError(str(error), hint=hint) from error
 
 
 def _with_outputs(

@@ -8,8 +8,9 @@ from threading import Lock
 
 from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.derivation import check_derived
+from lowbit.convert.origin import check_origin
 from lowbit.convert.stream import worker_count
-from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo, open_checkpoint
+from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
 from lowbit.formats.errors import FormatError
 from lowbit.formats.hashing import hash_file, hash_tensor
 from lowbit.formats.hub import locate
@@ -78,7 +79,7 @@ def verify_folder(
     compared, reason = None, None
     if source is not None:
         original = locate(source).folder
-        compared = _check_source(manifest, original, progress)
+        compared = check_origin(manifest, original, progress)
         made = manifest.calibration
         request = (
             CalibrationRequest(calib)
@@ -181,29 +182,3 @@ def _hash(path: Path, info: TensorInfo, advance: Callable[[int], None]) -> str:
     digest = hash_tensor(path, info)
     advance(info.nbytes)
     return digest
-
-
-def _check_source(manifest: Manifest, source: Path, progress: Progress) -> int:
-    tensors = open_checkpoint(source).tensors
-    if hash_file(source / CONFIG_FILE) != manifest.source.config_sha256:
-        raise FormatError(f"`{CONFIG_FILE}` in `{source}` is not that of the original")
-    extra = tensors.keys() - {row.name for row in manifest.source_tensors}
-    if extra:
-        raise FormatError(f"`{min(extra)}` in `{source}` is not in {MANIFEST_FILE}")
-    total, done = sum(info.nbytes for info in tensors.values()), 0
-    for row in manifest.source_tensors:
-        if row.name not in tensors:
-            raise FormatError(f"`{row.name}` is not in `{source}`: this is not the original")
-        info = tensors[row.name]
-        if (info.dtype_name, info.shape) != (row.dtype, row.shape):
-            raise FormatError(
-                f"`{row.name}` in `{source}` is {info.dtype_name} {list(info.shape)}, the "
-                f"original {row.dtype} {list(row.shape)}"
-            )
-        if hash_tensor(source / info.file, info) != row.sha256:
-            raise FormatError(
-                f"`{row.name}` in `{source}` has other bytes than the original that was converted"
-            )
-        done += info.nbytes
-        progress("source", done, total)
-    return len(manifest.source_tensors)

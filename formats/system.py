@@ -7,6 +7,7 @@ from pathlib import Path
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, ResourceError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FREE_SPACE = "free some space and run the same command again"
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad allocation")  # by torch, on a CPU
 GPU_FULL = "OutOfMemoryError"  # torch's, named so that this file need not import torch
 
@@ -36,16 +37,23 @@ def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError 
     return None
 
 
-def of_system(error: OSError) -> ResourceError:
-    """A full disk, or the file that the system refuses and why."""
-    if error.errno in FULL:
-        return ResourceError(
-            f"the disk is full ({error.strerror})",
-            hint="free some space and run the same command again",
-        )
-    named = isinstance(error.filename, str | bytes)  # else it is the number of an open file
-    where = f"`{os.fsdecode(error.filename)}`: " if named else ""
-    return ResourceError(f"{where}{error.strerror or error}")
+def of_system(
+    error: OSError, path: Path | None = None, full_hint: str = FREE_SPACE
+) -> ResourceError:
+    """A full disk, or the file that the system refuses and why.
+
+    Args:
+        error: of the system.
+        path: of the file that was to be written, where it is known.
+        full_hint: what to do about a full disk.
+    """
+    full = error.errno in FULL
+    reason = f"the disk is full ({error.strerror})" if full else error.strerror or str(error)
+    if path is not None:
+        reason = f"`{path}` cannot be written: {reason}"
+    elif isinstance(error.filename, str | bytes) and not full:  # else the number of an open file
+        reason = f"`{os.fsdecode(error.filename)}`: {reason}"
+    return ResourceError(reason, hint=full_hint if full else None)
 
 
 def check_writable(path: Path) -> None:

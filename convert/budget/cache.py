@@ -2,17 +2,20 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from lowbit.convert.disk import check_place, disk_errors, replace_files
 from lowbit.convert.stream import worker_count
+from lowbit.convert.user_folders import user_folder
 from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.hashing import hash_tensor
 from lowbit.formats.manifest import SourceTensor, weights_digest
+
+ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 
 
 def cache_file(identity: dict[str, Any]) -> Path:
@@ -22,17 +25,29 @@ def cache_file(identity: dict[str, Any]) -> Path:
         identity: all that the figures depend on, as JSON values.
     """
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "lowbit" / "sensitivity" / f"{name[:32]}.json"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "sensitivity" / f"{name[:32]}.json"
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    """Write a file whole or not at all, and the folders above it.
+
+    Raises:
+        ResourceError: the place cannot be written to, or the disk is full.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_files({path: content})
+
+
+def check_file(path: Path) -> None:
+    """Make sure, before a measurement, that `write_file` can write its figures.
+
+    Raises:
+        ResourceError: as `write_file`.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path, ROOM_BYTES)
 
 
 def hash_weights(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> str:

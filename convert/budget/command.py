@@ -70,6 +70,8 @@ def meet_target(
         variants = variants_of(fused_sets(checkpoint.config, checkpoint.tensors), settings.groups)
         allocated(rows_of(variants, [1.0] * len(variants)))  # a target out of reach is known now
         found = find_or_measure(folder, settings, progress, note)
+        if found.failure is not None and note is not None:
+            note(f"the sensitivities are not kept for another time: {found.failure}")
     else:
         found = read_checked(request.sensitivities, folder, progress)
     chosen = allocated(found.sensitivities.rows)

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.budget.cache import cache_file, hash_weights, write_file
+from lowbit.convert.budget.cache import cache_file, check_file, hash_weights, write_file
 from lowbit.convert.budget.record import Row, Sensitivities, read_sensitivities
 from lowbit.convert.budget.sensitivity import RULE, Variant, measure, variants_of
 from lowbit.convert.budget.sets import GROUPS, fused_sets
 from lowbit.convert.calibration.text import CalibrationText, read_calibration
 from lowbit.convert.device import open_device
+from lowbit.convert.disk import attempt
 from lowbit.convert.quality.advice import without_advice
 from lowbit.convert.quality.dequantized import Weights, open_weights
 from lowbit.convert.quality.side import load_side
 from lowbit.formats.checkpoint import CONFIG_FILE
-from lowbit.formats.errors import FormatError, QuantizationError
+from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.hashing import hash_file
 
 WINDOW = 512
@@ -55,11 +56,13 @@ class Found:
         sensitivities: of the checkpoint.
         file: that holds them.
         is_new: whether they have just been measured.
+        failure: why they could not be kept in the file; to be told once they are shown.
     """
 
     sensitivities: Sensitivities
     file: Path
     is_new: bool
+    failure: ResourceError | None = None
 
 
 def find_or_measure(
@@ -91,6 +94,11 @@ def find_or_measure(
     path = cache_file({**identity, "groups": sorted(settings.groups)})
     if path.exists():
         return Found(read_sensitivities(path), path, is_new=False)
+    try:
+        check_file(path)
+    except ResourceError as error:
+        hint = "set XDG_CACHE_HOME to a folder that can be written to"
+        raise ResourceError(str(error), hint=hint) from error
     if note is not None:
         note(
             f"measuring the sensitivity of {len(sets)} sets at {len(variants)} precisions on "
@@ -99,8 +107,8 @@ def find_or_measure(
     figures = _measure(weights, variants, text, device, settings.memory, progress)
     rows = rows_of(variants, figures)
     found = Sensitivities(**identity, device=device.type, rows=rows)
-    write_file(path, found.to_bytes())
-    return Found(found, path, is_new=True)
+    failure = attempt(lambda: write_file(path, found.to_bytes()))
+    return Found(found, path, is_new=True, failure=failure)
 
 
 def open_original(folder: Path) -> Weights:

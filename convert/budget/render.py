@@ -39,7 +39,8 @@ def sensitivities(found: Found) -> None:
         styled(
             (
                 f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
-                f"{'measured now' if found.is_new else 'known'}: {found.file}",
+                f"{'measured now' if found.is_new else 'known'}"
+                f"{'' if found.failure else f': {found.file}'}",
                 "dim",
             )
         )

@@ -40,13 +40,15 @@ def compare(places: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     the first.
     """
     from lowbit.convert.comparison import compare as compare_folders
+    from lowbit.convert.disk import attempt
     from lowbit.convert.report.comparison import render_comparison, write_comparison
     from lowbit.formats.shell.tables import results
 
     found = compare_folders(places)
-    if out is not None:
-        write_comparison(out, found)
+    failure = None if out is None else attempt(lambda: write_comparison(out, found))
     if as_json:
         print_json(found.to_json())
     else:
-        render_comparison(results(), found, out)
+        render_comparison(results(), found, out if failure is None else None)
+    if failure is not None:
+        raise failure

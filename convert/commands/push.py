@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.options import folder_argument, private_option
+from lowbit.convert.options import folder_argument, private_option, statement_options
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import print_json
@@ -21,10 +21,23 @@ from lowbit.formats.shell.output import print_json
 @click.argument("repo", metavar="REPO")
 @private_option
 @click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
+@statement_options
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show the card, the files and their sizes; needs no token, and asks no server.",
+)
 @json_option
 @reported
 def push(
-    folder: Path, repo: str, private: bool | None, revision: str | None, as_json: bool
+    folder: Path,
+    repo: str,
+    private: bool | None,
+    revision: str | None,
+    base_model: str | None,
+    license: str | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Publish the packed checkpoint DIR as REPO, OWNER/NAME, on the Hub.
 
@@ -32,11 +45,21 @@ def push(
     compares every hash on the Hub with DIR's. Interrupted, the same command continues.
     """
     from lowbit.convert import render_published
+    from lowbit.convert.publish import preview
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.command import publish_folder
+    from lowbit.convert.publish.parcel import Statement
 
+    stated = Statement(base_model, license)
+    if dry_run:
+        shown = preview.dry_run(folder, repo, private, revision, as_json, stated)
+        if as_json:
+            print_json(render_published.dry_run_json(shown))
+        else:
+            render_published.dry_run(shown)
+        return
     api = open_hub(repo)
-    published = publish_folder(api, folder, repo, private, revision, quiet=as_json)
+    published = publish_folder(api, folder, repo, private, revision, as_json, stated)
     if as_json:
         print_json(render_published.published_json(published))
     else:

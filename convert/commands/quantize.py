@@ -22,6 +22,7 @@ from lowbit.convert.options import (
     private_option,
     recipe_options,
     source_argument,
+    statement_options,
 )
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import check_command, json_option
@@ -65,6 +66,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @gate_option
 @click.option("--push-to-hub", "repo", metavar="REPO", help="Publish OUT as OWNER/NAME afterwards.")
 @private_option
+@statement_options
 @json_option
 @reported
 def quantize(
@@ -85,6 +87,8 @@ def quantize(
     calib_chat: bool,
     repo: str | None,
     private: bool | None,
+    base_model: str | None,
+    license: str | None,
     as_json: bool,
     **recipe: Any,
 ) -> None:
@@ -99,15 +103,19 @@ def quantize(
     from lowbit.convert.conversion import convert
     from lowbit.convert.folder import check_output
     from lowbit.convert.gate import hold
+    from lowbit.convert.origin import remember
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.command import publish_folder
+    from lowbit.convert.publish.parcel import Statement
     from lowbit.convert.terminal import progress_bars
 
     for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
         if given and not report:
             raise click.UsageError(f"{option} is for the comparison that --report asks for.")
-    if private is not None and repo is None:
-        raise click.UsageError("--private and --public are for --push-to-hub.")
+    if repo is None and (private, base_model, license) != (None, None, None):
+        raise click.UsageError(
+            "--private, --public, --base-model and --license are for --push-to-hub."
+        )
     check_command(source, "source")
     api = None if repo is None else open_hub(repo)  # before the long work
     texts = reporting.read_texts(eval_texts) if report else ()
@@ -136,26 +144,33 @@ def quantize(
             calibration=CalibrationRequest(calib, calib_samples, calib_length, calib_chat),
             progress=progress,
         )
-        quality = reporting.write_weight_report(conversion)
-        if report:
+        if conversion.source.repo is None:
+            remember(conversion.manifest.source, conversion.source.folder)
+        found = reporting.write_weight_report(conversion)
+        if report and found.failure is None:
             request = reporting.LogitRequest(texts, device, told)
-            quality = reporting.write_logit_report(conversion, request, progress)
-    result = hold(gate, quality)
+            found = reporting.write_logit_report(conversion, request, progress)
+    judged = gate if found.quality.logits is not None else ()
+    result = hold(judged, found.quality)
     if not as_json:
-        render.conversion(conversion, quality)
+        render.conversion(conversion, found.quality, found.page)
     published = None
-    if api is not None and repo is not None and result.passed:
-        published = publish_folder(api, out, repo, private, quiet=as_json)
+    if api is not None and repo is not None and result.passed and found.failure is None:
+        stated = Statement(base_model, license)
+        published = publish_folder(api, out, repo, private, quiet=as_json, stated=stated)
     if as_json:
-        content = render.conversion_json(conversion, quality)
-        content["gate"] = result.to_json() if gate else None
+        content = render.conversion_json(conversion, found.quality)
+        content["gate"] = result.to_json() if judged else None
         content["published"] = None
         if published is not None:
             content["published"] = render_published.published_json(published)
         print_json(content)
     elif published is not None:
         render_published.published(published)
-    close_gate(result)
+    try:
+        close_gate(result)
+    finally:
+        found.raise_failure()
 
 
 @contextmanager

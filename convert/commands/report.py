@@ -1,5 +1,6 @@
 """`lowbit-convert report`."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,15 @@ if TYPE_CHECKING:
     "--source",
     metavar="SRC",
     shell_complete=folders,
-    show_default="the Hub id in lowbit.json",
+    show_default="the Hub id in lowbit.json, or the folder that DIR was converted from",
     help="The original, a folder or a Hub id.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    show_default="DIR",
+    help="Write quality.json, quality.html and the card there.",
 )
 @eval_text_option
 @gate_option
@@ -45,25 +53,39 @@ if TYPE_CHECKING:
 def report(
     folder: Path,
     source: str | None,
+    out: Path | None,
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     device: str,
     as_json: bool,
 ) -> None:
-    """Compare the packed checkpoint DIR with its original: weights, logits, perplexity."""
+    """Compare the packed checkpoint DIR with its original: weights, logits, perplexity.
+
+    The original is what the hashes in lowbit.json say, and is checked by them first.
+    """
     from lowbit.convert import render, reporting
     from lowbit.convert.gate import hold
     from lowbit.convert.terminal import progress_bars
 
     texts = reporting.read_texts(eval_texts)
     check_gate(gate, texts)
+    asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
+    origin = reporting.prepare_report(folder, source, _ask if asks else None, out)
     request = reporting.LogitRequest(texts, device, None if as_json else note)
     with progress_bars(quiet=as_json) as progress:
-        quality = reporting.write_full_report(folder, source, request, progress)
-    result = hold(gate, quality)
+        found = reporting.write_full_report(folder, origin, request, progress, out)
+    result = hold(gate, found.quality)
     if as_json:
-        content = render.quality_json(folder, quality)
+        content = render.quality_json(folder, found.quality)
         print_json({**content, "gate": result.to_json() if gate else None})
     else:
-        render.quality(folder, quality)
-    close_gate(result)
+        render.quality(found.page, found.quality)
+    try:
+        close_gate(result)
+    finally:
+        found.raise_failure()
+
+
+def _ask(question: str) -> str:
+    answer: str = click.prompt(question, err=True)
+    return answer

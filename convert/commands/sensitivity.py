@@ -1,5 +1,6 @@
 """`lowbit-convert sensitivity`."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -105,6 +106,7 @@ def sensitivity(
     from lowbit.convert.budget.cache import write_file
     from lowbit.convert.budget.lookup import Settings, find_or_measure
     from lowbit.convert.budget.plot import heat_map
+    from lowbit.convert.disk import attempt
     from lowbit.convert.terminal import progress_bars
     from lowbit.formats.hub import locate
 
@@ -113,11 +115,16 @@ def sensitivity(
     with progress_bars(quiet=as_json) as progress:
         found = find_or_measure(folder, settings, progress, None if as_json else note)
     plot = found.file.with_suffix(".svg") if out is None else out.with_suffix(".svg")
-    write_file(plot, heat_map(found.sensitivities))
+    contents = {plot: heat_map(found.sensitivities)}
     if out is not None:
-        write_file(out, found.sensitivities.to_bytes())
+        contents[out] = found.sensitivities.to_bytes()
+    failures = [attempt(partial(write_file, *item)) for item in contents.items()]
     if as_json:
         print_json({**render.sensitivities_json(found), "plot": str(plot)})
     else:
         render.sensitivities(found)
-        note(f"plot: {plot}")
+        if not any(failures):
+            note(f"plot: {plot}")
+    for failure in (found.failure, *failures):
+        if failure is not None:
+            raise failure

@@ -11,6 +11,23 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 
+def check_name(repo: str) -> None:
+    """Make sure, without asking the Hub, that it takes a repository of this name.
+
+    Args:
+        repo: `owner/name`, whether it exists or not.
+
+    Raises:
+        PublishError: a name the Hub does not take.
+    """
+    from huggingface_hub.utils import validate_repo_id
+
+    if not HUB_ID.fullmatch(repo):
+        raise PublishError(f"`{repo}` is not of the form OWNER/NAME")
+    with explained(repo):
+        validate_repo_id(repo)
+
+
 def open_hub(repo: str) -> "HfApi":
     """A client whose token the Hub knows and lets write somewhere.
 
@@ -22,12 +39,8 @@ def open_hub(repo: str) -> "HfApi":
             may only read, or no connection.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import validate_repo_id
 
-    if not HUB_ID.fullmatch(repo):
-        raise PublishError(f"`{repo}` is not of the form OWNER/NAME")
-    with explained(repo):
-        validate_repo_id(repo)
+    check_name(repo)
     token = get_token()
     if token is None:
         raise PublishError("there is no token for the Hub", hint=TOKEN)

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.convert.publish.parcel import make_parcel
+from lowbit.convert.publish.parcel import Statement, make_parcel
 from lowbit.convert.publish.push import Published, publish
 from lowbit.convert.terminal import progress_bars
+from lowbit.formats.shell.output import note
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -19,6 +20,7 @@ def publish_folder(
     private: bool | None,
     revision: str | None = None,
     quiet: bool = False,
+    stated: Statement | None = None,
 ) -> Published:
     """Verify a packed folder and send it, showing how far it is where somebody watches.
 
@@ -29,12 +31,16 @@ def publish_folder(
         private: as in `publish`.
         revision: as in `publish`.
         quiet: show nothing.
+        stated: as in `make_parcel`.
 
     Raises:
         LowbitError: as `make_parcel` and `publish`.
     """
     with progress_bars(quiet) as progress:
-        parcel = make_parcel(folder, repo, progress)
+        parcel = make_parcel(folder, repo, progress, stated)
+    if not quiet:
+        for text in parcel.notes:
+            note(f"! {text}")
     try:
         bars = sys.stderr.isatty() and not quiet
         return publish(api, parcel, private, revision, bars)

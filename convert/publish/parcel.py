@@ -1,23 +1,32 @@
-"""What of a packed folder is published, with the hash of each file."""
+"""The files of a packed folder that are published, with the hash of each."""
 
 import hashlib
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 from lowbit.convert.folder import README
+from lowbit.convert.origin import recall
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport, read_quality
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import DRAFT, HTML_FILE, is_untouched_draft, source_card
+from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.verification import verify_folder
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import FormatError, PublishError
+from lowbit.formats.files import MAX_TEXT_BYTES
 from lowbit.formats.hashing import hash_file
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
-from lowbit.formats.packed import open_packed
+from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
 
 WEIGHTS = "*.safetensors"
+# Gaps that drafts of older versions left for their editor.
+UNFINISHED = re.compile(r"TODO \(name and link of the original model\)|TODO: state the license")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +50,27 @@ class Item:
         """Whether it is sent before everything else."""
         return fnmatch(self.name, WEIGHTS)
 
+    def read(self) -> bytes:
+        """The bytes themselves."""
+        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+
     def git_id(self) -> str:
         """The id under which git keeps the content."""
-        content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+        content = self.read()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What the user says of the original, for the card.
+
+    Attributes:
+        base_model: Hub id of the original; None where it is left to lowbit.json.
+        license: its identifier on the Hub; None where it is left to the original's card.
+    """
+
+    base_model: str | None = None
+    license: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +82,33 @@ class Parcel:
         repo: `owner/name`.
         items: every file, weights first.
         left_out: files of the folder that are not published, since nothing names them.
+        notes: what the publisher should know of the content before it is public.
     """
 
     folder: Path
     repo: str
     items: tuple[Item, ...]
     left_out: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Of all items."""
         return sum(item.size for item in self.items)
 
+    @property
+    def card(self) -> str:
+        """Text of README.md."""
+        item = next(item for item in self.items if item.name == README)
+        return item.read().decode(errors="replace")
 
-def make_parcel(folder: Path, repo: str, progress: Callable[[str, int, int], None]) -> Parcel:
+
+def make_parcel(
+    folder: Path,
+    repo: str,
+    progress: Callable[[str, int, int], None],
+    stated: Statement | None = None,
+) -> Parcel:
     """Verify a packed folder and list what of it is published.
 
     That is every file of lowbit.json, itself, the reports and the card; a card that nobody edited
@@ -79,11 +118,13 @@ def make_parcel(folder: Path, repo: str, progress: Callable[[str, int, int], Non
         folder: made by lowbit-convert.
         repo: `owner/name`.
         progress: called with ("verify", bytes done, bytes in all).
+        stated: for a card that nobody edited.
 
     Raises:
         FormatError: the folder has no lowbit.json, differs from it, or holds a report about
             something else.
         CheckpointError: a damaged or missing file.
+        PublishError: an edited card that is not finished, or that `stated` would change.
     """
     packed = open_packed(folder)
     manifest = packed.manifest
@@ -93,25 +134,99 @@ def make_parcel(folder: Path, repo: str, progress: Callable[[str, int, int], Non
             hint="only what lowbit-convert made is published; `hf upload` sends any folder",
         )
     report, tasks = _reports(folder)
-    verify_folder(folder, None, progress)
     names = [*(file.name for file in manifest.files), MANIFEST_FILE]
     names += [name for name in (QUALITY_FILE, HTML_FILE, TASKS_FILE) if (folder / name).is_file()]
+    own = _card(packed, manifest, names, stated or Statement(), repo, (report, tasks))
+    if own is None and README not in names:
+        names.append(README)
+    verify_folder(folder, None, progress)
     items = [_item(folder / name, name, manifest) for name in names]
-    readme = folder / README
-    if README not in names:
-        if readme.exists() and not is_untouched_draft(readme):
-            items.append(_item(readme, README, manifest))
-        else:
-            name = repo.rpartition("/")[2]
-            card = render_card(packed, report, tasks, source_card(folder), name, repo).encode()
-            items.append(Item(README, card, len(card), hashlib.sha256(card).hexdigest()))
+    notes = _local_paths(items, manifest)
+    if own is not None:
+        content = own.text.encode()
+        items.append(Item(README, content, len(content), hashlib.sha256(content).hexdigest()))
+        notes = [*own.notes, *notes]
     known = {item.name for item in items} | {DRAFT}
     return Parcel(
         folder=folder,
         repo=repo,
         items=tuple(sorted(items, key=lambda item: (not item.is_weight, item.name))),
         left_out=tuple(sorted(path.name for path in folder.iterdir() if path.name not in known)),
+        notes=tuple(notes),
     )
+
+
+class _Card(NamedTuple):
+    """A card made for the push, and what the publisher should know of it."""
+
+    text: str
+    notes: list[str]
+
+
+def _card(
+    packed: PackedCheckpoint,
+    manifest: Manifest,
+    names: Sequence[str],
+    stated: Statement,
+    repo: str,
+    results: tuple[QualityReport | None, TaskReport | None],
+) -> _Card | None:
+    """A card for the repository; None where README.md is somebody's own, which is published."""
+    folder = packed.checkpoint.folder
+    readme = folder / README
+    if README in names or (readme.exists() and not is_untouched_draft(readme)):
+        _check_edited(readme, stated)
+        return None
+    said = source_card(folder).stating(stated.base_model, stated.license)
+    name = repo.rpartition("/")[2]
+    return _Card(render_card(packed, *results, said, name, repo), _unstated(said, manifest))
+
+
+def _check_edited(readme: Path, stated: Statement) -> None:
+    """Refuse a card of somebody's own that older versions drafted and that is not finished."""
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    if match := UNFINISHED.search(text):
+        raise PublishError(
+            f"`{readme}` still says `{match[0]}`",
+            hint=f"finish it, or remove it: a new card says all that is known, and --base-model "
+            f"and --license the rest; `lowbit-convert report` drafts it as {DRAFT}",
+        )
+    if stated != Statement():
+        raise PublishError(
+            f"`{readme}` was edited and is published as it is",
+            hint="state base model and license in it, without --base-model and --license",
+        )
+
+
+def _unstated(said: SourceCard, manifest: Manifest) -> list[str]:
+    notes = []
+    if said.base_model is None and manifest.source.repo is None:
+        notes.append("the card names no base model; --base-model OWNER/NAME would")
+    if said.license is None:
+        notes.append("the card says that the license is unknown; --license ID would state it")
+    return notes
+
+
+def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:
+    """Notes on files of the original that name a folder of this machine."""
+    places = [] if (known := recall(manifest.source)) is None else [known]
+    with suppress(RuntimeError):
+        places.append(Path.home())
+    wanted = [os.fsencode(path) for path in places if len(path.parts) > 1]
+    notes = []
+    for item in items:
+        if item.is_weight or item.size > MAX_TEXT_BYTES:
+            continue
+        content = item.read()
+        found = next((place for place in wanted if _names(content, place)), None)
+        if found is not None:
+            notes.append(f"`{item.name}` names a folder of this machine: {os.fsdecode(found)}")
+    return notes
+
+
+def _names(content: bytes, place: bytes) -> bool:
+    """Whether a path is in a file, and not only as the beginning of another name."""
+    return re.search(re.escape(place) + rb"(?![\w.-])", content) is not None
 
 
 def _reports(folder: Path) -> tuple[QualityReport | None, TaskReport | None]:

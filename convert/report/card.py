@@ -32,13 +32,13 @@ def render_card(
     name: str,
     target: str = NO_TARGET,
 ) -> str:
-    """The card; what nothing says, the base model or its license, is marked TODO.
+    """The card; it says so where the base model or its license is not known.
 
     Args:
         packed: the folder.
         report: what was measured, None where nothing was.
         tasks: results of tasks, None where none were run.
-        source: what the card of the original says.
+        source: what is stated of the original.
         name: of the model.
         target: what the commands name: a repository, or a word for the folder.
     """
@@ -70,6 +70,7 @@ def render_card(
     vision = bool(packed.carried)
     text_only = manifest is not None and bool(manifest.recipe.get("drop_vision"))
     logits = None if report is None else report.logits
+    fetched = None if manifest is None else manifest.source.repo
     return template.render(
         front_matter=front_matter(
             name, manifest, _main_bits(packed), source, not vision, report, tasks
@@ -77,8 +78,10 @@ def render_card(
         name=name,
         target=target,
         on_hub=target != NO_TARGET,
-        base_model=None if manifest is None else manifest.source.repo,
+        base_model=source.base_model or fetched,
+        fetched=fetched,
         commit=None if manifest is None else manifest.source.commit,
+        family=str(packed.checkpoint.config.get("model_type", "")),
         source=source,
         version=_version(manifest, report),
         schemes=sorted({str(scheme) for scheme in schemes}),

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lowbit.convert.comparison import Comparison, Row
+from lowbit.convert.disk import replace_files
 from lowbit.convert.report import words
-from lowbit.convert.report.files import replace_file
 from lowbit.convert.report.page import render_page
 from lowbit.convert.report.svg import Dot, Line, Mark, chart, linear_axis
 from lowbit.formats.shell.tables import plain_table
@@ -154,4 +154,4 @@ def write_comparison(path: Path, found: Comparison) -> None:
     Raises:
         ResourceError: the place cannot be written to, or the disk is full.
     """
-    replace_file(path, comparison_page(found).encode())
+    replace_files({path: comparison_page(found).encode()})

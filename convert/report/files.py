@@ -1,53 +1,97 @@
-"""Writing the reports beside the packed checkpoint."""
+"""The files of a report: quality.json, quality.html and a draft of the model card."""
 
 import hashlib
-import os
 import re
 from pathlib import Path
 
-from lowbit.convert.disk import disk_errors
+from lowbit.convert.disk import check_place, replace_files
 from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.packed import open_packed
 from lowbit.formats.tasks import read_tasks
 
 HTML_FILE = "quality.html"
 DRAFT = "MODEL_CARD.md"
+ROOM_BYTES = 4_000_000  # all three files of a report take less, of the largest models too
 
 _MARK = re.compile(r"\n<!-- lowbit draft ([0-9a-f]{64}) -->\n$")
 
 
-def write_reports(folder: Path, report: QualityReport) -> list[Path]:
+def check_reports(folder: Path, place: Path | None = None) -> None:
+    """Find out, before anything is measured, what would keep `write_reports` from its work.
+
+    Args:
+        folder: packed checkpoint.
+        place: as in `write_reports`.
+
+    Raises:
+        LowbitError: the folder or its tasks.json cannot be read, or a file cannot be written.
+    """
+    open_packed(folder)
+    read_tasks(folder)
+    place = _place(folder, place)
+    for name in (QUALITY_FILE, HTML_FILE, _card_file(place)):
+        check_place(place / name, ROOM_BYTES)
+
+
+def write_reports(folder: Path, report: QualityReport, place: Path | None = None) -> list[Path]:
     """Write quality.json, quality.html and a draft of the model card; the files, in that order.
 
     The card is README.md, unless there is one already that this function did not write or that
     somebody has edited since: then it is MODEL_CARD.md.
 
+    Args:
+        folder: packed checkpoint.
+        report: what was measured of it.
+        place: folder for the files, created where it does not exist; the packed one when None.
+
     Raises:
-        LowbitError: the folder is no packed checkpoint, or the disk is full.
+        LowbitError: the folder is no packed checkpoint, `place` is another one, or a file cannot
+            be written; then none is.
     """
     packed = open_packed(folder)
     name = folder.resolve().name
-    readme = folder / README
-    ours = not readme.exists() or is_untouched_draft(readme)
+    place = _place(folder, place)
     tasks = read_tasks(folder)
     if tasks is not None and not tasks.is_current(folder):
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
     contents = {
-        folder / QUALITY_FILE: report.to_bytes(),
-        folder / HTML_FILE: render_html(report, packed.manifest, name, rooms, tasks).encode(),
-        folder / (README if ours else DRAFT): _marked(
+        place / QUALITY_FILE: report.to_bytes(),
+        place / HTML_FILE: render_html(report, packed.manifest, name, rooms, tasks).encode(),
+        place / _card_file(place): _marked(
             render_card(packed, report, tasks, source_card(folder), name)
         ),
     }
-    for path, content in contents.items():
-        replace_file(path, content)
+    replace_files(contents)
     return list(contents)
+
+
+def _place(folder: Path, place: Path | None) -> Path:
+    """The folder for the files; nobody mistakes them for the report of another checkpoint there."""
+    if place is None or place.resolve() == folder.resolve():
+        return folder
+    if (place / MANIFEST_FILE).exists():
+        raise ResourceError(
+            f"`{place}` is another packed checkpoint, which the report is not about",
+            hint="name a folder without weights",
+        )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"`{place}` cannot be created: {error.strerror}") from None
+    return place
+
+
+def _card_file(place: Path) -> str:
+    readme = place / README
+    return README if not readme.exists() or is_untouched_draft(readme) else DRAFT
 
 
 def source_card(folder: Path) -> SourceCard:
@@ -56,24 +100,6 @@ def source_card(folder: Path) -> SourceCard:
     if not original.exists() and not is_untouched_draft(folder / README):
         original = folder / README
     return read_source_card(original)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Give a file its new content at once; a reader sees the old one or all of the new.
-
-    Raises:
-        ResourceError: the disk is full, or the place cannot be written to.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with disk_errors():
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _marked(card: str) -> bytes:

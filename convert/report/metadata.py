@@ -17,6 +17,7 @@ from lowbit.formats.tasks import TaskReport
 
 TASK = {"type": "text-generation", "name": "Text generation"}
 SEEING = "image-text-to-text"  # what the Hub lists a model with a vision tower under
+UNKNOWN = "unknown"  # the Hub's identifier of a license that nobody states
 DIGITS = 6
 
 
@@ -33,20 +34,20 @@ def front_matter(
 
     Args:
         name: of the model.
-        manifest: names the base model, where it is on the Hub.
+        manifest: names the base model, where it came from the Hub.
         bits: of most of the packed weights.
-        source: what the original's card says.
+        source: what is stated of the original.
         text_only: whether the packed model lacks a vision tower.
         report: measured quality.
         tasks: results of tasks.
     """
-    base = None if manifest is None else manifest.source.repo
+    base = source.base_model or (None if manifest is None else manifest.source.repo)
     pipeline = TASK["type"] if text_only else source.pipeline_tag or SEEING
     results = [*_predictions(report), *_tasks(tasks)]
     found: dict[str, Any] = {
         "base_model": base,
         "base_model_relation": None if base is None else "quantized",
-        "license": source.license,
+        "license": source.license or UNKNOWN,
         "license_name": source.license_name,
         "license_link": source.license_link,
         "language": list(source.languages),

@@ -1,7 +1,7 @@
-"""What the card of the original says that holds for the packed model too."""
+"""Facts about the original that its card, or the user, states and that hold when packed too."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class SourceCard:
-    """Metadata of the original; what its card does not say is None or empty.
+    """Metadata of the original; what nobody states is None or empty.
 
     Attributes:
         license: identifier, `apache-2.0` or `other`.
@@ -21,6 +21,7 @@ class SourceCard:
         license_link: address or file of a license `other`.
         languages: ISO codes.
         pipeline_tag: what the Hub lists the model under.
+        base_model: Hub id of the original; its own card cannot say it, only the user.
     """
 
     license: str | None = None
@@ -28,6 +29,14 @@ class SourceCard:
     license_link: str | None = None
     languages: tuple[str, ...] = ()
     pipeline_tag: str | None = None
+    base_model: str | None = None
+
+    def stating(self, base_model: str | None, license: str | None) -> "SourceCard":
+        """The same with what a user states in its place; None leaves what there is."""
+        stated = self if base_model is None else replace(self, base_model=base_model)
+        if license is None:
+            return stated
+        return replace(stated, license=license, license_name=None, license_link=None)
 
 
 def read_source_card(readme: Path) -> SourceCard:

@@ -1,0 +1,55 @@
+"""A push that sends nothing: all that can be told without a token and without the network."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.convert.publish.access import check_name
+from lowbit.convert.publish.parcel import Parcel, Statement, make_parcel
+from lowbit.convert.terminal import progress_bars
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a push would do.
+
+    Attributes:
+        parcel: what it would send, as far as the Hub lacks it.
+        url: where to.
+        private: visibility of a repository that does not exist yet, the account's default when
+            None.
+        revision: branch, created where it does not exist; the default one when None.
+    """
+
+    parcel: Parcel
+    url: str
+    private: bool | None
+    revision: str | None
+
+
+def dry_run(
+    folder: Path,
+    repo: str,
+    private: bool | None,
+    revision: str | None = None,
+    quiet: bool = False,
+    stated: Statement | None = None,
+) -> DryRun:
+    """Verify a packed folder, and say what a push of it would send.
+
+    Args:
+        folder: made by lowbit-convert.
+        repo: `owner/name`; nobody asks whether it exists.
+        private: as in `publish`.
+        revision: as in `publish`.
+        quiet: show no progress.
+        stated: as in `make_parcel`.
+
+    Raises:
+        LowbitError: a name the Hub does not take, or as `make_parcel`.
+    """
+    from huggingface_hub import constants
+
+    check_name(repo)
+    with progress_bars(quiet) as progress:
+        parcel = make_parcel(folder, repo, progress, stated)
+    return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)
