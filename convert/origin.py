@@ -39,10 +39,12 @@ class Origin:
     Attributes:
         candidates: the likeliest first.
         manifest: of the packed folder, None where it has none to check a candidate by.
+        guessed: whether nobody named them.
     """
 
     candidates: tuple[Path, ...]
     manifest: Manifest | None
+    guessed: bool = False
 
     def confirmed(self, progress: Progress) -> Path:
         """The first candidate whose tensors have the hashes of lowbit.json.
@@ -97,7 +99,7 @@ def find_origin(
     if manifest is not None:
         found = tuple(_look_around(folder, manifest, known))
         if found:
-            return Origin(found, manifest)
+            return Origin(found, manifest, guessed=True)
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
         return Origin((locate(answer).folder,), manifest)

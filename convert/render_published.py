@@ -48,7 +48,8 @@ def dry_run(shown: DryRun) -> None:
     for line in (
         f"would go to {shown.url}, {branch}; created {_visibility(shown.private)} if it does not "
         "exist",
-        f"{weights} weight files first, then the other {len(parcel.items) - weights} in one commit",
+        f"weights first, in {weights} file{'s' if weights > 1 else ''}, then the other "
+        f"{len(parcel.items) - weights} in one commit",
         *([f"not published: {', '.join(parcel.left_out)}"] if parcel.left_out else []),
         *(f"! {note}" for note in parcel.notes),
         "nothing was sent",

@@ -28,7 +28,7 @@ class LogitRequest:
     Attributes:
         texts: the first gives the headline figures.
         device: `cpu` or `cuda`.
-        note: told, before the work, how much memory it takes.
+        note: told, before the work, how much memory it takes, and which original was found.
     """
 
     texts: Sequence[Text]
@@ -140,6 +140,8 @@ def write_full_report(
         LowbitError: a folder that cannot be read, or another model than the original.
     """
     original = origin.confirmed(progress)
+    if origin.guessed and request.note is not None:
+        request.note(f"original: {original}")
     weights = measure_weights(
         original, folder, request.device, lambda done, total: progress("weights", done, total)
     )

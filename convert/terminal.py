@@ -13,6 +13,7 @@ PHASES = {
     "verify": "verifying",
     "export": "writing",
     "prove": "reading back",
+    "dequantized": "reading matrices back",
     "source": "hashing the source",
     "derive": "quantizing again",
     "compare": "comparing",

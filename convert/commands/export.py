@@ -39,19 +39,41 @@ if TYPE_CHECKING:
     show_default=True,
     help="Limit of a weight file; a GGUF file is always one.",
 )
+@click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Write linears that GPTQ or AWQ has no place for, such as an INT8 head, as BF16 matrices "
+    "(rounded) instead of refusing.",
+)
 @json_option
 @reported
-def export(folder: Path, out: Path, target: "Target", max_shard_size: int, as_json: bool) -> None:
+def export(
+    folder: Path,
+    out: Path,
+    target: "Target",
+    max_shard_size: int,
+    dequantize: bool,
+    as_json: bool,
+) -> None:
     """Repack the packed checkpoint DIR for another engine into the folder OUT.
 
     Codes and scales stay the same; the result is read back and compared with DIR before it takes
-    its place, and what a container cannot express exactly is refused.
+    its place, and what a container cannot express exactly is refused, or with --dequantize named.
     """
+    if dequantize and target not in ("gptq", "awq"):
+        raise click.UsageError("--dequantize is for gptq and awq; the others hold every linear.")
     from lowbit.convert.export.export import export
     from lowbit.convert.terminal import progress_bars
 
     with progress_bars(quiet=as_json) as progress:
-        done = export(folder, out, target, max_shard_bytes=max_shard_size, progress=progress)
+        done = export(
+            folder,
+            out,
+            target,
+            max_shard_bytes=max_shard_size,
+            dequantize=dequantize,
+            progress=progress,
+        )
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder)})
     else:
@@ -60,6 +82,7 @@ def export(folder: Path, out: Path, target: "Target", max_shard_size: int, as_js
 
 def _show(done: "Export") -> None:
     """Say what was made and what was proven."""
+    from lowbit.convert.export.misfits import described
     from lowbit.convert.report.words import size
     from lowbit.formats.shell.tables import results, styled
 
@@ -75,6 +98,11 @@ def _show(done: "Export") -> None:
             f"{proof.copied} other tensors with the same bytes",
         )
     )
+    if done.dequantized:
+        words = described((row.module, f"{row.scheme} to {row.dtype}") for row in done.dequantized)
+        largest = max(row.largest_difference for row in done.dequantized)
+        text = f"written as plain matrices, their values rounded by at most {largest:.2e}: "
+        console.print(styled(("!", "yellow"), f" {text}{'; '.join(words)}"))
     for reason in done.dropped:
         console.print(styled((f"left out: {reason}", "dim")))
     for note in done.notes:

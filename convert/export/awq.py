@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.convert.export.gptq import FP16_MAX
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.left import left_kinds
+from lowbit.convert.export.misfits import HEAD, Misfit, main_scheme, other_scheme
 from lowbit.convert.export.outputs import Output, constant, copied, transposed_scales
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
@@ -20,11 +21,9 @@ from lowbit.convert.export.source import (
     Linear,
     Source,
     as_one,
-    check_scales,
-    one_scheme,
+    wrong_scale,
 )
 from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.errors import FormatError
 from lowbit.formats.packing import unpack
 from lowbit.formats.quantization_config import KEY
 
@@ -33,28 +32,29 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble holds
 ZEROS = -2004318072  # 0x88888888
 
 
-def check(source: Source) -> None:
-    """Make sure that AWQ can state all of it.
+def misfits(source: Source) -> list[Misfit]:
+    """Linears that AWQ cannot state beside the others.
 
-    Raises:
-        FormatError: another scheme than one of INT4, a quantized head, a width that fills no words,
-            or a scale that FP16 cannot hold.
+    Those are not INT4, of another group size than most, the head, of a width that fills no words,
+    or with a scale that FP16 cannot hold.
     """
+    fitting = [linear for linear in source.linears if linear.bits == 4 and linear.module != HEAD]
+    main = main_scheme(fitting)
+    found = []
     for linear in source.linears:
-        if linear.bits != 4:
-            raise FormatError(
-                f"`{linear.module}` is {linear.scheme}: AWQ holds INT4 only",
-                hint=f"{as_one(linear.module, 4)}, or export to mlx or gguf",
-            )
-        if linear.module == "lm_head":
-            raise FormatError(
-                "`lm_head` is quantized: AWQ's readers expect the head as it was",
-                hint="convert with --lm-head bf16",
-            )
-        if linear.N % LANES:
-            raise FormatError(f"`{linear.module}`: {linear.N} rows do not fill whole words")
-    one_scheme(source, "AWQ", source.linears)
-    check_scales(source, torch.float16, FP16_MAX)
+        if linear.module == HEAD:
+            reason = f"{linear.scheme}, and AWQ's readers expect the head unquantized"
+            found.append(Misfit(linear, reason, as_one(HEAD, 4)))
+        elif linear.bits != 4:
+            reason = f"{linear.scheme}, and AWQ holds INT4 only"
+            found.append(Misfit(linear, reason, as_one(linear.module, 4)))
+        elif main is not None and linear.scheme != main:
+            found.append(other_scheme(linear, "AWQ", main))
+        elif linear.N % LANES:
+            found.append(Misfit(linear, f"{linear.N} rows do not fill whole words"))
+        elif wrong := wrong_scale(source, linear, torch.float16, FP16_MAX):
+            found.append(Misfit(linear, wrong))
+    return found
 
 
 def outputs(source: Source) -> list[Output]:
@@ -122,4 +122,4 @@ def _columns(words: Tensor) -> Tensor:
     return columns.flatten(1)
 
 
-LAYOUT = Layout(check, outputs, config, decode)
+LAYOUT = Layout("AWQ", outputs, config, decode, misfits=misfits)

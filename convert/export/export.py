@@ -14,6 +14,12 @@ from lowbit.convert.export import awq, gguf, gptq, mlx
 from lowbit.convert.export.gguf_file import Value, read_places, write_gguf
 from lowbit.convert.export.gguf_metadata import metadata
 from lowbit.convert.export.layout import Layout
+from lowbit.convert.export.misfits import (
+    Dequantized,
+    dequantized_outputs,
+    prove_dequantized,
+    without,
+)
 from lowbit.convert.export.outputs import Progress, row_parts, write_shards
 from lowbit.convert.export.proof import Proof, prove
 from lowbit.convert.export.source import Linear, Source, open_source
@@ -51,6 +57,7 @@ class Export:
         dropped: what was left out, and why.
         notes: what to know about readers.
         proof: what was read back and found equal.
+        dequantized: linears that the container could not hold, written as plain matrices.
     """
 
     folder: Path
@@ -60,6 +67,7 @@ class Export:
     dropped: tuple[str, ...]
     notes: tuple[str, ...]
     proof: Proof
+    dequantized: tuple[Dequantized, ...] = ()
 
 
 @disk_errors()
@@ -69,9 +77,10 @@ def export(
     target: Target,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dequantize: bool = False,
     progress: Report | None = None,
 ) -> Export:
-    """Repack a packed folder into another engine's container, and prove that nothing changed.
+    """Repack a packed folder into another engine's container, and prove what became of it.
 
     Memory holds the packed words of one linear at a time.
 
@@ -80,6 +89,7 @@ def export(
         out: folder to create.
         target: container.
         max_shard_bytes: limit of a weight file; a GGUF file is always one.
+        dequantize: write linears that GPTQ or AWQ cannot hold as plain matrices.
         progress: called with (phase, done, in all).
 
     Raises:
@@ -96,8 +106,10 @@ def export(
     source = open_source(Path(folder))
     layout = LAYOUTS.get(target)
     keys: dict[str, Value] = {}
+    plain: tuple[Dequantized, ...] = ()
     if layout is not None:
         layout.check(source)
+        source = without(source, layout.misfits(source), layout.name, dequantize)
     else:
         gguf.check(source)
         keys = metadata(source, place.name)
@@ -109,6 +121,8 @@ def export(
                 stale.unlink()
         if layout is not None:
             size, proof = _safetensors(source, partial, layout, max_shard_bytes, report)
+            counted = _counter(report, "dequantized", _weights(source.dequantized))
+            plain = prove_dequantized(source, open_checkpoint(partial), counted)
         else:
             size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
         _pass_through(source, partial, target)
@@ -122,6 +136,7 @@ def export(
         dropped=tuple(layout.dropped(source) if layout else gguf.dropped(source)),
         notes=tuple(layout.notes(source) if layout else ()),
         proof=proof,
+        dequantized=plain,
     )
 
 
@@ -147,7 +162,8 @@ def _safetensors(
     linears = layout.linears(source)
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
     writing = _counter(report, "export", total)
-    size = write_shards(layout.outputs(source), folder, max_shard_bytes, layout.header, writing)
+    outputs = [*layout.outputs(source), *dequantized_outputs(source)]
+    size = write_shards(outputs, folder, max_shard_bytes, layout.header, writing)
     (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
     made = open_checkpoint(folder)
 

@@ -13,38 +13,40 @@ from torch import Tensor
 
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.left import left_patterns, quantized_kinds
+from lowbit.convert.export.misfits import Misfit, main_scheme, other_scheme
 from lowbit.convert.export.outputs import Output, constant, copied, transposed_scales
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
     BLOCK_WEIGHTS,
     Linear,
     Source,
-    check_scales,
-    one_scheme,
     row_blocks,
+    wrong_scale,
 )
 from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.errors import FormatError
 from lowbit.formats.packing import WORD_BITS
 from lowbit.formats.quantization_config import KEY
 
 FP16_MAX = torch.finfo(torch.float16).max
 
 
-def check(source: Source) -> None:
-    """Make sure that GPTQ can state all of it.
+def misfits(source: Source) -> list[Misfit]:
+    """Linears that GPTQ cannot state beside the others.
 
-    Raises:
-        FormatError: two schemes, a width that fills no words of zero points, or a scale that FP16
-            cannot hold.
+    Those are of another scheme than most, of a width that fills no words of zero points, or with
+    a scale that FP16 cannot hold.
     """
-    one_scheme(source, "GPTQ", source.linears)
+    main = main_scheme(source.linears)
+    found = []
     for linear in source.linears:
-        if linear.N * linear.bits % WORD_BITS:
-            raise FormatError(
-                f"`{linear.module}`: the zero points of {linear.N} rows do not fill whole words"
-            )
-    check_scales(source, torch.float16, FP16_MAX)
+        if main is not None and linear.scheme != main:
+            found.append(other_scheme(linear, "GPTQ", main))
+        elif linear.N * linear.bits % WORD_BITS:
+            reason = f"the zero points of {linear.N} rows do not fill whole words"
+            found.append(Misfit(linear, reason))
+        elif wrong := wrong_scale(source, linear, torch.float16, FP16_MAX):
+            found.append(Misfit(linear, wrong))
+    return found
 
 
 def outputs(source: Source) -> list[Output]:
@@ -120,4 +122,4 @@ def notes(source: Source) -> Iterable[str]:
         yield "multi-token prediction is quantized too, which few readers of GPTQ expect"
 
 
-LAYOUT = Layout(check, outputs, config, decode, notes=notes)
+LAYOUT = Layout("GPTQ", outputs, config, decode, misfits=misfits, notes=notes)

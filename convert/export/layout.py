@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowbit.convert.export.misfits import Misfit
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, Source
@@ -21,6 +22,15 @@ def unchanged(source: Source) -> Sequence[tuple[TensorInfo, str]]:
     return [(info, info.name) for info in source.dense]
 
 
+def all_fit(source: Source) -> Sequence[Misfit]:
+    """No linear is without a place."""
+    return ()
+
+
+def any_order(source: Source) -> None:
+    """Nothing else can be in the way."""
+
+
 def nothing(source: Source) -> Iterable[str]:
     """No remarks."""
     return ()
@@ -31,10 +41,12 @@ class Layout:
     """A container.
 
     Attributes:
-        check: raises FormatError for what the container cannot express exactly.
+        name: of the container, for messages.
         outputs: every tensor to be written.
         config: content of config.json.
         decode: reads a linear from the written checkpoint, by the container's own arithmetic.
+        misfits: linears that the container cannot hold as they are.
+        check: raises FormatError for anything else that the container cannot express exactly.
         linears: those that are exported.
         copies: tensors that keep their bytes, with their new names.
         header: metadata of the files.
@@ -42,10 +54,12 @@ class Layout:
         notes: what to know about readers.
     """
 
-    check: Callable[[Source], None]
+    name: str
     outputs: Callable[[Source], list[Output]]
     config: Callable[[Source], dict[str, Any]]
     decode: Callable[[Source, Checkpoint, Linear], Iterable[Decoded]]
+    misfits: Callable[[Source], Sequence[Misfit]] = all_fit
+    check: Callable[[Source], None] = any_order
     linears: Callable[[Source], Sequence[Linear]] = everything
     copies: Callable[[Source], Sequence[tuple[TensorInfo, str]]] = unchanged
     header: Mapping[str, str] = field(default_factory=lambda: METADATA)

@@ -8,16 +8,23 @@ from lowbit.formats.architectures import part_of
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
 
 
+def layer_of(module: str) -> tuple[int, str] | None:
+    """Number of a module's layer in the decoder and the module's kind; None outside of it."""
+    match = _LAYER.match(module)
+    return None if match is None or module.startswith("mtp.") else (int(match[1]), match[2])
+
+
 def kinds(source: Source) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Layers by kind of decoder linear (`mlp.up_proj`): where packed, and where left."""
     packed: dict[str, list[int]] = {}
     left: dict[str, list[int]] = {}
     linears = {linear.module for linear in source.linears}
     for spec in source.packed.specs:
-        match = _LAYER.match(spec.module)
-        if match and len(spec.shape) == 2 and not spec.module.startswith("mtp."):
+        found = layer_of(spec.module)
+        if found is not None and len(spec.shape) == 2:
+            layer, kind = found
             where = packed if spec.module in linears else left
-            where.setdefault(match[2], []).append(int(match[1]))
+            where.setdefault(kind, []).append(layer)
     return packed, left
 
 

@@ -234,4 +234,14 @@ def dropped(source: Source) -> Iterable[str]:
         yield "multi-token prediction: mlx-lm has none"
 
 
-LAYOUT = Layout(check, outputs, config, decode, linears, copies, {"format": "mlx"}, dropped=dropped)
+LAYOUT = Layout(
+    "MLX",
+    outputs,
+    config,
+    decode,
+    check=check,
+    linears=linears,
+    copies=copies,
+    header={"format": "mlx"},
+    dropped=dropped,
+)

@@ -1,6 +1,6 @@
 """The packed folder to be exported: its linears, everything else, and what a container demands."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,14 @@ class Source:
         config: the architecture's sizes.
         linears: in the order of the forward pass.
         dense: every other tensor that is part of the model.
+        dequantized: packed linears that the export holds as plain matrices.
     """
 
     packed: PackedCheckpoint
     config: Config
     linears: tuple[Linear, ...]
     dense: tuple[TensorInfo, ...]
+    dequantized: tuple[Linear, ...] = ()
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -152,44 +154,43 @@ def check_scales(source: Source, dtype: torch.dtype, most: float) -> None:
         FormatError: naming the first linear and scale that would be rounded, or overflow.
     """
     for linear in source.linears:
-        for start in range(0, linear.N, linear.block_rows):
-            s = source.scales(linear, start, min(start + linear.block_rows, linear.N))
-            back = s.to(dtype).to(s.dtype)
-            # NaN is unequal to itself; an infinite scale would survive the round trip.
-            bad = (back != s) | ~(s.abs() <= most)
-            if bad.any():
-                row, group = bad.nonzero()[0].tolist()
-                name = str(dtype).removeprefix("torch.")
-                raise FormatError(
-                    f"`{linear.module}`: the scale {s[row, group].item():.9g} of row "
-                    f"{start + row}, group {group} cannot be kept in {name} exactly",
-                    hint="--to mlx keeps scales in BF16" if dtype == torch.float16 else None,
-                )
-
-
-def one_scheme(source: Source, container: str, linears: Iterable[Linear]) -> Scheme:
-    """The scheme of all linears, where a container's configuration can state one only.
-
-    Raises:
-        FormatError: naming two linears of different schemes.
-    """
-    ordered = list(linears)
-    first = ordered[0]
-    for linear in ordered[1:]:
-        if linear.scheme != first.scheme:
+        wrong = wrong_scale(source, linear, dtype, most)
+        if wrong is not None:
             raise FormatError(
-                f"{container} states one scheme for all linears, but `{first.module}` is "
-                f"{first.scheme} and `{linear.module}` {linear.scheme}",
-                hint=f"{as_one(linear.module, first.bits)}, or export to mlx or gguf",
+                f"`{linear.module}`: {wrong}",
+                hint="--to mlx keeps scales in BF16" if dtype == torch.float16 else None,
             )
-    return first.scheme
+
+
+def wrong_scale(source: Source, linear: Linear, dtype: torch.dtype, most: float) -> str | None:
+    """The first scale of a linear that another dtype would change; None where there is none.
+
+    Args:
+        source: that the linear is of.
+        linear: whose scales are all read.
+        dtype: of the container.
+        most: largest magnitude that a scale may have there.
+    """
+    for start, stop in row_blocks(linear):
+        s = source.scales(linear, start, stop)
+        back = s.to(dtype).to(s.dtype)
+        # NaN is unequal to itself; an infinite scale would survive the round trip.
+        bad = (back != s) | ~(s.abs() <= most)
+        if bad.any():
+            row, group = bad.nonzero()[0].tolist()
+            name = str(dtype).removeprefix("torch.")
+            return (
+                f"the scale {s[row, group].item():.9g} of row {start + row}, group {group} "
+                f"cannot be kept in {name} exactly"
+            )
+    return None
 
 
 def as_one(module: str, bits: int) -> str:
-    """How to convert so that a module does not stand out."""
+    """The option of a conversion by which a module does not stand out."""
     if module == "lm_head":
-        return "convert with --lm-head bf16"
-    return f"convert with --bits '*.{module.rpartition('.')[2]}={bits}'"
+        return "--lm-head bf16"
+    return f"--bits '*.{module.rpartition('.')[2]}={bits}'"
 
 
 def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,17 @@
-"""`quantize --report` and `report`: several texts, and gates that close once all is written."""
+"""`quantize --report` and `report`: texts, gates, and figures that outlive their files."""
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from lowbit.convert import convert, disk, reporting
+from lowbit.convert.quality.record import read_quality
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -78,3 +85,179 @@ def test_two_texts_of_one_name_are_refused_before_the_work(
     assert result.exit_code == 1
     assert "2 evaluation texts are named `story.txt`" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A packed folder without a report; not to be written to."""
+    place = tmp_path_factory.mktemp("report") / "packed"
+    convert(tiny, place)
+    return place
+
+
+@pytest.fixture
+def packed(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "packed"))
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the disk refuse files: (error number, part of their names, writes that still succeed)."""
+
+    def install(code: int, name: str, after: int = 0) -> None:
+        write, left = disk.write_synced, [after]
+
+        def refused(path: Path, content: bytes) -> None:
+            if name in path.name:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(code, os.strerror(code), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(disk, "write_synced", refused)
+
+    return install
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_is_found_before_anything_is_measured(
+    cli: "Cli",
+    packed: Path,
+    tiny: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(reporting, "measure_weights", measured)
+    refuse(code, "quality")
+    before = sorted(packed.iterdir())
+    result = cli("report", packed, "--source", tiny, "--eval-text", texts[0])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"`{packed}/quality.json` cannot be written: " in result.stderr
+    assert f"`lowbit-convert report {packed} --out FOLDER` writes" in result.stderr
+    assert "finished tensors" not in result.stderr
+    assert sorted(packed.iterdir()) == before
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
+    cli: "Cli",
+    packed: Path,
+    tiny: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    as_json: bool,
+) -> None:
+    refuse(errno.ENOSPC, "quality.html", after=1)  # the trial
+    before = sorted(packed.iterdir())
+    arguments = ("--eval-text", texts[0], "--gate", "kl_mean<1e-9", *["--json"] * as_json)
+    result = cli("report", packed, "--source", tiny, *arguments)
+    assert result.exit_code == 1
+    if as_json:
+        content = json.loads(result.stdout)
+        assert content["quality"]["logits"]["kl_mean"] > 0
+        assert content["gate"]["passed"] is False
+    else:
+        assert "perplexity" in result.output
+        assert "KL divergence" in result.output
+        assert "report: " not in result.output
+    assert f"`{packed}/quality.html` cannot be written: the disk is full" in result.stderr
+    assert "gate missed" in result.stderr
+    assert "finished tensors" not in result.stderr
+    assert "Traceback" not in result.output
+    assert sorted(packed.iterdir()) == before
+
+
+def test_a_report_elsewhere(
+    cli: "Cli", packed: Path, tiny: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    before = sorted(packed.iterdir())
+    place = tmp_path / "place"
+    arguments = ("--source", tiny, "--eval-text", texts[0])
+    result = cli("report", packed, *arguments, "--out", place)
+    assert result.exit_code == 0, result.output
+    assert f"report: {place}/quality.html" in result.output
+    assert sorted(path.name for path in place.iterdir()) == [
+        *("README.md", "quality.html", "quality.json")
+    ]
+    assert sorted(packed.iterdir()) == before
+    found = read_quality(place)
+    assert found is not None
+    assert found.logits is not None
+
+
+@pytest.mark.parametrize(("after", "measured"), [(0, False), (1, True)])
+def test_a_conversion_s_figures_outlive_its_report(
+    cli: "Cli",
+    tiny: Path,
+    tmp_path: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    after: int,
+    measured: bool,
+) -> None:
+    """Full from the start, nothing more is measured; full at the end, all is shown."""
+    refuse(errno.ENOSPC, "quality.html", after)
+    out = tmp_path / "out"
+    gate = ("--gate", "kl_mean<10")
+    result = cli(tiny, out, "--report", "--eval-text", texts[0], *gate, "--json")
+    assert result.exit_code == 1
+    content = json.loads(result.stdout)
+    assert (content["quality"]["logits"] is not None) == measured
+    assert (content["gate"] is not None) == measured
+    assert content["quality"]["weights"]
+    assert f"`{out}/quality.html` cannot be written: the disk is full" in result.stderr
+    assert f"`lowbit-convert report {out} --out FOLDER` writes" in result.stderr
+    assert (out / "lowbit.json").exists()
+
+
+def test_the_source_is_asked_for_at_a_terminal_only(
+    cli: "Cli", packed: Path, tiny: Path, texts: list[Path]
+) -> None:
+    result = cli("report", packed, "--eval-text", texts[0])
+    assert result.exit_code == 1
+    assert "Where is the original" not in result.output
+    assert "name it with --source" in result.stderr
+
+
+def test_the_source_is_asked_for_once(
+    packed: Path, tiny: Path, texts: list[Path], terminal: Callable[..., tuple[int, str]]
+) -> None:
+    arguments = ("report", packed, "--eval-text", texts[0])
+    code, said = terminal(arguments, f"{tiny}\n")
+    assert code == 0, said
+    assert f"Where is the original of {packed}? A folder or a Hub id: " in said
+    code, said = terminal(arguments, "")
+    assert code == 0, said
+    assert "Where is the original" not in said
+    assert f"original: {tiny}" in said
+    for path in packed.iterdir():
+        assert os.fsencode(tiny) not in path.read_bytes(), path
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Run lowbit-convert as at a terminal: (arguments, what is typed) -> exit code, output."""
+    from click.testing import CliRunner
+
+    from lowbit.convert.cli import main
+    from lowbit.convert.commands import report
+
+    class Watched:
+        """Stands for sys where the command asks whether somebody watches."""
+
+        class stdin:  # noqa: N801
+            isatty = staticmethod(lambda: True)
+
+        stderr = stdin
+
+    def run(arguments: tuple[Any, ...], typed: str) -> tuple[int, str]:
+        monkeypatch.setattr(report, "sys", Watched)
+        result = CliRunner().invoke(main, [str(part) for part in arguments], input=typed)
+        return result.exit_code, result.output
+
+    return run

@@ -1,6 +1,9 @@
 """`sensitivity`, and targets of `plan` and `quantize`, as people and scripts run them."""
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -8,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import Result
 
+from lowbit.convert import disk
+from lowbit.convert.budget import lookup
 from lowbit.convert.budget.plot import heat_map
 from lowbit.convert.budget.record import Row, Sensitivities, read_sensitivities
 from lowbit.formats.manifest import read_manifest
@@ -64,6 +69,76 @@ def test_measured_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_p
     assert result.exit_code == 0, result.output
     assert "measuring the sensitivity of 9 sets at 54 precisions" in result.stderr
     assert "sensitivities measured now, kept in" in result.stderr
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the disk be full for files of a name: (part of it, writes that still succeed)."""
+
+    def install(name: str, after: int = 0) -> None:
+        write, left = disk.write_synced, [after]
+
+        def refused(path: Path, content: bytes) -> None:
+            if name in path.name:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(disk, "write_synced", refused)
+
+    return install
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_full_disk_is_found_before_measuring(
+    cli: "Cli",
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    out: bool,
+) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(lookup, "measure", measured)
+    refuse("record.json" if out else ".json")
+    arguments = ("--out", tmp_path / "record.json") if out else ()
+    result = cli("sensitivity", readable, "--calib", short_text, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be written: the disk is full" in result.stderr
+    assert ("XDG_CACHE_HOME" in result.stderr) == (not out)
+
+
+@pytest.mark.parametrize(("name", "after"), [(".json", 2), ("record.json", 1), ("record.svg", 0)])
+def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
+    cli: "Cli",
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    refuse: Callable[..., None],
+    name: str,
+    after: int,
+) -> None:
+    out = tmp_path / "record.json"
+    refuse(name, after)  # the trials succeed
+    result = cli("sensitivity", readable, "--calib", short_text, "--out", out, "--json")
+    assert result.exit_code == 1
+    assert {row["name"] for row in json.loads(result.stdout)["rows"]} >= {"lm_head"}
+    assert "cannot be written: the disk is full" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_target_is_met_by_figures_that_could_not_be_kept(
+    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    refuse(".json", after=1)
+    result = cli("plan", readable, "--target-bpw", "5", "--calib", short_text)
+    assert result.exit_code == 0, result.output
+    assert "the sensitivities are not kept for another time" in result.stderr
+    assert "chosen for 9 sets" in result.stderr
 
 
 def test_a_target_out_of_reach_is_known_before_measuring(

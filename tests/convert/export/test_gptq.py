@@ -102,9 +102,12 @@ def test_a_head_of_another_precision_is_refused(
     tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], mixed: Any
 ) -> None:
     packed = make_packed(tmp_path / "packed", dense_config, mixed)
-    with pytest.raises(FormatError, match=r"is INT4 g32 and `lm_head` INT8 g32") as caught:
+    with pytest.raises(FormatError, match=r"1 of 15 linears: `lm_head` \(INT8 g32,") as caught:
         export(packed, tmp_path / "out", "gptq")
-    assert caught.value.hint == "convert with --lm-head bf16, or export to mlx or gguf"
+    assert caught.value.hint == (
+        "--dequantize writes it as a plain matrix, rounded to BF16, 18.43 kB more; convert with "
+        "--lm-head bf16; or export to mlx or gguf"
+    )
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
 
@@ -155,7 +158,7 @@ def test_a_scale_that_fp16_cannot_hold_is_refused_by_name(
         tensors["model.layers.1.mlp.down_proj.weight_scale"][3, 2] = value
 
     packed = make_packed(tmp_path / "packed", dense_config, int4_body, edit)
-    with pytest.raises(FormatError, match=r"`model.layers.1.mlp.down_proj`: .* row 3, group 2"):
+    with pytest.raises(FormatError, match=r"`model.layers.1.mlp.down_proj` .* row 3, group 2"):
         export(packed, tmp_path / "out", "gptq")
 
 

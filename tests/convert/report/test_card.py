@@ -14,6 +14,7 @@ from lowbit.convert.quality.record import Noise, QualityReport, TextKind
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.source_card import SourceCard, read_source_card
+from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.manifest import Manifest, Source
@@ -126,11 +127,50 @@ def test_task_results(make_report: MakeReport) -> None:
     assert "| odd | acc | none | 1 |" in card
 
 
-def test_unknown_source_is_left_to_fill_in(make_report: MakeReport) -> None:
+def test_an_unknown_original_is_said_to_be_unknown(make_report: MakeReport) -> None:
     card = render(make_report(), packed(made=manifest(None)), SourceCard())
-    assert {"base_model", "base_model_relation", "license"}.isdisjoint(metadata(card))
-    assert "TODO (name and link of the original model)" in card
-    assert "TODO: state the license" in card
+    assert {"base_model", "base_model_relation"}.isdisjoint(metadata(card))
+    assert metadata(card)["license"] == "unknown"
+    assert "A model of the `qwen3` family, its\nlinears packed to INT4 g128" in card
+    assert "came from a local folder and is not named here; `lowbit.json` identifies it" in card
+    assert "The license of the original, which applies to this model too, is not stated" in card
+    assert "TODO" not in card
+
+
+def test_the_user_states_what_is_unknown(make_report: MakeReport) -> None:
+    said = SourceCard().stating("Qwen/Qwen3-8B", "apache-2.0")
+    card = render(make_report(), packed(made=manifest(None)), said)
+    found = metadata(card)
+    assert (found["base_model"], found["license"]) == ("Qwen/Qwen3-8B", "apache-2.0")
+    assert found["base_model_relation"] == "quantized"
+    assert "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B), its" in card
+    assert "is not stated" not in card
+    assert "local folder" not in card
+
+
+def test_what_was_fetched_stays_named_beside_what_is_stated(make_report: MakeReport) -> None:
+    source = SourceCard("other", "qwen", "https://example.org/LICENSE")
+    card = render(make_report(), source=source.stating("Qwen/Qwen3-0.6B-Base", "mit"))
+    found = metadata(card)
+    assert found["base_model"] == "Qwen/Qwen3-0.6B-Base"
+    assert found["license"] == "mit"
+    assert {"license_name", "license_link"}.isdisjoint(found)
+    assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card
+
+
+def test_the_verdict_is_the_reports(make_report: MakeReport) -> None:
+    for kl in (0.001, 0.05, 0.5):
+        report = make_report(kl_mean=kl)
+        verdict = judge(report)
+        assert f"{verdict.title}: {verdict.reason}" in render(report)
+
+
+def test_a_folder_of_another_tool_names_no_original(make_report: MakeReport) -> None:
+    opened = replace(packed(), manifest=None)
+    card = render(make_report(), opened, SourceCard())
+    assert "The original is not named in these files." in card
+    assert "TODO" not in card
+    assert "lowbit.json" not in card
 
 
 def test_a_license_of_its_own(make_report: MakeReport) -> None:
@@ -234,7 +274,7 @@ def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
     card = render(report, packed(made=manifest(name, recipe=name)), source, None, name, name)
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["base_model"].startswith("x`|")
-    assert "license" not in metadata(card)
+    assert metadata(card)["license"] == "unknown"
     assert "<script>" not in body.partition("## Use")[0]
     assert body.count("```") % 2 == 0
     rows = [line for line in card.splitlines() if line.startswith("|")]

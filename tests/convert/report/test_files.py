@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert
+from lowbit.convert import Recipe, convert, disk
+from lowbit.convert.disk import replace_files
 from lowbit.convert.quality.record import QualityReport, read_quality
-from lowbit.convert.report.files import replace_file, write_reports
+from lowbit.convert.report.files import check_reports, write_reports
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 
@@ -77,7 +78,7 @@ def test_own_draft_is_renewed(make_report: MakeReport, packed: Path, converted: 
 def test_edited_draft_is_kept(make_report: MakeReport, packed: Path) -> None:
     write_reports(packed, make_report())
     readme = packed / "README.md"
-    edited = readme.read_text().replace("TODO", "done")
+    edited = readme.read_text().replace("## Use", "## Usage")
     readme.write_text(edited)
     write_reports(packed, make_report())
     assert readme.read_text() == edited
@@ -109,12 +110,79 @@ def test_a_full_disk_keeps_the_old_report(
     assert {path.name: path.read_bytes() for path in packed.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
+def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
+    make_report: MakeReport,
+    packed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+) -> None:
+    write_reports(packed, make_report())
+    before = {path.name: path.read_bytes() for path in packed.iterdir()}
+    write = disk.write_synced
+
+    def refused(path: Path, content: bytes) -> None:
+        if name in path.name:
+            raise OSError(code, os.strerror(code), str(path))
+        write(path, content)
+
+    monkeypatch.setattr(disk, "write_synced", refused)
+    for work in (
+        lambda: check_reports(packed),
+        lambda: write_reports(packed, make_report(measured=False)),
+    ):
+        with pytest.raises(ResourceError, match=f"`{packed / name}` cannot be written: "):
+            work()
+        assert {path.name: path.read_bytes() for path in packed.iterdir()} == before
+
+
+def test_a_report_can_be_written_elsewhere(
+    make_report: MakeReport, packed: Path, converted: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "new" / "place"
+    check_reports(packed, place)
+    written = write_reports(packed, make_report(), place)
+    assert written == [place / name for name in REPORTS]
+    assert sorted(path.name for path in place.iterdir()) == sorted(REPORTS)
+    assert added(packed, converted) == []
+    page = (place / "quality.html").read_text()
+    assert "packed" in page
+    assert "# packed\n" in (place / "README.md").read_text()
+
+
+def test_a_report_is_not_written_into_another_checkpoint(
+    make_report: MakeReport, packed: Path, converted: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(converted, tmp_path / "other"))
+    for work in (
+        lambda: check_reports(packed, other),
+        lambda: write_reports(packed, make_report(), other),
+    ):
+        with pytest.raises(ResourceError, match="is another packed checkpoint"):
+            work()
+    assert added(other, converted) == []
+
+
+def test_a_folder_in_the_place_of_a_file_is_found_first(packed: Path) -> None:
+    (packed / "quality.html").mkdir()
+    with pytest.raises(ResourceError, match=r"quality.html` cannot be written: Is a directory"):
+        check_reports(packed)
+
+
+def test_task_results_that_cannot_be_read_are_found_first(packed: Path) -> None:
+    (packed / "tasks.json").write_text("{")
+    with pytest.raises(FormatError, match=r"tasks.json"):
+        check_reports(packed)
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     for place in (tmp_path / "none" / "a", tmp_path / "file" / "a", tmp_path / "folder"):
         with pytest.raises(ResourceError):
-            replace_file(place, b"content")
+            replace_files({place: b"content"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 

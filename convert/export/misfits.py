@@ -1,0 +1,211 @@
+"""Linears that a container has no place for: named in the refusal, or written without packing."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.export.left import layer_of
+from lowbit.convert.export.outputs import Output
+from lowbit.convert.export.source import Linear, Source, as_one, row_blocks
+from lowbit.convert.report.words import size
+from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint
+from lowbit.formats.errors import FormatError
+from lowbit.formats.packing import SCALE, dequantize
+from lowbit.formats.scheme import Scheme
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A linear that a container cannot hold as it is.
+
+    Attributes:
+        reason: why, without the linear's name.
+        hint: how to convert so that it fits; None where converting again does not help.
+    """
+
+    linear: Linear
+    reason: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """A linear that was written as a plain matrix.
+
+    Attributes:
+        module: of the linear.
+        scheme: in the packed folder, `INT8 g128`.
+        dtype: of the written matrix, `bfloat16`.
+        largest_difference: between a written value and code times scale in FP32.
+    """
+
+    module: str
+    scheme: str
+    dtype: str
+    largest_difference: float
+
+
+def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
+    """The scheme of most weights, the head's only where there are no others; None of none."""
+    weights: dict[Scheme, int] = {}
+    for linear in [linear for linear in linears if linear.module != HEAD] or linears:
+        weights[linear.scheme] = weights.get(linear.scheme, 0) + linear.N * linear.K
+    return max(weights, key=lambda scheme: weights[scheme]) if weights else None
+
+
+def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:
+    """The misfit of a linear whose scheme is not the one that the configuration states."""
+    # Another group size is no matter of bits, and has no option that as_one could name.
+    hint = as_one(linear.module, main.bits) if linear.bits != main.bits else None
+    reason = f"{linear.scheme}, and {container} states one scheme for all, here {main}"
+    return Misfit(linear, reason, hint)
+
+
+def without(source: Source, misfits: Sequence[Misfit], container: str, dequantize: bool) -> Source:
+    """The folder to export: whole, or with its misfits to be written as plain matrices.
+
+    Args:
+        source: packed folder.
+        misfits: of the container.
+        container: its name.
+        dequantize: whether misfits may be written otherwise.
+
+    Raises:
+        FormatError: there are misfits and they may not, or nothing would stay packed.
+    """
+    if not misfits:
+        return source
+    misfits = [*misfits, *_fused_with(source, misfits)]
+    linears = [misfit.linear for misfit in misfits]
+    kept = tuple(linear for linear in source.linears if linear not in linears)
+    count, total = len(misfits), len(source.linears)
+    what = f"{count} of {total} linears" if total > 1 else "the only linear"
+    words = described((misfit.linear.module, misfit.reason) for misfit in misfits)
+    message = f"{container} cannot hold {what}: {'; '.join(words)}"
+    if not kept:
+        raise FormatError(message, hint="export to mlx or gguf, or convert with another recipe")
+    if not dequantize:
+        raise FormatError(message, hint=_ways_out(source, misfits))
+    return replace(source, linears=kept, dequantized=tuple(linears))
+
+
+def _fused_with(source: Source, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
+    """Linears that fit, but that engines stack with one that does not."""
+    sets = {spec.module: spec.fused_set for spec in source.packed.specs}
+    alone = {misfit.linear.module for misfit in misfits}
+    first = {sets[module]: module for module in sorted(alone) if sets[module] is not None}
+    for linear in source.linears:
+        other = first.get(sets[linear.module])
+        if other is not None and linear.module not in alone:
+            reason = f"engines fuse it with `{other.rpartition('.')[2]}`"
+            yield Misfit(linear, reason)
+
+
+def _ways_out(source: Source, misfits: Sequence[Misfit]) -> str:
+    linears = [misfit.linear for misfit in misfits]
+    dtypes = {DTYPE_NAMES[_dtype(source, linear)] for linear in linears}
+    more = sum(
+        linear.N * linear.K * (8 * _dtype(source, linear).itemsize - linear.bits) // 8
+        for linear in linears
+    )
+    what = "them as plain matrices" if len(linears) > 1 else "it as a plain matrix"
+    ways = [
+        f"--dequantize writes {what}, rounded to {' or '.join(sorted(dtypes))}, {size(more)} more"
+    ]
+    options = dict.fromkeys(misfit.hint for misfit in misfits)
+    if None not in options:
+        ways.append(f"convert with {' '.join(filter(None, options))}")
+    return f"{'; '.join(ways)}; or export to mlx or gguf"
+
+
+def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Modules with a word on each, a kind of linear that has the same word in one piece.
+
+    >>> list(described([(f"model.layers.{n}.mlp.up_proj", "INT8") for n in range(3)]))
+    ['`mlp.up_proj` of layers 0-2 (INT8)']
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for module, word in rows:
+        layer = layer_of(module)
+        groups.setdefault((module if layer is None else layer[1], word), []).append(module)
+    for (kind, word), modules in groups.items():
+        if len(modules) == 1:
+            yield f"`{modules[0]}` ({word})"
+        else:
+            layers = [layer[0] for module in modules if (layer := layer_of(module))]
+            yield f"`{kind}` of layers {spans(layers)} ({word})"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short.
+
+    >>> spans([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def dequantized_outputs(source: Source) -> list[Output]:
+    """The misfits as matrices in the dtype of their scales."""
+    return [_matrix(source, linear) for linear in source.dequantized]
+
+
+def _matrix(source: Source, linear: Linear) -> Output:
+    dtype = _dtype(source, linear)
+    return Output(
+        linear.name,
+        dtype,
+        (linear.N, linear.K),
+        lambda: (rows.to(dtype) for _, rows in _exact(source, linear)),
+    )
+
+
+def _dtype(source: Source, linear: Linear) -> torch.dtype:
+    return source.checkpoint.tensors[f"{linear.module}.{SCALE}"].dtype
+
+
+def _exact(source: Source, linear: Linear) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of rows, each with its first row's number: code times scale, exact in FP32."""
+    for start, stop in row_blocks(linear):
+        codes, scales = source.codes(linear, start, stop), source.scales(linear, start, stop)
+        yield start, dequantize(codes, scales)
+
+
+def prove_dequantized(
+    source: Source, made: Checkpoint, progress: Callable[[int], None]
+) -> tuple[Dequantized, ...]:
+    """Compare every dequantized matrix with the codes and scales it stands for.
+
+    Args:
+        source: packed folder.
+        made: the export.
+        progress: called with the weights compared since the last call.
+
+    Raises:
+        FormatError: a value is not the exact one rounded once, or too large for its dtype.
+    """
+    found = []
+    for linear in source.dequantized:
+        dtype, largest = _dtype(source, linear), 0.0
+        for start, exact in _exact(source, linear):
+            written = made.read_rows(linear.name, start, start + len(exact))
+            if not exact.to(dtype).isfinite().all():
+                name = str(dtype).removeprefix("torch.")
+                raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
+            if not torch.equal(written, exact.to(dtype)):
+                raise FormatError(f"`{linear.module}` reads back with other values")
+            largest = max(largest, (written.to(torch.float32) - exact).abs_().max().item())
+            progress(exact.numel())
+        name = str(dtype).removeprefix("torch.")
+        found.append(Dequantized(linear.module, str(linear.scheme), name, largest))
+    return tuple(found)

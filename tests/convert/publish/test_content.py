@@ -1,0 +1,121 @@
+"""Published bytes: no path of this machine, no home folder, no gap that a draft left."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hub_server import HubServer
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
+
+pytestmark = [
+    pytest.mark.usefixtures("writer"),
+    pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning"),  # the library's PUT
+]
+
+REPO = "org/model"
+TEXT = "Once upon a time there was a little robot who lived in a big house by the sea. " * 4
+OLD_GAPS = (
+    "TODO (name and link of the original model), its",
+    "TODO: state the license of the original model; it applies to this one.",
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home" / "somebody"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    return folder
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_nothing_of_a_local_source_is_published(
+    cli: "Cli", hub: HubServer, tiny: Path, home: Path, report: bool
+) -> None:
+    source, out = home / "models" / "mine", home / "out" / "mine-int4"
+    source.mkdir(parents=True)
+    for path in tiny.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (home / "text.txt").write_text(TEXT)
+    measured = ("--report", "--eval-text", home / "text.txt") if report else ()
+    assert cli(source, out, *measured).exit_code == 0
+    note = home / ".local" / "state" / "lowbit" / "originals"
+    assert [path.read_bytes() for path in note.iterdir()] == [os.fsencode(source) + b"\n"]
+    if report:  # of a source that is remembered
+        again = cli("report", out, "--eval-text", home / "text.txt")
+        assert again.exit_code == 0, again.output
+    result = cli("push", out, REPO)
+    assert result.exit_code == 0, result.output
+    assert "the card names no base model" in result.stderr
+    assert "names a folder of this machine" not in result.stderr
+    published = hub.content(REPO)
+    assert len(published) > 6
+    for content in (published, {path.name: path.read_bytes() for path in out.iterdir()}):
+        for name, data in content.items():
+            for forbidden in (source, home, home.parent):
+                assert os.fsencode(forbidden) not in data, name
+            assert b"TODO" not in data, name
+
+
+@pytest.mark.parametrize("key", ["_name_or_path", "note"])
+def test_a_source_that_names_a_folder_itself_is_noted(
+    cli: "Cli", hub: HubServer, small: Path, home: Path, key: str
+) -> None:
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, key: f"{home}/checkpoint-9"}))
+    (small / "other.json").write_text(json.dumps(f"{home}-not"))
+    out = home / "out"
+    assert cli(small, out).exit_code == 0
+    for options in (("--dry-run",), ()):
+        result = cli("push", out, REPO, *options)
+        assert result.exit_code == 0, result.output
+        assert f"`config.json` names a folder of this machine: {home}" in result.output
+        assert "other.json` names" not in result.output
+
+
+@pytest.mark.parametrize("gap", OLD_GAPS)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_an_edited_draft_of_an_older_version_is_refused(
+    cli: "Cli", hub: HubServer, packed: Path, gap: str, options: tuple[str, ...]
+) -> None:
+    (packed / "README.md").write_text(f"---\nlicense: mit\n---\n# Mine\n\n{gap}\n")
+    result = cli("push", packed, REPO, *options)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "README.md` still says `TODO" in result.stderr
+    assert REPO not in hub.repositories
+    (packed / "README.md").unlink()
+    assert cli("push", packed, REPO).exit_code == 0
+    assert b"TODO" not in hub.content(REPO)["README.md"]
+
+
+def test_somebody_s_own_todo_is_their_own(cli: "Cli", hub: HubServer, packed: Path) -> None:
+    (packed / "README.md").write_text("---\nlicense: mit\n---\n# A writer of TODO lists\n")
+    assert cli("push", packed, REPO).exit_code == 0
+    assert b"TODO lists" in hub.content(REPO)["README.md"]
+
+
+def test_an_edited_card_is_not_changed(cli: "Cli", hub: HubServer, packed: Path) -> None:
+    (packed / "README.md").write_text("# Mine\n")
+    result = cli("push", packed, REPO, "--license", "mit")
+    assert result.exit_code == 1
+    assert "was edited and is published as it is" in result.stderr
+    assert REPO not in hub.repositories
+
+
+def test_a_conversion_states_them_too(
+    cli: "Cli", hub: HubServer, small: Path, tmp_path: Path
+) -> None:
+    stated = ("--base-model", "Qwen/Qwen3-8B", "--license", "apache-2.0")
+    refused = cli(small, tmp_path / "out", *stated)
+    assert refused.exit_code == 2
+    assert "--push-to-hub" in refused.stderr
+    result = cli(small, tmp_path / "out", "--push-to-hub", REPO, *stated)
+    assert result.exit_code == 0, result.output
+    card = hub.content(REPO)["README.md"].decode()
+    assert "base_model: Qwen/Qwen3-8B\nbase_model_relation: quantized\nlicense: apache" in card

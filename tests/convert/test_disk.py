@@ -1,0 +1,88 @@
+"""Files that appear whole or not at all, whatever the disk refuses and when."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.convert import disk
+from lowbit.formats.errors import ResourceError
+
+OLD, NEW = b"old", b"new content"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 5),
+    fails=st.integers(0, 5),
+    partly=st.booleans(),
+    code=st.sampled_from([errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT]),
+)
+def test_all_files_change_or_none(
+    tmp_path_factory: pytest.TempPathFactory, count: int, fails: int, partly: bool, code: int
+) -> None:
+    folder = tmp_path_factory.mktemp("disk")
+    paths = [folder / f"file{n}" for n in range(count)]
+    for path in paths:
+        path.write_bytes(OLD)
+    with pytest.MonkeyPatch.context() as patch:
+        _refuse(patch, fails, partly, code)
+        if fails < count:
+            with pytest.raises(
+                ResourceError, match=f"`{paths[fails]}` cannot be written: "
+            ) as caught:
+                disk.replace_files(dict.fromkeys(paths, NEW))
+            full = code in (errno.ENOSPC, errno.EDQUOT)
+            assert ("the disk is full" in str(caught.value)) == full
+            assert (caught.value.hint is not None) == full
+        else:
+            disk.replace_files(dict.fromkeys(paths, NEW))
+    assert {path.read_bytes() for path in paths} == {OLD if fails < count else NEW}
+    assert sorted(folder.iterdir()) == paths  # nothing is left behind
+
+
+def _refuse(patch: pytest.MonkeyPatch, fails: int, partly: bool, code: int) -> None:
+    write, calls = disk.write_synced, [0]
+
+    def refused(path: Path, content: bytes) -> None:
+        calls[0] += 1
+        if calls[0] == fails + 1:
+            if partly:
+                path.write_bytes(content[:2])
+            raise OSError(code, os.strerror(code))
+        write(path, content)
+
+    patch.setattr(disk, "write_synced", refused)
+
+
+def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
+    disk.check_place(tmp_path / "file", 1000)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_bytes(OLD)
+    disk.check_place(tmp_path / "file", 1000)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [OLD]
+
+
+def test_a_trial_finds_what_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(OLD)
+    for place in ("folder", "none/file", "file/below"):
+        with pytest.raises(ResourceError, match=f"`{tmp_path / place}` cannot be written: "):
+            disk.check_place(tmp_path / place, 1000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_an_attempt_gives_its_failure_back(tmp_path: Path) -> None:
+    assert disk.attempt(lambda: disk.replace_files({tmp_path / "file": NEW})) is None
+    failure = disk.attempt(lambda: (tmp_path / "none" / "file").write_bytes(NEW))
+    assert isinstance(failure, ResourceError)
+    assert "No such file" in str(failure)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "x"), ValueError("x")])
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)), disk.disk_errors():
+        raise error
