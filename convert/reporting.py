@@ -1,5 +1,6 @@
 """Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -167,7 +168,8 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except ResourceError as error:
-        hint = f"`lowbit-convert report {folder} --out FOLDER` writes the report elsewhere"
+        command = shlex.join(["lowbit-convert", "report", str(folder), "--out", "FOLDER"])
+        hint = f"`{command}` writes the report elsewhere"
         raise ResourceError(str(error), hint=hint) from error
 
 

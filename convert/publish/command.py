@@ -1,5 +1,6 @@
 """Publishing as the commands do it: verify under our bar, send under the library's."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,4 +46,16 @@ def publish_folder(
         bars = sys.stderr.isatty() and not quiet
         return publish(api, parcel, private, revision, bars)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"`lowbit-convert push {folder} {repo}` continues") from None
+        again = _command(folder, repo, revision, stated or Statement())
+        raise KeyboardInterrupt(f"`{again}` continues") from None
+
+
+def _command(folder: Path, repo: str, revision: str | None, stated: Statement) -> str:
+    """The push that continues an interrupted one, as a line for a shell."""
+    options = {
+        "--revision": revision,
+        "--base-model": stated.base_model,
+        "--license": stated.license,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    return shlex.join(["lowbit-convert", "push", str(folder), repo, *given])

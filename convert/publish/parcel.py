@@ -18,7 +18,7 @@ from lowbit.convert.report.files import DRAFT, HTML_FILE, is_untouched_draft, so
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.verification import verify_folder
 from lowbit.formats.errors import FormatError, PublishError
-from lowbit.formats.files import MAX_TEXT_BYTES
+from lowbit.formats.files import MAX_TEXT_BYTES, check_regular
 from lowbit.formats.hashing import hash_file
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
@@ -247,7 +247,12 @@ def _reports(folder: Path) -> tuple[QualityReport | None, TaskReport | None]:
 
 
 def _item(path: Path, name: str, manifest: Manifest) -> Item:
-    """A file; hashes that were just verified are not computed again."""
+    """A file; hashes that were just verified are not computed again.
+
+    Raises:
+        CheckpointError: not a file of the folder, but a link out of it for instance.
+    """
+    check_regular(path)
     listed = {file.name: file.sha256 for file in manifest.files}
     sha256 = listed.get(name) or hash_file(path)
     return Item(name, path, path.stat().st_size, sha256)

@@ -7,8 +7,13 @@ from typing import Any
 
 import yaml
 
+from lowbit.formats.files import read_bytes
+
 FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+MAX_FRONT_MATTER = 65_536  # characters; PyYAML takes a second for as many brackets
 WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
+LANGUAGE = re.compile(r"[a-z]{2,3}([-_][a-z0-9]{1,8})*|multilingual|code", re.IGNORECASE)
+NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,22 @@ class SourceCard:
 
 
 def read_source_card(readme: Path) -> SourceCard:
-    """The metadata of a card; empty where there is none, or none that can be read."""
+    """The metadata of a card; empty where there is none, or none that can be read.
+
+    Raises:
+        CheckpointError: the card is a link out of its folder.
+    """
     if not readme.is_file():
         return SourceCard()
-    match = FRONT_MATTER.search(readme.read_text(encoding="utf-8", errors="replace"))
+    text = read_bytes(readme).decode("utf-8", errors="replace")
+    match = FRONT_MATTER.search(text)
+    if match is None or len(match[1]) > MAX_FRONT_MATTER:
+        return SourceCard()
     try:
-        found = yaml.safe_load(match[1]) if match else None
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
+        # Every value as text: tags of YAML run code that fails in ways of its own, and Norwegian
+        # is not False.
+        found = yaml.load(match[1], Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         found = None
     if not isinstance(found, dict):
         return SourceCard()
@@ -56,18 +70,21 @@ def read_source_card(readme: Path) -> SourceCard:
         license_name=_line(found.get("license_name")),
         license_link=_line(found.get("license_link")),
         languages=tuple(
-            word
+            language
             for language in (spoken if isinstance(spoken, list) else [spoken])
-            if (word := _word(language))
+            if isinstance(language, str) and LANGUAGE.fullmatch(language)
         ),
         pipeline_tag=_word(found.get("pipeline_tag")),
     )
 
 
 def _word(value: Any) -> str | None:
-    return value if isinstance(value, str) and WORD.fullmatch(value) else None
+    if not isinstance(value, str) or value in NULLS:
+        return None
+    return value if WORD.fullmatch(value) else None
 
 
 def _line(value: Any) -> str | None:
-    fits = isinstance(value, str) and value.isprintable() and 0 < len(value) <= 300
-    return value if fits else None
+    if not isinstance(value, str) or value in NULLS:
+        return None
+    return value if value.isprintable() and 0 < len(value) <= 300 else None

@@ -100,6 +100,23 @@ def test_somebody_s_own_todo_is_their_own(cli: "Cli", hub: HubServer, packed: Pa
     assert b"TODO lists" in hub.content(REPO)["README.md"]
 
 
+@pytest.mark.parametrize("name", ["README.md", "quality.html", "tasks.json", "LICENSE"])
+def test_links_out_of_the_folder_are_not_published(
+    cli: "Cli", hub: HubServer, packed: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "secret").write_text("---\nlicense: mit\n---\nthe secret\n")
+    (packed / name).symlink_to(tmp_path / "secret")
+    result = cli("push", packed, REPO)
+    assert all(b"secret" not in data for data in published_files(hub).values())
+    if name != "LICENSE":  # which nothing names, so that it is left out
+        assert result.exit_code == 1
+        assert name in result.stderr
+
+
+def published_files(hub: HubServer) -> dict[str, bytes]:
+    return hub.content(REPO) if REPO in hub.repositories else {}
+
+
 def test_an_edited_card_is_not_changed(cli: "Cli", hub: HubServer, packed: Path) -> None:
     (packed / "README.md").write_text("# Mine\n")
     result = cli("push", packed, REPO, "--license", "mit")

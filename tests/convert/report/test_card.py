@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowbit.convert.quality.record import Noise, QualityReport, TextKind
 from lowbit.convert.quality.weights import WeightQuality
@@ -17,6 +19,7 @@ from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.errors import CheckpointError
 from lowbit.formats.manifest import Manifest, Source
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.scheme import Scheme
@@ -287,7 +290,22 @@ def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
         ("---\nlicense: apache-2.0\n---\n# Model\n", SourceCard("apache-2.0")),
         ("---\r\ntags: [x]\r\nlicense: 'mit'\r\n---\r\n", SourceCard("mit")),
         ("---\nlanguage: en\n---\n", SourceCard(languages=("en",))),
-        ("---\nlanguage: [en, 3, null, no]\n---\n", SourceCard(languages=("en",))),
+        (
+            "---\nlanguage: [en, 3, null, no, zh-TW, a b, '']\n---\n",
+            SourceCard(languages=("en", "no", "zh-TW")),
+        ),
+        (
+            "---\nlanguage: [multilingual, code, [en], {en: de}]\n---\n",
+            SourceCard(languages=("multilingual", "code")),
+        ),
+        ("---\nlicense: null\nlicense_name: ~\n---\n", SourceCard()),
+        (
+            "---\nlicense: !!timestamp x\nlanguage: !!bool en\n---\n",
+            SourceCard("x", languages=("en",)),
+        ),
+        ('---\nlicense: "\\UFFFFFFFF"\n---\n', SourceCard()),
+        (f"---\nlicense: mit\nx: {'[' * 60_000}\n---\n", SourceCard()),
+        (f"---\nlicense: mit\nx: {'x' * 70_000}\n---\n", SourceCard()),
         (
             "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n",
             SourceCard("other", "qwen", "LICENSE"),
@@ -296,9 +314,9 @@ def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
         ("---\nlicense:\n- mit\n---\n", SourceCard()),
         ("---\ntags: [x]\n---\nlicense: mit\n", SourceCard()),
         ("---\nlicense: [\n---\n", SourceCard()),
-        ("---\nlicense: 2026-13-45\n---\n", SourceCard()),
+        ("---\nlicense: 2026-13-45\n---\n", SourceCard("2026-13-45")),
         ("---\n- a list\n---\n", SourceCard()),
-        ("---\nlicense: !!python/object:os.system x\n---\n", SourceCard()),
+        ("---\nlicense: !!python/object:os.system x\n---\n", SourceCard("x")),
         ("license: mit\n", SourceCard()),
         ("", SourceCard()),
     ],
@@ -311,3 +329,21 @@ def test_read_source_card(tmp_path: Path, text: str, expected: SourceCard) -> No
 
 def test_no_source_card(tmp_path: Path) -> None:
     assert read_source_card(tmp_path / "README.md") == SourceCard()
+
+
+@given(st.text(st.sampled_from("---\nab:[]{},&*!|>'\"\\%@`#?~ \t0xU<=\x00\u2028é"), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_front_matter_is_read_or_nothing(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "README.md"
+    path.write_bytes(f"---\n{text}\nlicense: mit\n---\n".encode("utf-8", "surrogatepass"))
+    assert read_source_card(path).license in ("mit", None)
+
+
+def test_a_card_that_is_a_link_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("---\nlicense: mit\n---\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="symbolic link out of its folder"):
+        read_source_card(tmp_path / "folder" / "README.md")
