@@ -39,7 +39,7 @@ class Origin:
     Attributes:
         candidates: the likeliest first.
         manifest: of the packed folder, None where it has none to check a candidate by.
-        guessed: whether nobody named them.
+        guessed: True where they were found, and not named by anybody.
     """
 
     candidates: tuple[Path, ...]
@@ -76,10 +76,10 @@ class Origin:
 def find_origin(
     folder: Path, manifest: Manifest | None, given: str | None, ask: Ask | None
 ) -> Origin:
-    """Where the original of a packed folder may be.
+    """Find the folders that may hold the original of a packed one.
 
-    That is where the user says, else the Hub id that lowbit.json names, else the folder that was
-    remembered or one beside the packed folder, else where the user says when asked.
+    The user's word comes first, then the Hub id in lowbit.json, then the remembered folder and
+    those beside the packed one, and at last the user's answer to a question.
 
     Args:
         folder: packed checkpoint.

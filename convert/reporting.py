@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
+from lowbit.convert.disk import disk_errors
 from lowbit.convert.origin import Ask, Origin, find_origin
 from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
@@ -24,7 +25,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 @dataclass(frozen=True, slots=True)
 class LogitRequest:
-    """How logits are to be compared.
+    """Settings of a comparison of logits.
 
     Attributes:
         texts: the first gives the headline figures.
@@ -166,10 +167,12 @@ def _save(folder: Path, report: QualityReport, place: Path | None = None) -> Rep
 def _explained(folder: Path) -> Iterator[None]:
     """Say how to have the report elsewhere where its files cannot be written."""
     try:
-        yield
+        with disk_errors():
+            yield
     except ResourceError as error:
         command = shlex.join(["lowbit-convert", "report", str(folder), "--out", "FOLDER"])
-        hint = f"`{command}` writes the report elsewhere"
+        first = f"{error.hint}; or " if error.hint else ""
+        hint = f"{first}`{command}` writes the report elsewhere"
         raise ResourceError(str(error), hint=hint) from error
 
 

@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was checked; every check passed.
+    """Record of a verification; every check passed.
 
     Attributes:
         folder: packed checkpoint.

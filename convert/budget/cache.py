@@ -1,4 +1,4 @@
-"""Where sensitivities are kept, so that nobody measures them twice."""
+"""A cache of sensitivities, so that nobody measures them twice."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, tak
 
 
 def cache_file(identity: dict[str, Any]) -> Path:
-    """Where a measurement with this identity is kept; below XDG_CACHE_HOME, or ~/.cache.
+    """Place of the measurement with this identity, below XDG_CACHE_HOME or ~/.cache.
 
     Args:
         identity: all that the figures depend on, as JSON values.

@@ -61,7 +61,7 @@ def export(
     its place, and what a container cannot express exactly is refused, or with --dequantize named.
     """
     if dequantize and target not in ("gptq", "awq"):
-        raise click.UsageError("--dequantize is for gptq and awq; the others hold every linear.")
+        raise click.UsageError("--dequantize is for gptq and awq; the others mix precisions.")
     from lowbit.convert.export.export import export
     from lowbit.convert.terminal import progress_bars
 
@@ -81,7 +81,7 @@ def export(
 
 
 def _show(done: "Export") -> None:
-    """Say what was made and what was proven."""
+    """Print the result and its proof."""
     from lowbit.convert.export.misfits import described
     from lowbit.convert.report.words import size
     from lowbit.formats.shell.tables import results, styled

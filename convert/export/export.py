@@ -47,12 +47,12 @@ LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was made.
+    """A finished export.
 
     Attributes:
         folder: the export.
         target: its container.
-        weight_bytes: of the weight files.
+        weight_bytes: size of the weight files.
         files: that were written or passed through.
         dropped: what was left out, and why.
         notes: what to know about readers.

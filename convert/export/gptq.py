@@ -115,7 +115,7 @@ def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded
 
 
 def notes(source: Source) -> Iterable[str]:
-    """What a user has to know about readers."""
+    """Sentences on which readers take this export."""
     if any(linear.module == "lm_head" for linear in source.linears):
         yield "the head is quantized: gptqmodel and vLLM read it, transformers does not"
     if any(linear.module.startswith("mtp.") for linear in source.linears):

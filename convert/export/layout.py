@@ -1,4 +1,4 @@
-"""What an export of safetensors files consists of, as plain functions of the packed folder."""
+"""Parts of an export of safetensors files, as plain functions of the packed folder."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

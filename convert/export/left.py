@@ -1,4 +1,4 @@
-"""How GPTQ and AWQ configurations name the linears that are, and are not, quantized."""
+"""Names of the linears that are quantized and of those that are not, as GPTQ and AWQ state them."""
 
 import re
 

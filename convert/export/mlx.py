@@ -70,7 +70,7 @@ def _group(linear: Linear) -> int:
 
 
 def _dtype(source: Source) -> torch.dtype:
-    """Of scales: FP16 where they are, else BF16."""
+    """Dtype of the scales: FP16 where they are stored so, else BF16."""
     first = source.linears[0]
     stored = source.checkpoint.tensors[f"{first.module}.{SCALE}"].dtype
     return torch.float16 if stored == torch.float16 else torch.bfloat16
@@ -112,7 +112,7 @@ def copies(source: Source) -> list[tuple[TensorInfo, str]]:
 
 
 def _change(source: Source, info: TensorInfo) -> str | None:
-    """What becomes of a dense tensor: `conv`, `gain`, or nothing."""
+    """Change that a dense tensor undergoes: `conv`, `gain`, or none."""
     if not isinstance(source.config, Qwen35Config):
         return None
     if info.name.endswith(CONV):
@@ -226,7 +226,7 @@ def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded
 
 
 def dropped(source: Source) -> Iterable[str]:
-    """What is left out, and why."""
+    """Reasons for every part that is left out."""
     parts = {part_of(source.checkpoint.config, name) for name in source.checkpoint.tensors}
     if "vision" in parts:
         yield "the vision tower: mlx-lm serves text"

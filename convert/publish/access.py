@@ -1,4 +1,4 @@
-"""Name and token: what can be refused before anything is read or sent."""
+"""Name and token, checked before anything is read or sent."""
 
 from typing import TYPE_CHECKING
 

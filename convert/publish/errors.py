@@ -1,4 +1,4 @@
-"""What goes wrong between a folder and the Hub while publishing, in one sentence and a hint."""
+"""Failures of publishing as one sentence and a hint."""
 
 import re
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def explained(repo: str) -> Iterator[None]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether another try may succeed: a server in trouble or a broken connection."""
+    """Tell whether another try may succeed: a server in trouble or a broken connection."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     cause = _cause(error)
@@ -52,7 +52,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the library wrapped in a RuntimeError."""
+    """Unwrap an error that the library put into a RuntimeError."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error

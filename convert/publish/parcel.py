@@ -47,7 +47,7 @@ class Item:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is sent before everything else."""
+        """True of a file that is sent before everything else."""
         return fnmatch(self.name, WEIGHTS)
 
     def read(self) -> bytes:
@@ -62,7 +62,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What the user says of the original, for the card.
+    """Facts about the original that the user states, for the card.
 
     Attributes:
         base_model: Hub id of the original; None where it is left to lowbit.json.
@@ -82,7 +82,7 @@ class Parcel:
         repo: `owner/name`.
         items: every file, weights first.
         left_out: files of the folder that are not published, since nothing names them.
-        notes: what the publisher should know of the content before it is public.
+        notes: sentences for the publisher to read before the content is public.
     """
 
     folder: Path
@@ -93,7 +93,7 @@ class Parcel:
 
     @property
     def size_bytes(self) -> int:
-        """Of all items."""
+        """Sum of all items."""
         return sum(item.size for item in self.items)
 
     @property
@@ -225,7 +225,7 @@ def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:
 
 
 def _names(content: bytes, place: bytes) -> bool:
-    """Whether a path is in a file, and not only as the beginning of another name."""
+    """Tell whether a path is in a file, and not only as the beginning of another name."""
     return re.search(re.escape(place) + rb"(?![\w.-])", content) is not None
 
 

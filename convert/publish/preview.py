@@ -1,4 +1,4 @@
-"""A push that sends nothing: all that can be told without a token and without the network."""
+"""A push that sends nothing, for which neither a token nor the network is needed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,11 @@ from lowbit.convert.terminal import progress_bars
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a push would do.
+    """Plan of a push.
 
     Attributes:
-        parcel: what it would send, as far as the Hub lacks it.
-        url: where to.
+        parcel: files to send, as far as the Hub lacks them.
+        url: address of the repository.
         private: visibility of a repository that does not exist yet, the account's default when
             None.
         revision: branch, created where it does not exist; the default one when None.
@@ -34,7 +34,7 @@ def dry_run(
     quiet: bool = False,
     stated: Statement | None = None,
 ) -> DryRun:
-    """Verify a packed folder, and say what a push of it would send.
+    """Verify a packed folder and plan its push.
 
     Args:
         folder: made by lowbit-convert.

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     Operation = CommitOperationAdd | CommitOperationDelete
 
-# What would belong to other weights if it stayed.
+# Files of an earlier push that would belong to other weights if they stayed.
 REPLACED = (WEIGHTS, "*.safetensors.index.json", QUALITY_FILE, HTML_FILE, TASKS_FILE)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is on the Hub now; every hash was compared.
+    """Content of the Hub after a push; every hash was compared.
 
     Attributes:
         repo: `owner/name`.

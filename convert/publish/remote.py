@@ -1,4 +1,4 @@
-"""What a repository holds at a commit, and how it differs from what was sent."""
+"""Content of a repository at a commit, compared with the files that were sent."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class RemoteFile:
     git_id: str | None
 
     def equals(self, item: Item) -> bool:
-        """Whether it has the item's bytes, by its hash."""
+        """Tell by its hash whether it has the item's bytes."""
         if self.size != item.size:
             return False
         return self.sha256 == item.sha256 if self.sha256 else self.git_id == item.git_id()
@@ -50,7 +50,7 @@ class Remote:
 
 
 def read_remote(api: "HfApi", repo: str, revision: str | None) -> Remote:
-    """What a revision holds; the default branch's where it is None."""
+    """Read the content of a revision, of the default branch where it is None."""
     info = api.model_info(repo, revision=revision, files_metadata=True)
     if info.sha is None:
         raise PublishError(f"the Hub names no commit of `{repo}`")

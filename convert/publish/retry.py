@@ -12,7 +12,7 @@ WAITS_S = (2.0, 10.0)  # before the second try, and the third
 
 
 def patiently(step: Callable[[], Result]) -> Result:
-    """What a step returns; failures of the network or the server that may pass are waited out.
+    """Run a step again, after a while, where its failure may pass; its result.
 
     Args:
         step: safe to repeat after it failed at any point.

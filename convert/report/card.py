@@ -36,9 +36,9 @@ def render_card(
 
     Args:
         packed: the folder.
-        report: what was measured, None where nothing was.
+        report: figures, None where nothing was measured.
         tasks: results of tasks, None where none were run.
-        source: what is stated of the original.
+        source: facts stated about the original.
         name: of the model.
         target: what the commands name: a repository, or a word for the folder.
     """
@@ -117,7 +117,7 @@ def _main_bits(packed: PackedCheckpoint) -> int | None:
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:
-    """Of the lowbit that packed; None where another tool did."""
+    """Version of the lowbit that packed; None where another tool did."""
     if manifest is not None:
         return manifest.lowbit_version
     return None if report is None else report.lowbit_version

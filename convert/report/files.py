@@ -48,7 +48,7 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
 
     Args:
         folder: packed checkpoint.
-        report: what was measured of it.
+        report: figures that were measured of it.
         place: folder for the files, created where it does not exist; the packed one when None.
 
     Raises:
@@ -95,7 +95,7 @@ def _card_file(place: Path) -> str:
 
 
 def source_card(folder: Path) -> SourceCard:
-    """What the card of the original says, which a conversion passes through beside its own."""
+    """Metadata of the original's card, which a conversion passes through beside its own."""
     original = folder / SOURCE_README
     if not original.exists() and not is_untouched_draft(folder / README):
         original = folder / README
@@ -109,7 +109,7 @@ def _marked(card: str) -> bytes:
 
 
 def is_untouched_draft(path: Path) -> bool:
-    """Whether a card is one that `write_reports` wrote and nobody has edited since."""
+    """Tell whether `write_reports` wrote a card and nobody has edited it since."""
     if not path.is_file():
         return False
     text = path.read_text(encoding="utf-8", errors="replace")

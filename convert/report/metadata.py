@@ -36,7 +36,7 @@ def front_matter(
         name: of the model.
         manifest: names the base model, where it came from the Hub.
         bits: of most of the packed weights.
-        source: what is stated of the original.
+        source: facts stated about the original.
         text_only: whether the packed model lacks a vision tower.
         report: measured quality.
         tasks: results of tasks.
@@ -109,7 +109,7 @@ def _result(name: str, metrics: list[tuple[str, str, float]]) -> dict[str, Any]:
 
 
 def _one_line(value: Any) -> Any:
-    """The same with every text on a line of its own, so that none looks like a `---`."""
+    """Put every text on a line of its own, so that none looks like a `---`."""
     if isinstance(value, dict):
         return {key: _one_line(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -37,7 +37,7 @@ class SourceCard:
     base_model: str | None = None
 
     def stating(self, base_model: str | None, license: str | None) -> "SourceCard":
-        """The same with what a user states in its place; None leaves what there is."""
+        """Put the user's statements in place of the card's; None leaves the card's."""
         stated = self if base_model is None else replace(self, base_model=base_model)
         if license is None:
             return stated
