@@ -40,6 +40,7 @@ class Engine:
     seed: int = 0
     reused: int = 0
     _rewinds: int = 0
+    _prompt_length: int = 0  # of the prompt that `held` begins with; 0 after anything else
     _running: bool = False  # stays set where a change of the cache was interrupted halfway
     _graphs: "dict[int, torch.cuda.CUDAGraph]" = field(default_factory=dict)  # by the cache's reach
     _graph_shape: tuple[bool, int, bool] | None = None
@@ -108,9 +109,13 @@ class Engine:
             self.forget()
         shared = self.cache.reusable(_common_prefix(self.held, prompt))
         # A prompt that is held whole has been asked before. Prefill and decode round differently,
-        # so only the same steps again give the same bytes.
-        self.reused = shared if shared < len(prompt) else 0
+        # so only the same steps again give the same bytes, and those of last time are known.
+        if shared == len(prompt):
+            repeated = self._prompt_length == len(prompt) and not self.cache.recurrent
+            shared = self.reused if repeated else 0
+        self.reused = shared
         self._rewind(self.reused)
+        self._prompt_length = len(prompt)
         self.sampler.configure(params)  # the step that `_capture` runs divides by the temperature
         if self._graph_shape != self.sampler.shape:
             self._graphs.clear()
@@ -209,6 +214,7 @@ class Engine:
 
     def _rewind(self, length: int) -> None:
         self._rewinds += 1
+        self._prompt_length = 0
         self._running = True
         self.cache.truncate(length)
         del self.held[length:]
