@@ -1,33 +1,117 @@
 """Print an answer as it is made; what `generate` and `chat` share."""
 
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 if TYPE_CHECKING:
     from lowbit.runtime.chat import Message
+    from lowbit.runtime.conversation.wrap import Wrapper
     from lowbit.runtime.model import Model
+    from lowbit.runtime.reasoning import Piece
     from lowbit.runtime.sampling import SamplingParams
     from lowbit.runtime.stream import Generation, Stream
 
+COLUMNS = 80  # of a terminal that does not know its width
 
-def show(stream: "Stream", quiet: bool) -> "Generation":
-    """Print the pieces as they come: the answer on stdout, reasoning before it on stderr."""
-    thinking = False
-    for piece in stream.pieces:
-        if quiet:
-            continue
-        if piece.reasoning != thinking:
-            _think("thinking: " if piece.reasoning else "\n\n")
-            thinking = piece.reasoning
-        if piece.reasoning:
-            _think(piece.text)
-        else:
-            click.echo(piece.text, nl=False)
-    if thinking:
-        _think("\n")
-    if not quiet:
+
+@dataclass(slots=True)
+class Channel:
+    """Text on its way to a terminal, which it must not drive, or to a file, unchanged.
+
+    Attributes:
+        write: prints.
+        terminal: whether a terminal shows the text.
+        wrapper: breaks lines at word ends; None leaves them to the terminal.
+    """
+
+    write: Callable[[str], None]
+    terminal: bool
+    wrapper: "Wrapper | None"
+
+    def push(self, text: str) -> None:
+        """Print the next text, or as much of it as can be placed on its line."""
+        if self.terminal:
+            from lowbit.runtime.conversation.wrap import safe
+
+            text = safe(text)
+        self.write(text if self.wrapper is None else self.wrapper.push(text))
+
+    def end(self) -> None:
+        """Print what is held back."""
+        if self.wrapper is not None:
+            self.write(self.wrapper.finish())
+
+
+@dataclass(slots=True)
+class Screen:
+    """Shows pieces of an answer: the answer on stdout, reasoning before it on stderr.
+
+    Attributes:
+        quiet: show nothing.
+    """
+
+    answer: Channel
+    reasoning: Channel
+    quiet: bool
+    _thinking: bool = False
+
+    def show(self, piece: "Piece") -> None:
+        """Print a piece."""
+        if self.quiet:
+            return
+        if piece.reasoning != self._thinking:
+            self._turn(piece.reasoning, "thinking: " if piece.reasoning else "\n\n")
+        (self.reasoning if piece.reasoning else self.answer).push(piece.text)
+
+    def end(self) -> None:
+        """Finish the line."""
+        if self.quiet:
+            return
+        if self._thinking:
+            self._turn(False, "\n")
+        self.answer.end()
         click.echo()
+
+    def _turn(self, reasoning: bool, mark: str) -> None:
+        """Begin or end the reasoning."""
+        self.reasoning.push(mark)
+        self.reasoning.end()
+        self._thinking = reasoning
+
+
+def new_screen(quiet: bool, wrap: bool = False) -> Screen:
+    """A screen for one answer.
+
+    Args:
+        quiet: show nothing.
+        wrap: break the lines of a terminal at word ends.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+
+    def think(text: str) -> None:
+        console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
+
+    return Screen(
+        # Without `color`, click takes escape sequences out of what is piped.
+        answer=_channel(sys.stdout, lambda text: click.echo(text, nl=False, color=True), wrap),
+        reasoning=_channel(sys.stderr, think, wrap),
+        quiet=quiet,
+    )
+
+
+def show(stream: "Stream", quiet: bool, wrap: bool = False) -> "Generation":
+    """Print an answer as it comes; arguments as in `new_screen`."""
+    screen = new_screen(quiet, wrap)
+    for piece in stream.pieces:
+        screen.show(piece)
+    screen.end()
     return stream.generation
 
 
@@ -58,9 +142,17 @@ def opening(system: str | None) -> "list[Message]":
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def _think(text: str) -> None:
-    """A part of the reasoning on stderr."""
-    from rich.console import Console
+def _channel(stream: TextIO, write: Callable[[str], None], wrap: bool) -> Channel:
+    """A channel to stdout or stderr; only terminals have their lines wrapped."""
+    terminal = stream.isatty()
+    if not (wrap and terminal):
+        return Channel(write, terminal, None)
+    from lowbit.runtime.conversation.wrap import Wrapper
 
-    console = Console(stderr=True, highlight=False)
-    console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
+    def width() -> int:
+        try:
+            return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+        except OSError:
+            return COLUMNS
+
+    return Channel(write, terminal, Wrapper(width))

@@ -79,7 +79,7 @@ def generate(
     )
     if raw and not as_json and sys.stdout.isatty():
         click.echo(text, nl=False)  # a person wants to read on from there
-    generation = show(stream, quiet=as_json)
+    generation = show(stream, quiet=as_json, wrap=not raw)
     if as_json:
         print_json(
             {

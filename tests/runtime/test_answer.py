@@ -1,0 +1,59 @@
+"""Answers on a terminal and in a pipe: escapes, wrapping, reasoning apart."""
+
+import io
+import sys
+
+import pytest
+
+from lowbit.runtime.commands.answer import Screen, new_screen
+from lowbit.runtime.reasoning import Piece
+
+HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\rred \u202egreen\n"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal, of unknown width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(screen: Screen, *pieces: Piece) -> None:
+    for piece in pieces:
+        screen.show(piece)
+    screen.end()
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_what_a_model_writes_drives_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, wrap: bool
+) -> None:
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "dumb")
+    shown(new_screen(False, wrap), Piece(HOSTILE, reasoning=True), Piece(HOSTILE, reasoning=False))
+    escaped = "\\x1b]0;gotcha\\x07\\x1b[2J\\rred \\u202egreen\n"
+    assert out.getvalue() == escaped + "\n"
+    assert err.getvalue() == "thinking: " + escaped + "\n\n"
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_pipe_has_the_bytes_of_the_model(capsys: pytest.CaptureFixture[str], wrap: bool) -> None:
+    text = HOSTILE + "word " * 40
+    shown(new_screen(False, wrap), Piece("hm", reasoning=True), Piece(text, reasoning=False))
+    out, err = capsys.readouterr()
+    assert out == text + "\n"
+    assert err == "thinking: hm\n\n"
+
+
+def test_lines_of_a_terminal_end_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    shown(new_screen(False, wrap=True), *(Piece("word ", reasoning=False) for _ in range(40)))
+    assert out.getvalue().split("\n") == [" ".join(["word"] * 16)] * 2 + ["word " * 8, ""]
+
+
+def test_a_quiet_screen_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    shown(new_screen(quiet=True), Piece("hm", reasoning=True), Piece("x", reasoning=False))
+    assert capsys.readouterr() == ("", "")
