@@ -102,7 +102,10 @@ def modules_of_formats() -> list[str]:
     ("modules", "absent"),
     [
         (modules_of_formats(), {"click", "huggingface_hub", "rich", "transformers", "triton"}),
-        (["lowbit.runtime"], {"matplotlib", "transformers", "triton"}),
+        (
+            ["lowbit.runtime", "lowbit.runtime.cli"],
+            {"matplotlib", "prompt_toolkit", "transformers", "triton", "wcwidth"},
+        ),
         (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),
     ],
     ids=["formats", "runtime", "convert"],

@@ -1,17 +1,19 @@
 """`lowbit-run chat`."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Failure, reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
+from lowbit.runtime.commands.answer import new_screen, sampling_of, summary
 from lowbit.runtime.options import (
     load_model,
     load_options,
@@ -23,9 +25,12 @@ from lowbit.runtime.options import (
 
 if TYPE_CHECKING:
     from lowbit.formats.recipes import Base
-    from lowbit.runtime.stream import Generation, Stream
+    from lowbit.runtime.conversation.commands import Slash
+    from lowbit.runtime.conversation.respond import View
+    from lowbit.runtime.conversation.state import Chat
+    from lowbit.runtime.stream import Generation
 
-CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+Ask = Callable[["Chat"], "Slash | str | None"]
 
 
 @click.command(short_help="Talk to the model in the terminal.")
@@ -34,6 +39,12 @@ CHAT_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 @quantize_option
 @sampling_options
 @talk_options
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep what is typed in $XDG_STATE_HOME/lowbit/history for the next chat.",
+)
 @json_option
 @reported
 def chat(
@@ -47,74 +58,152 @@ def chat(
     stop: Sequence[str],
     system: str | None,
     thinking: bool | None,
+    history: bool,
     as_json: bool,
     **sampling: Any,
 ) -> None:
     """Talk in the terminal; earlier turns stay in the cache.
 
-    /reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+    /help lists the commands. Lines that are piped in are answered one by one.
     """
+    from lowbit.runtime.conversation.state import Chat, check_model
+    from lowbit.runtime.conversation.turns import Conversation
+
     model = load_model(name, device, context, threads, quantize)
-    params = sampling_of(model, sampling)
-    messages = opening(system)
-    turns: list[dict[str, Any]] = []
-    note(CHAT_HELP)
-    while (line := _ask(quiet=as_json)) not in (None, "/exit"):
-        if line == "/reset":
-            messages = opening(system)
-            continue
-        if line == "/help":
-            note(CHAT_HELP)
-            continue
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            stream = model.stream(
-                messages,
-                sampling=params,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                thinking=thinking,
-            )
-        except RequestError as error:  # the context is full: this turn cannot be answered
-            messages.pop()
-            Failure(error).show()
-            note("/reset starts over")
-            continue
-        generation = _answer(stream, quiet=as_json)
-        if generation is None:
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": generation.text})
-        turns.append(asdict(generation))
-        note(summary(generation))
+    talk = Chat(
+        model=model,
+        name=name,
+        sampling=sampling_of(model, sampling),
+        thinking=thinking,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop),
+        conversation=Conversation(system),
+    )
+    check_model(talk)
+    made: list[Generation] = []
+    interactive = not as_json and sys.stdin.isatty() and _on_terminal()
+    view = _view(interactive, as_json, made)
+    ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
+    talk, interrupted = _converse(talk, ask, view)
     if as_json:
-        print_json({"messages": messages, "turns": turns, "quantized_at_load": quantize})
+        print_json({**_said(talk, made), "quantized_at_load": quantize})
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-def _ask(quiet: bool) -> str | None:
-    """A line of the conversation; None at its end."""
-    prompt = "> " if sys.stdin.isatty() and not quiet else ""
-    try:
-        return input(prompt)
-    except EOFError:
+def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, bool]":
+    """The chat at its end, and whether Ctrl-C ended it."""
+    from lowbit.runtime.conversation.respond import respond
+
+    while True:
+        try:
+            entry = ask(talk)
+            if entry is None:
+                return talk, False
+            outcome = respond(talk, entry, view)
+        except KeyboardInterrupt:
+            if view.interactive:  # pressed between an answer and the prompt
+                continue
+            return talk, True
+        talk = outcome.chat
+        if outcome.done:
+            return talk, False
+
+
+def _said(talk: "Chat", made: "list[Generation]") -> dict[str, Any]:
+    """The conversation as --json prints it, and every answer that came to its end."""
+    return {
+        "messages": replace(talk.conversation, unanswered=None).messages(),
+        "turns": [asdict(generation) for generation in made],
+    }
+
+
+def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
+    """Show answers on stdout, all else on stderr; every finished answer is added to `made`."""
+    from lowbit.runtime.conversation.keyboard import unseen
+    from lowbit.runtime.conversation.respond import View
+
+    def finished(generation: "Generation") -> None:
+        if quiet:
+            made.append(generation)
+        if not interactive:  # the prompt's bottom line and /stats say it otherwise
+            note(summary(generation))
+
+    return View(
+        note=_show_lines,
+        fail=lambda error: Failure(error).show(),
+        new_screen=lambda: new_screen(quiet, wrap=True),
+        finished=finished,
+        interactive=interactive,
+        listening=unseen if interactive else nullcontext,
+    )
+
+
+def _show_lines(text: str) -> None:
+    """Dim lines, which drive no terminal."""
+    for line in text.split("\n"):
+        note(printable(line))
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty() or sys.stderr.isatty()
+
+
+def _reading(stream: BinaryIO) -> Ask:
+    """Entries from a pipe or file, a line each; blank lines are left out."""
+    from lowbit.runtime.conversation.commands import read_entry
+
+    lines = enumerate(iter(stream.readline, b""), start=1)
+
+    def ask(talk: "Chat") -> "Slash | str | None":
+        for number, line in lines:
+            try:
+                text = line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise RequestError(f"line {number} of stdin is not UTF-8: {error}") from None
+            if text.strip():
+                return read_entry(text)
         return None
-    except KeyboardInterrupt:
-        if not prompt:
-            raise
+
+    return ask
+
+
+def _prompting(talk: "Chat", keep: bool) -> Ask:
+    """Entries that somebody types."""
+    from lowbit.runtime.conversation import history, prompt
+    from lowbit.runtime.conversation.state import used_tokens
+
+    status = ""
+    session = prompt.new_session(
+        history.open_history(history.history_file() if keep else None), lambda: status
+    )
+
+    def ask(talk: "Chat") -> "Slash | str | None":
+        nonlocal status
+        status = _status(talk, used_tokens(talk))
         click.echo(err=True)
-        note(CHAT_HELP)  # a slip of the finger does not end the conversation
-        return ""
+        while True:
+            try:
+                entry = prompt.read_typed(session)
+            except KeyboardInterrupt:
+                if not session.default_buffer.text:
+                    note("Ctrl-D or /exit ends the chat")
+                continue
+            if not isinstance(entry, str) or entry.strip():
+                return entry
+
+    _show_lines(
+        f"{talk.name}, context of {talk.model.context:,} tokens; /help lists commands and keys"
+    )
+    return ask
 
 
-def _answer(stream: "Stream", quiet: bool) -> "Generation | None":
-    """`show`, but Ctrl-C ends this answer only."""
-    try:
-        return show(stream, quiet)
-    except KeyboardInterrupt:
-        stream.close()
-        if not quiet:
-            click.echo()
-        note("stopped; the question is taken back")
-        return None
+def _status(talk: "Chat", used: int | None) -> str:
+    """The line below the prompt: model, context in use, speed."""
+    parts = [printable(talk.name.rstrip("/").rsplit("/", 1)[-1])]
+    if used is not None:
+        parts.append(f"{used:,} of {talk.model.context:,} tokens")
+    speed = talk.last.timings.decode_tokens_per_s if talk.last else None
+    if speed:
+        parts.append(f"{speed:.0f} tok/s")
+    return "  ".join(parts)

@@ -58,7 +58,7 @@ class Wrapper:
         self._limit = self.width()
 
     def push(self, text: str) -> str:
-        """What can be printed now that this has come; `text` is safe for a terminal."""
+        """Take the next text, which is safe for a terminal; returns the text to print now."""
         for character in text:
             if character == "\n":
                 self._end_line()
@@ -75,7 +75,7 @@ class Wrapper:
         return self._taken()
 
     def finish(self) -> str:
-        """The text still held back."""
+        """Return the text still held back."""
         self._end_word()
         self._parts.append(self._gap)
         self._gap = ""
@@ -133,7 +133,7 @@ class Wrapper:
 
 
 def _may_break(before: str, after: str) -> bool:
-    """Whether a line may end between two characters that no space parts."""
+    """Tell if a line may end between two characters that no space parts."""
     if unicodedata.category(after) in NEVER_FIRST or unicodedata.category(before) in NEVER_LAST:
         return False
     return _ideographic(before) or _ideographic(after)

@@ -1,0 +1,188 @@
+"""Conversations in files: one JSON object with the messages, the model's name, the sampling."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.files import read_bytes
+from lowbit.runtime.conversation.turns import Conversation, Turn
+
+if TYPE_CHECKING:
+    from lowbit.runtime.sampling import SamplingParams
+
+KEY, VERSION = "lowbit_conversation", 1
+MAX_BYTES = 16_000_000
+FIELDS = {KEY, "model", "sampling", "thinking", "messages"}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A conversation from a file, and the model that answered."""
+
+    conversation: Conversation
+    model: str
+
+
+def path_of(text: str) -> Path:
+    """Path that somebody typed, perhaps in quotes, perhaps with `~`.
+
+    Raises:
+        RequestError: it names no file.
+    """
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    if not text or "\0" in text:
+        raise RequestError(f"`{text}` names no file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise RequestError(f"`{text}`: {error}") from None
+
+
+def save(
+    path: Path,
+    conversation: Conversation,
+    *,
+    model: str,
+    sampling: "SamplingParams",
+    thinking: bool | None,
+    overwrite: bool = False,
+) -> None:
+    """Write a conversation whole or not at all; only its owner may read the file.
+
+    Args:
+        path: of the file; an earlier saved conversation there is replaced.
+        conversation: what to save.
+        model: name of the model that answered.
+        sampling: how its tokens were chosen.
+        thinking: how its thinking was switched.
+        overwrite: replace a file that is no saved conversation, too.
+
+    Raises:
+        RequestError: the file is something else, or cannot be written.
+    """
+    content = {
+        KEY: VERSION,
+        "model": model,
+        "sampling": asdict(sampling),
+        "thinking": thinking,
+        "messages": conversation.messages(),
+    }
+    data = json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n"
+    try:
+        path = path.resolve()  # a link stays a link
+        if path.exists() and not overwrite:
+            _check_saved(path)
+        elif path.exists() and not path.is_file():
+            raise RequestError(f"`{path}` is not a regular file")
+        _replace(path, data)
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"`{path}` cannot be written: {_reason(error)}") from None
+
+
+def load(path: Path) -> Saved:
+    """Read a saved conversation.
+
+    Raises:
+        RequestError: no such file, or anything but a saved conversation.
+    """
+    try:
+        content = json.loads(read_bytes(path.resolve(), MAX_BYTES))
+    except (OSError, RuntimeError) as error:  # RecursionError is one of the latter
+        raise RequestError(f"`{path}` cannot be read: {_reason(error)}") from None
+    except ValueError as error:
+        raise RequestError(f"`{path}` is not valid JSON: {error}") from None
+    except LowbitError as error:
+        raise RequestError(str(error)) from None
+    return _parsed(content, path)
+
+
+def _parsed(content: Any, path: Path) -> Saved:
+    if not isinstance(content, dict) or KEY not in content:
+        raise RequestError(f"`{path}` is no conversation that /save wrote")
+    version = content[KEY]
+    if type(version) is not int or version != VERSION:
+        raise RequestError(
+            f"`{path}` is a conversation of version {version!r:.40}, expected {VERSION}"
+        )
+    if content.keys() != FIELDS:
+        odd = ", ".join(sorted(content.keys() ^ FIELDS))
+        raise RequestError(f"`{path}`: a field is missing or unknown: {odd:.80}")
+    model, messages = content["model"], content["messages"]
+    if not isinstance(model, str) or not isinstance(messages, list):
+        raise RequestError(f"`{path}`: `model` must be text and `messages` a list")
+    for number, message in enumerate(messages, start=1):
+        _check_message(message, f"`{path}`: message {number}")
+    roles = [message["role"] for message in messages]
+    has_system = roles[:1] == ["system"]
+    texts = [message["content"] for message in messages]
+    return Saved(_conversation(texts, roles, has_system, path), model)
+
+
+def _conversation(
+    texts: Sequence[str], roles: Sequence[str], has_system: bool, path: Path
+) -> Conversation:
+    """Turns from messages that begin with a question and take turns."""
+    said, speakers = texts[has_system:], roles[has_system:]
+    for index, role in enumerate(speakers):
+        expected = ("user", "assistant")[index % 2]
+        if role != expected:
+            raise RequestError(
+                f"`{path}`: message {index + has_system + 1} is of role `{role}`, "
+                f"expected `{expected}`"
+            )
+    pairs = zip(said[::2], said[1::2], strict=False)  # the last question may have no answer
+    return Conversation(
+        system=texts[0] if has_system else None,
+        turns=tuple(Turn(question, answer) for question, answer in pairs),
+        unanswered=said[-1] if len(said) % 2 else None,
+    )
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        raise RequestError(f"{where} is not an object of `role` and `content`")
+    for value in message.values():
+        if not isinstance(value, str):
+            raise RequestError(f"{where}: `role` and `content` must be text")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{where} holds half a surrogate pair") from None
+
+
+def _check_saved(path: Path) -> None:
+    """Refuse to replace what is not a saved conversation."""
+    try:
+        load(path)
+    except RequestError:
+        raise RequestError(
+            f"nothing was saved: `{path}` is there and is no saved conversation",
+            hint="give another name; /save! replaces the file all the same",
+        ) from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Give a file new content at once."""
+    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

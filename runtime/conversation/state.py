@@ -1,0 +1,103 @@
+"""State of a chat: the model, its settings, and the conversation."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.conversation.turns import Conversation, fitted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lowbit.runtime.chat import Message
+    from lowbit.runtime.model import Model
+    from lowbit.runtime.sampling import SamplingParams
+    from lowbit.runtime.stream import Generation, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation with a model; every change makes a new one.
+
+    Attributes:
+        name: of the model, as it was asked for.
+        thinking: None leaves it to the template.
+        max_new_tokens: longest answer; None for as many tokens as the context holds.
+        stop: strings that end an answer.
+        last: the newest answer's tokens and timings.
+        file: saved to or loaded from last.
+    """
+
+    model: "Model"
+    name: str
+    sampling: "SamplingParams"
+    thinking: bool | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    conversation: Conversation = field(default_factory=Conversation)
+    last: "Generation | None" = None
+    file: Path | None = None
+
+
+def check_model(chat: Chat) -> None:
+    """Refuse a model that cannot chat, or not as asked.
+
+    Raises:
+        RequestError: no chat template, or one that refuses the system message or the thinking.
+        CheckpointError: the template is damaged.
+    """
+    if chat.model.template is None:
+        raise RequestError(
+            f"`{chat.name}` has no chat template, so it cannot chat",
+            hint="lowbit-run generate --raw lets it continue a text",
+        )
+    check_thinking(chat, chat.thinking)
+
+
+def check_thinking(chat: Chat, thinking: bool | None) -> None:
+    """Render a question, to refuse before the first one what the template cannot do.
+
+    Raises:
+        RequestError: the template has no thinking switch, or refuses the system message.
+        CheckpointError: the template is damaged.
+    """
+    chat.model.encode(chat.conversation.prompt("Hi"), thinking=thinking)
+
+
+def with_room(chat: Chat, conversation: Conversation, question: str) -> Conversation:
+    """The conversation with its oldest turns dropped where the context demands it."""
+
+    def count_tokens(messages: "Sequence[Message]") -> int:
+        try:
+            return len(chat.model.encode(messages, thinking=chat.thinking))
+        except RequestError:  # too long; another reason is met again when the answer begins
+            return chat.model.context + 1
+
+    return fitted(conversation, question, count_tokens, chat.model.context, chat.max_new_tokens)
+
+
+def begin_answer(chat: Chat, conversation: Conversation, question: str) -> "Stream":
+    """The answer to a question, which has not begun yet.
+
+    Raises:
+        RequestError: the question does not fit the context, or the template refuses it.
+    """
+    return chat.model.stream(
+        conversation.prompt(question),
+        sampling=chat.sampling,
+        max_new_tokens=chat.max_new_tokens,
+        stop=chat.stop,
+        thinking=chat.thinking,
+    )
+
+
+def used_tokens(chat: Chat) -> int | None:
+    """Tokens that the next prompt begins with; None where the template cannot render them."""
+    conversation = chat.conversation
+    if conversation.dropped == len(conversation.turns):
+        return 0
+    try:
+        return len(chat.model.encode(conversation.seen(), thinking=chat.thinking))
+    except LowbitError:
+        return None

@@ -1,0 +1,70 @@
+"""Turns of a chat stay in the model's cache after every command that leaves them."""
+
+from pathlib import Path
+
+import pytest
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.conversation.commands import Slash
+from lowbit.runtime.conversation.respond import respond
+from lowbit.runtime.conversation.state import Chat
+from lowbit.runtime.conversation.turns import Conversation
+from tests.runtime.conversation.conftest import Shown
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+
+
+def new_chat(name: str, context: int = 512) -> Chat:
+    model = lowbit.load(MODELS / name, device="cpu", context=context)
+    hot = lowbit.SamplingParams(temperature=0.9, top_k=30)
+    talk = Conversation("You tell stories to children.")
+    return Chat(model, name, hot, max_new_tokens=24, conversation=talk)
+
+
+def say(chat: Chat, *entries: Slash | str) -> tuple[Chat, Shown]:
+    shown = Shown()
+    for entry in entries:
+        chat = respond(chat, entry, shown.view()).chat
+    return chat, shown
+
+
+def test_undo_and_retry_reuse_the_turns_before() -> None:
+    chat, first = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", "And then?")
+    prompts = [made.timings.prompt_tokens for made in first.finished]
+    chat, retried = say(chat, Slash("retry"), Slash("retry"))
+    chat, undone = say(chat, Slash("undo"), "What did the dog do?")
+    for made in (*retried.finished, *undone.finished):
+        assert prompts[1] <= made.timings.reused_tokens < made.timings.prompt_tokens
+    assert len({made.seed for made in retried.finished}) == 2
+    assert len(chat.conversation.turns) == 3
+
+
+def test_a_repeated_question_takes_the_steps_of_last_time() -> None:
+    chat, _ = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", Slash("set", "seed 3"))
+    chat, same = say(chat, Slash("retry"), Slash("retry"), Slash("retry"))
+    assert len({made.token_ids for made in same.finished}) == 1
+    assert len({made.timings.reused_tokens for made in same.finished}) == 1
+    assert same.finished[0].timings.reused_tokens > 0
+
+
+def test_scoring_between_two_retries_is_noticed() -> None:
+    chat, shown = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.")
+    chat.model.logits(shown.finished[-1].prompt_token_ids)
+    _, again = say(chat, Slash("retry"))
+    assert again.finished[0].timings.reused_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+def test_turns_after_a_drop_reuse_what_is_left(name: str) -> None:
+    chat = new_chat(name, context=256)
+    reused = []
+    dropped = 0
+    for number in range(14):
+        chat, shown = say(chat, f"Tell me story number {number}, please.")
+        made = shown.finished[-1]
+        if chat.conversation.dropped == dropped and number:
+            reused.append(made.timings.reused_tokens > made.timings.prompt_tokens // 3)
+        dropped = chat.conversation.dropped
+    assert dropped > 2
+    assert len(reused) >= 7  # most questions dropped nothing
+    assert all(reused)

@@ -1,0 +1,184 @@
+"""`lowbit-run chat` in a terminal of its own, and from a pipe."""
+
+import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lowbit.runtime.cli import main
+from lowbit.runtime.conversation.wrap import Wrapper
+
+MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
+PATIENCE_S = 60  # for a process that hangs
+COLUMNS = 60
+CURSOR_REQUEST = b"\x1b[6n"
+CODE = "from lowbit.runtime.cli import main; main()"
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    def invoke(*arguments: str, stdin: str | bytes = "") -> Result:
+        return CliRunner().invoke(main, ("chat", *arguments), input=stdin)
+
+    return invoke
+
+
+class Terminal:
+    """A process in a pseudo-terminal."""
+
+    def __init__(self, *arguments: str, state: Path) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self.end, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        environment = os.environ | {
+            "TERM": "xterm",
+            "XDG_STATE_HOME": str(state),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CODE, *arguments],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(inner)
+        self.seen = ""
+
+    def read_until(self, text: str) -> str:
+        """Output up to a text, or up to the end of the process."""
+        start = len(self.seen)
+        while text not in self.seen[start:]:
+            assert select.select([self.end], [], [], PATIENCE_S)[0], self.seen
+            try:
+                data = os.read(self.end, 4096)
+            except OSError:  # the process has ended
+                break
+            self.seen += data.decode()
+            if CURSOR_REQUEST in data:
+                os.write(self.end, b"\x1b[1;1R")
+        return self.seen[start:]
+
+    def type_in(self, keys: str) -> None:
+        os.write(self.end, keys.encode())
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    started: list[Terminal] = []
+
+    def start(*arguments: str) -> Terminal:
+        started.append(Terminal(*arguments, state=tmp_path / "state"))
+        return started[-1]
+
+    yield start
+    for one in started:
+        with suppress(OSError):
+            one.process.kill()
+        one.process.wait()
+        os.close(one.end)
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_terminal(run: Run, terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    screen = terminal("chat", MODEL, *GREEDY)
+    screen.read_until("0 of 2,048 tokens")
+    screen.type_in("half\x03")  # Ctrl-C clears the line
+    screen.read_until("0 of 2,048 tokens")
+    screen.type_in("Tell me a story\r")
+    answer = screen.read_until("tok/s")
+    piped = run(MODEL, *GREEDY, stdin="Tell me a story\n").stdout.rstrip("\n")
+    wrapper = Wrapper(lambda: COLUMNS)
+    wrapped = wrapper.push(piped) + wrapper.finish()
+    assert wrapped != piped
+    assert wrapped.replace("\n", "\r\n") in answer
+    screen.type_in("/hlep\r")
+    screen.read_until("did you mean /help?")
+    screen.read_until("tok/s")
+    screen.type_in("\x04")
+    screen.read_until("the end, which nobody prints")
+    assert screen.process.wait(PATIENCE_S) == 0
+    history = (tmp_path / "state" / "lowbit" / "history").read_text()
+    assert "+Tell me a story\n" in history
+    assert "half" not in history
+
+
+def test_ctrl_c_while_loading_ends_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.runtime.model.load", interrupted)
+    result = run(MODEL)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+
+
+def test_lines_of_a_pipe_are_messages_and_commands(run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    stdin = f"Tell me a story\r\n\n/stats\n/undo\n/retry\nHi\n/save {saved}\n/exit\nnever\n"
+    result = run(MODEL, *GREEDY, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 2
+    assert "context: " in result.stderr
+    assert "taken back: Tell me a story" in result.stderr
+    assert "no question yet" in result.stderr
+    assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
+    again = run(MODEL, *GREEDY, "--json", stdin=f"/load {saved}\nAnd then?\n")
+    talk = json.loads(again.stdout)
+    assert len(talk["messages"]) == 4
+    assert len(talk["turns"]) == 1
+
+
+def test_no_history_is_kept_of_a_pipe(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert run(MODEL, *GREEDY, stdin="/stats\n").exit_code == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_input_that_is_not_text_is_named_by_its_line(run: Run) -> None:
+    result = run(MODEL, *GREEDY, stdin=b"/stats\n\xff\n")
+    assert result.exit_code == 1
+    assert "Error: line 2 of stdin is not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        (None, (), "has no chat template, so it cannot chat"),
+        ("{{ messages[0].content }}", ("--think",), "thinking cannot be switched"),
+        ("{% if %}", (), "chat template"),
+        ("{{ raise_exception('no') }}", (), "chat template"),
+    ],
+)
+def test_a_model_that_cannot_chat_is_refused_before_the_first_question(
+    run: Run, tmp_path: Path, template: str | None, options: tuple[str, ...], message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = template
+    path.write_text(json.dumps({key: value for key, value in config.items() if value}))
+    result = run(str(folder), *GREEDY, *options, stdin="Hi\n")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("Error: ") == 1
+    assert result.stdout == ""
