@@ -9,7 +9,7 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
-from lowbit.formats.fields import read_field
+from lowbit.formats.fields import MAX_SHOWN, read_field
 
 Part = Literal["decoder", "mtp", "vision"]
 
@@ -47,7 +47,8 @@ def read_config(config: Mapping[str, Any]) -> Config:
     """The sizes that a `config.json` describes.
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        UnsupportedModelError: a key is missing, out of range or names a feature that is not
+            implemented, or two keys disagree.
     """
     model_type = config.get("model_type")
     if model_type in dense.MODEL_TYPES:
@@ -55,7 +56,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     if model_type in qwen3_5.MODEL_TYPES:
         return Qwen35Config.from_hf(config)
     raise UnsupportedModelError(
-        f"config.json: model_type `{model_type}` is not supported",
+        f"config.json: model_type `{str(model_type)[:MAX_SHOWN]}` is not supported",
         hint=f"supported: {', '.join(SUPPORTED)}",
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.formats.fields import REQUIRED, Field, read_field, read_fields, shown
+from lowbit.formats.fields import MAX_SHOWN, REQUIRED, Field, read_field, read_fields, shown
 
 MAX_POSITIONS = 2**24  # positions are FP32 numbers, exact up to here
 THETA, SHARE, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
@@ -80,7 +80,7 @@ def read_rope(
     kind = _kind(key, rope)
     if kind not in kinds:
         raise UnsupportedModelError(
-            f"config.json: rope scaling `{kind}` is not implemented",
+            f"config.json: rope scaling `{kind[:MAX_SHOWN]}` is not implemented",
             hint="`rope_scaling` wins over the `rope_parameters` beside it, as in transformers"
             if key == "rope_scaling" and config.get("rope_parameters")
             else None,
@@ -112,8 +112,8 @@ def _kind(key: str, rope: Mapping[str, Any]) -> str:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModelError(
-                f"config.json: `{key}.{name}` is an object, rope parameters per kind of layer are "
-                "not implemented"
+                f"config.json: `{key}.{name[:MAX_SHOWN]}` is an object, rope parameters per kind "
+                "of layer are not implemented"
             )
     kind: str = read_field(rope, Field("rope_type", "text", default=PLAIN))
     older: str = read_field(rope, Field("type", "text", default=kind))
@@ -122,7 +122,7 @@ def _kind(key: str, rope: Mapping[str, Any]) -> str:
     # Qwen-VL wrote `mrope`, which is plain for text, and was renamed.
     if older != kind and (older, kind) != ("mrope", PLAIN):
         raise UnsupportedModelError(
-            f"config.json: `{key}` says `rope_type: {kind}` and `type: {older}`",
+            f"config.json: `{key}` says `rope_type: {shown(kind)}` and `type: {shown(older)}`",
             hint="remove the one that is wrong",
         )
     return kind

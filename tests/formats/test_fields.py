@@ -96,6 +96,17 @@ def test_bad_factors_are_named(key: str) -> None:
         assert key in refusal(bundled("llama") | {"rope_scaling": rope | {key: value}})
 
 
+def test_long_texts_are_not_repeated() -> None:
+    long = "x" * 10**5
+    changes: tuple[dict[str, Any], ...] = (
+        *({"model_type": long}, {"hidden_act": long}, {"rope_scaling": {"type": long}}),
+        *({"rope_scaling": {"type": long, "rope_type": "default"}}, {"layer_types": long}),
+        *({"rope_scaling": {long: {}}}, {"layer_types": [long] * 6}),
+    )
+    for change in changes:
+        refusal(bundled("qwen3") | change)
+
+
 def test_layers_are_bounded_before_a_table_is_made() -> None:
     content = bundled("qwen3") | {"layer_types": None}
     names = [spec.name for spec in tensor_table(content)]

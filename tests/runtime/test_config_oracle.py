@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Content, str]] = {
     "plain-beside-yarn": ({"rope_scaling": {}, "rope_parameters": YARN}, "rope scaling `yarn`"),
     "types-disagree": (
         {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
-        "`rope_type: default` and `type: yarn`",
+        '`rope_type: "default"` and `type: "yarn"`',
     ),
     "mrope-alone": ({"rope_scaling": THETA | {"rope_type": "mrope"}}, "rope scaling `mrope`"),
     "by-layer": (
