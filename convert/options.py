@@ -54,7 +54,7 @@ def parse_overrides(
     ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 ) -> tuple["Override", ...]:
     """Overrides, each given as `PATTERN=BITS` or `PATTERN=BITSgGROUP`."""
-    if not texts:
+    if not texts or ctx.resilient_parsing:
         return ()
     from lowbit.convert.recipe import Override
 
@@ -80,7 +80,7 @@ def parse_conditions(
     ctx: click.Context, param: click.Parameter, text: str | None
 ) -> tuple["Condition", ...]:
     """Conditions of a gate, none where it is left out."""
-    if text is None:
+    if text is None or ctx.resilient_parsing:
         return ()
     from lowbit.convert.gate import parse_gate
 

@@ -75,10 +75,10 @@ def verify_folder(
         )
     _check_layout(packed, manifest)
     _check_shapes(packed)
+    original = None if source is None else locate(source).folder  # before long hashing
     _check_files(packed, manifest, progress)
     compared, reason = None, None
-    if source is not None:
-        original = locate(source).folder
+    if original is not None:
         compared = check_origin(manifest, original, progress)
         made = manifest.calibration
         request = (

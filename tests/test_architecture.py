@@ -123,6 +123,31 @@ def test_importing_loads_little(modules: list[str], absent: set[str]) -> None:
     assert done.stdout.split("\n") == ["[]", "False", ""]
 
 
+HEAVY = ("huggingface_hub", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers")
+
+
+@pytest.mark.parametrize("name", ["convert", "runtime"])
+def test_help_and_completion_load_little(name: str) -> None:
+    """The help of every command, and completion after options whose values are parsed."""
+    code = (
+        "import sys, click\n"
+        "from click.shell_completion import BashComplete\n"
+        f"import lowbit.{name}.__main__\n"
+        f"from lowbit.{name}.cli import main\n"
+        "given = ['--bits', 'x=8', '--gate', 'top1>0', '--calib', 'x', '--device', 'cuda']\n"
+        "for command in main.commands.values():\n"
+        "    assert command.get_help(click.Context(command, info_name=command.name))\n"
+        "    shell = BashComplete(main, {}, 'program', 'VARIABLE')\n"
+        "    assert shell.get_completions([command.name, 'x', *given], '--')\n"
+        "assert main.get_help(click.Context(main))\n"
+        f"print(sorted(set({HEAVY}) & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_files_stay_short() -> None:
     long = {
         str(path.relative_to(ROOT)): lines

@@ -49,6 +49,7 @@ def push(
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.command import publish_folder
     from lowbit.convert.publish.parcel import Statement
+    from lowbit.formats.packed import open_packed
 
     stated = Statement(base_model, license)
     if dry_run:
@@ -58,6 +59,7 @@ def push(
         else:
             render_published.dry_run(shown)
         return
+    open_packed(folder)  # before the network is asked
     api = open_hub(repo)
     published = publish_folder(api, folder, repo, private, revision, as_json, stated)
     if as_json:

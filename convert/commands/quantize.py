@@ -41,7 +41,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     epilog="""\b
     Examples:
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
-      lowbit-convert Qwen/Qwen3-8B qwen3-8b-gptq --method gptq --device cuda --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-gptq --method gptq --report
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-5bit --target-bpw 5
     """,
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     epilog="""\b
     Examples:
       lowbit-convert report qwen3-8b-int4 --gate 'kl_mean<0.03,top1>0.94'
-      lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --eval-text notes.txt
+      lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --json
     """,
 )
 @folder_argument

@@ -167,11 +167,15 @@ def _check_usage(
 
 
 def _bench(name: str, profile: bool, as_json: bool, options: Mapping[str, Any]) -> None:
+    from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
     from lowbit.runtime.bench import bench as measure
     from lowbit.runtime.profiling import profile as record
     from lowbit.runtime.render_bench import show_profile, show_result
 
-    model = _load(name, options)
+    needed = options["prompt_tokens"] + options["new_tokens"] - 1
+    # Beyond the default the context grows with the run, or is refused before weights are read.
+    context = options["context"] or (needed if needed > DEFAULT_CONTEXT else None)
+    model = _load(name, {**options, "context": context})
     prompt, new, sampled = options["prompt_tokens"], options["new_tokens"], options["sampled"]
     result = measure(model, prompt, new, options["runs"], sampled)
     found = record(model, prompt, new, sampled) if profile else None

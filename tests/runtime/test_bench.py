@@ -191,4 +191,4 @@ def test_absurd_lengths_are_an_error_and_no_traceback(run: Run) -> None:
     assert "is more than 2147483647" in result.stderr
     result = run("--prompt-tokens", "9" * 9, "--device", "cpu")
     assert result.exit_code == 1
-    assert "do not fit the context of 2048" in result.stderr
+    assert "the model has positions for 1 to 2048 tokens" in result.stderr

@@ -1,0 +1,126 @@
+"""Hostile text in tables, headings, lines and styles; widths; colours; a reader who leaves."""
+
+import io
+import os
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import RenderableType
+
+from lowbit.formats.printable import printable
+from lowbit.formats.shell import tables
+from lowbit.formats.shell.tables import Screen, plain_table, styled
+
+HOSTILE = (
+    "\x1b[2J\x1b[31m",
+    "\x9b31m",
+    "\x1b]0;title\x07",
+    "\x1b]8;;http://x\x1b\\link",
+    "a\rb",
+    "a\x08b",
+    "a\nb",
+    "\u202egnp.exe",
+    "\u2028",
+    "\udc80",
+    "[bold red]x[/]",
+    "[/]",
+    "[/nonsense]",
+    "[link=http://x]y",
+    "\\[",
+    "\\",
+    "[x\\",
+    ":smile:",
+    "",
+)
+text = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30))
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(what: RenderableType, file: io.StringIO | None = None) -> str:
+    file = file or io.StringIO()
+    Screen(file).print(what)
+    return file.getvalue()
+
+
+def places(value: str) -> dict[str, RenderableType]:
+    """The value in every place that text of a file can get to."""
+    table = plain_table("heading", ("first",), ("second",))
+    table.add_row("row", "1")
+    table.add_row(value, value)
+    styles = plain_table(value, (value,))
+    styles.add_row(styled((value, "dim"), value))
+    return {"line": value, "styled": styled((value, "bold"), value), "cells": table, "head": styles}
+
+
+@given(text)
+def test_text_is_shown_literally_and_without_control_characters(value: str) -> None:
+    for place, what in places(value).items():
+        said = shown(what)
+        assert printable(value) in said, place
+        assert all(c == "\n" or unicodedata.category(c) not in ("Cc", "Cs") for c in said), place
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_row_stays_a_row(value: str) -> None:
+    table = plain_table("heading", ("first",), ("second",))
+    lines = len(shown(table).splitlines())
+    table.add_row(value, "1")
+    assert len(shown(table).splitlines()) == lines + 1
+
+
+def test_rows_are_not_folded_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    wide = plain_table("a heading " * 20, [f"column {n}" for n in range(20)])
+    wide.add_row(*(f"value {n}" for n in range(20)))
+    lines = shown(wide).splitlines()
+    assert any("value 0" in line and "value 19" in line for line in lines)
+    assert ("a heading " * 20).strip() in lines[0]
+    assert max(map(len, shown(wide, Terminal()).splitlines())) <= 40
+
+
+def test_a_name_of_a_megabyte_does_not_widen_every_row() -> None:
+    table = plain_table("", ("name",), ("size",))
+    table.add_row("x" * 10**6, "1")
+    for number in range(100):
+        table.add_row(str(number), "1")
+    assert max(map(len, shown(table).splitlines())) <= tables.UNFOLDED
+
+
+def test_colours_go_to_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    line = styled(("✓", "bold green"), " done")
+    assert shown(line, Terminal()).startswith("\x1b[")
+    assert shown(line) == "✓ done\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(line, Terminal()) == "✓ done\n"
+
+
+def test_a_reader_who_leaves_does_not_stop_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        os.close(read)
+        screen = Screen(file)
+        screen.print("nobody reads this")
+        screen.print("nor this")
+        file.write("nor this")
+        file.flush()
+
+
+def test_bars_draw_nothing_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    with tables.progress_bars({"work": "working"}) as show:
+        for done in range(3):
+            show("work", done, 2)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")

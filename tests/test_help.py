@@ -1,0 +1,171 @@
+"""Help that fits 80 columns in whole sentences, and completion through click's own machinery."""
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
+from click.testing import CliRunner
+
+from lowbit.convert.cli import main as convert
+from lowbit.runtime.cli import main as run
+
+PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}
+WIDTH = 80
+NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    for program, group in PROGRAMS.items():
+        yield program, group
+        for name, command in group.commands.items():
+            yield f"{program} {name}", command
+
+
+def options() -> Iterator[tuple[str, click.Option]]:
+    for name, command in commands():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                yield f"{name} {parameter.opts[0]}", parameter
+
+
+COMMANDS, OPTIONS = dict(commands()), dict(options())
+
+
+def shown(name: str) -> str:
+    program, *rest = name.split()
+    result = CliRunner().invoke(PROGRAMS[program], [*rest, "--help"], prog_name=program)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_and_is_whole(name: str) -> None:
+    said = shown(name)
+    assert max(map(len, said.splitlines())) <= WIDTH
+    assert not re.search(r"[a-z]\.\.\.$", said, re.MULTILINE)  # a sentence that click has cut off
+    assert said.startswith(f"Usage: {name} ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_say_what_they_do_in_sentences(name: str) -> None:
+    command = COMMANDS[name]
+    assert command.help is not None
+    assert all(part.strip().endswith(".") for part in command.help.split("\n\n"))
+    if not isinstance(command, click.Group):
+        assert command.short_help is not None
+        assert command.short_help.endswith(".")
+        assert command.short_help in shown(name.split()[0])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_explained_in_sentences(name: str) -> None:
+    option = OPTIONS[name]
+    assert option.help is not None
+    assert option.help.endswith(".")
+    assert "[default" not in option.help  # click writes it, in one style
+    if isinstance(option.type, NUMBERS):
+        assert option.metavar, "its range says the rest"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_examples_are_commands_that_parse(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of an epilog that begins with the program's name, up to a pipe or redirection."""
+    group = PROGRAMS[program]
+    found = 0
+    for name, command in group.commands.items():
+        for line in (command.epilog or "").splitlines():
+            if not line.strip().startswith(program):
+                continue
+            words = shlex.split(line)[1:]
+            words = words[: next((n for n, word in enumerate(words) if word in "|<"), None)]
+            with group.make_context(program, list(words), resilient_parsing=True) as context:
+                rest = [*context._protected_args, *context.args]
+                inner, chosen, arguments = group.resolve_command(context, rest)
+                assert chosen is not None
+                assert inner == name
+                chosen.make_context(inner, list(arguments), parent=context, resilient_parsing=True)
+            for word in words:
+                if word.startswith("--"):
+                    assert any(word in o.opts for o in command.params), word
+            found += 1
+    assert found >= 3
+
+
+def completed(program: str, line: str, shell: type[ShellComplete] = BashComplete) -> set[str]:
+    """What the shell offers for the last word of a line: values, `dir` and `file`."""
+    *arguments, incomplete = line.split(" ")
+    items = shell(PROGRAMS[program], {}, program, "VARIABLE").get_completions(arguments, incomplete)
+    return {item.value if item.type == "plain" else item.type for item in items}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_commands_and_folders_are_completed_first(program: str) -> None:
+    names = set(PROGRAMS[program].commands)
+    assert completed(program, "") == names | {"dir"}
+    first = min(names)
+    assert completed(program, first[:3]) == {n for n in names if n.startswith(first[:3])} | {"dir"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("shell", [BashComplete, ZshComplete, FishComplete])
+def test_every_option_is_completed(name: str, shell: type[ShellComplete]) -> None:
+    program, *rest = name.split()
+    command = COMMANDS[name]
+    wanted = {o for p in command.params if isinstance(p, click.Option) for o in p.opts if "--" in o}
+    assert wanted <= completed(program, " ".join([*rest, "--"]), shell)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_are_completed(name: str) -> None:
+    option = OPTIONS[name]
+    program, *rest = name.split()
+    found = completed(program, " ".join([*rest, ""]))
+    if isinstance(option.type, click.Choice):
+        assert found == set(option.type.choices)
+        assert completed(program, f"{' '.join(rest)}={next(iter(option.type.choices))}")
+    elif isinstance(option.type, click.Path):
+        assert found in ({"file"}, {"dir"})
+
+
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if not isinstance(c, click.Group)])
+def test_paths_are_completed(name: str) -> None:
+    program, *rest = name.split()
+    texts = {"repo", "prompt"}
+    arguments = [p for p in COMMANDS[name].params if isinstance(p, click.Argument)]
+    for number, argument in enumerate(arguments):
+        found = completed(program, " ".join([*rest, *["x"] * number, ""]))
+        assert found == (set() if argument.name in texts else {"dir"}), argument.name
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "found"),
+    [
+        ("lowbit-convert", "src ", {"dir"}),
+        ("lowbit-convert", "src out --rec", {"--recipe"}),
+        ("lowbit-convert", "src out --recipe ", {"int4", "int8", "mixed"}),
+        ("lowbit-convert", "--recipe in", {"int4", "int8"}),
+        ("lowbit-convert", "src out --eval-text ", {"file"}),
+        ("lowbit-run", "model --qu", {"--quantize"}),
+        ("lowbit-run", "--device c", {"cpu", "cuda"}),
+    ],
+)
+def test_the_default_command_is_completed_without_its_name(
+    program: str, line: str, found: set[str]
+) -> None:
+    assert completed(program, line) == found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_lines_of_the_help_print_a_script(program: str, shell: str) -> None:
+    said = shown(program)
+    variable = re.search(rf"(\w+_COMPLETE)={shell}_source {program}", said)
+    assert variable is not None
+    done = CliRunner().invoke(
+        PROGRAMS[program], [], prog_name=program, env={variable[1]: f"{shell}_source"}
+    )
+    assert done.exit_code == 0
+    assert f"{variable[1]}={shell}_complete" in done.stdout

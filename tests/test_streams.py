@@ -1,0 +1,302 @@
+"""Results on stdout, all else on stderr; errors before long work; extremes of every number."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from lowbit.convert.cli import main as convert
+from lowbit.formats.shell.options import MOST
+from lowbit.runtime.cli import main as run
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = EXAMPLES / "models" / "tiny-qwen3"
+TEXT = "Once upon a time there was a little robot who lived in a big house. " * 30
+SHORT = ("--device", "cpu", "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
+Line = tuple[str | Path, ...]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two packed models and a text."""
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "text.txt").write_text(TEXT)
+    for name, recipe in (("a", "int4"), ("b", "int8")):
+        done = invoke(convert, TINY, folder / name, "--recipe", recipe)
+        assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(program: click.Group, *line: str | Path) -> Result:
+    return CliRunner().invoke(program, list(map(str, line)))
+
+
+# By command: its line, words of its result, and words that belong on stderr. `compare`, `push` and
+# `sensitivity` are in the tests of their own, which have what they need.
+RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
+    "quantize": (convert, lambda p: (TINY, "out"), "bits per weight", "report: out/quality.html"),
+    "plan": (convert, lambda p: ("plan", TINY), "mlp.up_proj", ""),
+    "inspect": (convert, lambda p: ("inspect", p / "a"), "up_proj", ""),
+    "verify": (convert, lambda p: ("verify", p / "a"), "every hash as in lowbit.json", ""),
+    "diff": (convert, lambda p: ("diff", p / "a", p / "b"), "model.layers.0.mlp.up_proj", ""),
+    "report": (
+        convert,
+        lambda p: ("report", p / "a", "--source", TINY, "--eval-text", p / "text.txt"),
+        "KL divergence",
+        "report: ",
+    ),
+    "export": (convert, lambda p: ("export", p / "a", "gguf", "--to", "gguf"), "read back", ""),
+    "generate": (
+        run,
+        lambda p: (p / "a", "Once", "--raw", "--device", "cpu", "--max-new-tokens", "4"),
+        " ",
+        "4 tokens",
+    ),
+    "bench": (run, lambda p: ("bench", p / "a", *SHORT), "share of the roofline", ""),
+    "sweep": (
+        run,
+        lambda p: ("bench", p / "a", *SHORT[:-2], "--contexts", "4", "--plot", "x.svg"),
+        "per step",
+        "written to x.svg",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_go_to_stdout_and_all_else_to_stderr(place: Path, name: str) -> None:
+    program, line, result, aside = RESULTS[name]
+    done = invoke(program, *line(place))
+    assert done.exit_code == 0, done.output
+    assert result in done.stdout
+    assert aside in done.stderr
+    assert not aside or aside not in done.stdout
+    assert "\x1b" not in done.output
+    if not aside:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_with_json_stdout_holds_one_object(place: Path, name: str) -> None:
+    program, line, _, _ = RESULTS[name]
+    done = invoke(program, *line(place), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["schema"] == 1
+    assert done.stdout.count("\n") == 1
+
+
+def script(room: str, *line: str | Path) -> list[str]:
+    return [sys.executable, "-m", f"lowbit.{room}", *map(str, line)]
+
+
+def test_a_reader_who_leaves_early(place: Path) -> None:
+    """`inspect | head -0` ends as if all were read; `lowbit-run | head` stops generating."""
+    long = (place / "a", "Once", "--raw", "--device", "cpu")
+    for line, code, words in (
+        (script("convert", "inspect", place / "a"), 0, ""),
+        (script("runtime", *long, "--temperature", "0"), 141, ""),
+    ):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            line, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (code, words), line
+
+
+def test_text_of_files_is_shown_literally(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "a", tmp_path / "[red]x[")
+    config = tmp_path / "[red]x[" / "config.json"
+    content = json.loads(config.read_text())
+    content["[bold]key\x1b[2J"] = "\x1b]0;title\x07\nvalue[/]"
+    config.write_text(json.dumps(content))
+    done = invoke(convert, "diff", place / "a", tmp_path / "[red]x[")
+    assert done.exit_code == 0, done.output
+    (row,) = [line for line in done.stdout.splitlines() if "[bold]key" in line]
+    assert "[bold]key\\x1b[2J" in row
+    assert "\\x1b]0;title\\x07\\nvalue[/]" in row
+    assert "[red]x[" in done.stdout
+    assert "\x1b" not in done.output
+
+
+# Combinations that fail, with the exit code; TEXT and PACKED stand for paths that are there.
+EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
+    (convert, "SRC out --gate top1>0", 2, "--gate is for the comparison"),
+    (convert, "SRC out --eval-text TEXT", 2, "--eval-text is for the comparison"),
+    (convert, "SRC out --report --eval-text none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "SRC out --report --gate x.kl_mean<1", 2, "no evaluation text is named"),
+    (convert, "SRC out --calib TEXT", 2, "--calib is for calibrated methods"),
+    (convert, "SRC out --calib-samples 3", 2, "--calib-samples is for calibrated methods"),
+    (convert, "SRC out --calib-length 3", 2, "--calib-length is for calibrated methods"),
+    (convert, "SRC out --calib-chat --calib-length 3", 2, "are for calibrated methods"),
+    (convert, "SRC out --method gptq --calib none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "SRC out --method gptq --calib TEXT.md", 1, "expected a .txt or .jsonl file"),
+    (convert, "SRC out --private", 2, "are for --push-to-hub"),
+    (convert, "SRC out --device cuda", 1, "no usable CUDA device"),
+    (convert, "SRC PACKED", 1, "is not empty"),
+    (convert, "SRC PACKED --target-bpw 5", 1, "is not empty"),
+    (convert, "SRC out --target-bpw 5 --target-size 1GB", 2, "two ways to give one target"),
+    (convert, "SRC out --target-bpw 5 --sensitivities none.json", 1, "none.json"),
+    (convert, "SRC out --target-bpw 5 --sensitivities TEXT", 1, "TEXT"),
+    (convert, "SRC out --sensitivities TEXT", 2, "--sensitivities is for"),
+    (convert, "SRC out\udc80", 2, "is not valid UTF-8"),
+    (convert, "plan SRC --calib TEXT", 2, "--calib is for --target-bpw"),
+    (convert, "plan SRC --target-bpw 5 --calib none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "plan SRC --target-bpw 5 --device cuda", 1, "no usable CUDA device"),
+    (convert, "sensitivity SRC --out none.svg", 2, "the plot has its name"),
+    (convert, "sensitivity SRC --out /proc/x.json", 2, "cannot be written"),
+    (convert, "sensitivity SRC --out /proc/none/x.json", 2, "cannot be written"),
+    (convert, "sensitivity SRC --calib none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "sensitivity SRC --device cuda", 1, "no usable CUDA device"),
+    (convert, "report PACKED --eval-text none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "report PACKED --gate x.kl_mean<1", 2, "no evaluation text is named"),
+    (convert, "report PACKED --device cuda", 1, "no usable CUDA device"),
+    (convert, "verify PACKED --calib TEXT", 2, "--calib goes with --source"),
+    (convert, "verify PACKED --source ./none", 1, "neither a folder nor a model"),
+    (convert, "verify PACKED --source SRC --calib none.txt", 1, "`none.txt` cannot be read"),
+    (convert, "compare PACKED PACKED --out none/x.html", 2, "there is no folder"),
+    (convert, "compare PACKED PACKED --out /proc/x.html", 2, "cannot be written"),
+    (convert, "export PACKED PACKED --to gguf", 1, "is not empty"),
+    (convert, "export PACKED out --to gguf --max-shard-size 0", 2, "must be positive"),
+    (convert, "push none me/x", 1, "none"),
+    (convert, "inspct none", 2, "did you mean the command 'inspect'?"),
+    (run, "PACKED Hi --raw --system x", 2, "--raw takes no --system"),
+    (run, "PACKED Hi --device cuda", 1, "no CUDA device was found"),
+    (run, "PACKED Hi --threads 100000", 2, "cores of this machine"),
+    (run, "bench PACKED --plot x.svg", 2, "--plot draws a sweep"),
+    (run, "bench PACKED --contexts 3 --plot x.png", 2, "does not end in .svg"),
+    (run, "bench PACKED --contexts 3 --plot none/x.svg", 2, "there is no folder"),
+    (run, "bench PACKED --contexts 3 --plot /proc/x.svg", 2, "cannot be written"),
+    (run, "bench PACKED --contexts 3 --batches 2", 2, "give one of them"),
+    (run, "bench PACKED --contexts 3 --profile", 2, "--profile looks at one run"),
+    (run, "bench PACKED --group-sizes 48", 2, "is none of"),
+    (run, "bench PACKED --prompt-tokens 99999", 1, "positions for 1 to 2048 tokens"),
+    (run, "evaluate PACKED --tasks ,", 2, "names no task"),
+    (run, "evaluate PACKED --tasks x --think", 2, "need --chat"),
+    (run, "evaluate PACKED --tasks x --task-folder none", 2, "does not exist"),
+    (run, "genrate Hi", 2, "did you mean the command 'generate'?"),
+)
+
+
+@pytest.mark.parametrize(("program", "line", "code", "message"), EARLY, ids=[e[1] for e in EARLY])
+def test_errors_come_before_long_work(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: click.Group,
+    line: str,
+    code: int,
+    message: str,
+) -> None:
+    def reached(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the long work has begun")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for work in (
+        "convert.conversion.make_plan",
+        "convert.budget.lookup.load_side",
+        "convert.quality.compare.open_weights",
+        "convert.verification._check_files",
+        "convert.export.export.open_source",
+        "convert.publish.access.patiently",
+        "runtime.model.load_decoder",
+    ):
+        monkeypatch.setattr(f"lowbit.{work}", reached)
+    names = {"SRC": TINY, "PACKED": place / "a", "TEXT": place / "text.txt"}
+    (place / "text.md").write_text(TEXT)
+    names["TEXT.md"] = place / "text.md"
+    done = invoke(program, *(names.get(word, word) for word in line.split()))
+    assert not isinstance(done.exception, AssertionError), done.exception
+    assert done.exit_code == code, done.output
+    assert done.stdout == ""
+    assert message.replace("TEXT", "text.txt") in " ".join(done.stderr.split())
+    assert not Path("out").exists()
+    assert not Path("out.partial").exists()
+
+
+ABSURD = ("-1", str(MOST + 1), str(10**12), str(2**64), "9" * 40, "1e308", "nan", "inf", "x", "")
+
+
+def numeric() -> Iterator[tuple[click.Group, click.Command, click.Option]]:
+    for program in (convert, run):
+        for command in program.commands.values():
+            for option in command.params:
+                if isinstance(option, click.Option) and isinstance(
+                    option.type, click.types.IntParamType | click.types.FloatParamType
+                ):
+                    yield program, command, option
+
+
+@pytest.mark.parametrize(
+    ("program", "command", "option"),
+    list(numeric()),
+    ids=[f"{command.name}{option.opts[0]}" for _, command, option in numeric()],
+)
+def test_absurd_numbers_are_usage_errors(
+    program: click.Group, command: click.Command, option: click.Option
+) -> None:
+    whole = isinstance(option.type, click.types.IntParamType)
+    for value in ABSURD:
+        given: float | None
+        try:
+            given = int(value) if whole else float(value)
+        except ValueError:
+            given = None
+        seed = option.opts[0] == "--seed" and given is not None and 0 <= given < 2**63
+        if seed or (not whole and given is not None and abs(given) < float("inf")):
+            continue  # any finite number
+        done = invoke(program, str(command.name), "none", "none", f"{option.opts[0]}={value}")
+        assert done.exit_code == 2, (value, done.output)
+        assert option.opts[0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", "1e-320"),
+        ("--temperature", "1e308"),
+        ("--top-k", str(MOST)),
+        ("--top-p", "1e-320"),
+        ("--min-p", "1"),
+        ("--repetition-penalty", "1e-320"),
+        ("--repetition-penalty", "1e308"),
+        ("--presence-penalty", "-1e308"),
+        ("--max-new-tokens", "1"),
+        ("--seed", str(2**63 - 1)),
+    ],
+    ids=" ".join,
+)
+def test_extremes_in_range_give_text(place: Path, options: tuple[str, ...]) -> None:
+    line = (place / "a", "Once", "--raw", "--device", "cpu", "--context", "6")
+    done = invoke(run, *line, *options)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("context", ["2049", str(MOST)])
+def test_contexts_beyond_the_model(place: Path, context: str) -> None:
+    done = invoke(run, place / "a", "Once", "--device", "cpu", "--context", context)
+    assert done.exit_code == 1
+    assert "the model has positions for 1 to 2048 tokens" in done.stderr
+
+
+def test_a_larger_context_is_advised_where_it_is_possible(place: Path) -> None:
+    line = (place / "a", "--device", "cpu", "--raw")
+    possible = invoke(run, *line, "Once upon a time", "--context", "2")
+    assert "ask for a larger --context" in possible.stderr
+    impossible = invoke(run, *line, "Once upon a time " * 500, "--context", "2")
+    assert impossible.exit_code == 1
+    assert "hint: shorten the prompt\n" in impossible.stderr
