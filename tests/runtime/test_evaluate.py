@@ -179,7 +179,6 @@ def test_results_are_kept_beside_the_packed_file(harness: None, packed: Path) ->
     assert printed == json.loads(kept.to_bytes())
     again = run(str(packed), *LOCAL, "--limit", "3", "--chat", "--no-think", "--context", "200")
     assert again.exit_code == 0, again.stderr
-    assert again.stdout == ""
     assert "stories_cloze" in again.stdout
     assert f"{packed / 'tasks.json'}" in again.stderr.replace("\n", "")
     replaced = read_tasks(packed)
@@ -223,7 +222,7 @@ def test_an_unknown_task_is_one_message(harness: None) -> None:
     failed = run(str(BUNDLED), *LOCAL[2:], "--tasks", "storys_cloze")
     assert failed.exit_code == 1
     assert "there is no task `storys_cloze`" in failed.stderr
-    assert "did you mean stories_cloze" in failed.stderr
+    assert "stories_cloze" in failed.stderr.partition("hint: did you mean ")[2]
 
 
 def test_chat_needs_a_template(harness: None, make_model: Callable[..., Any]) -> None:
