@@ -95,8 +95,8 @@ def test_metadata(wheel: Path) -> None:
         metadata = archive.read(f"{info}/METADATA").decode()
     assert entry_points[:3] == [
         "[console_scripts]",
-        "lowbit-convert = lowbit.convert.cli:main",
-        "lowbit-run = lowbit.runtime.cli:main",
+        "lowbit-convert = lowbit.convert.__main__:main",
+        "lowbit-run = lowbit.runtime.__main__:main",
     ]
     assert "License-Expression: MIT\n" in metadata
     assert f"Requires-Python: {project['requires-python']}\n" in metadata

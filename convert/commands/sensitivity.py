@@ -103,13 +103,15 @@ def sensitivity(
     --target-size of `quantize` and `plan` look for them.
     """
     from lowbit.convert.budget import render
-    from lowbit.convert.budget.cache import write_file
+    from lowbit.convert.budget.cache import check_file, write_file
     from lowbit.convert.budget.lookup import Settings, find_or_measure
     from lowbit.convert.budget.plot import heat_map
     from lowbit.convert.disk import attempt
     from lowbit.convert.terminal import progress_bars
     from lowbit.formats.hub import locate
 
+    if out is not None:
+        check_file(out)
     folder = locate(source, revision).folder
     settings = Settings(calib, windows, group_sizes, device, state_memory)
     with progress_bars(quiet=as_json) as progress:
