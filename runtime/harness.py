@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.chat import Message, read_special_tokens
+from lowbit.formats.text.settings import read_settings
+from lowbit.runtime.chat import Message, render_prompt
 from lowbit.runtime.model import Model
 from lowbit.runtime.scoring import carry_on, read_continuation, score
 
@@ -26,7 +27,7 @@ def language_model(
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     tokenizer = model.tokenizer
-    tokens = read_special_tokens(model.folder)
+    tokens = read_settings(model.folder).special_tokens
     prefix = tokens.get("bos_token") or tokens.get("eos_token")
     prefix_id = None if prefix is None else tokenizer.token_id(prefix)
 
@@ -114,4 +115,4 @@ def _render(
         raise RequestError(f"`{model.folder}` has no chat template")
     asked = [Message(role=turn["role"], content=turn["content"]) for turn in messages]
     begun = "" if complete else asked.pop()["content"]
-    return model.template.render(asked, thinking) + begun
+    return render_prompt(model.template, asked, thinking) + begun

@@ -11,7 +11,8 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.recipes import GROUP_SIZE, Base
-from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
+from lowbit.formats.text.template import ChatTemplate, load_chat_template
+from lowbit.runtime.chat import Message, render_prompt
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
@@ -64,18 +65,26 @@ class Model:
             raw: take the text as it is, without the template; the output is not split either.
 
         Raises:
-            RequestError: an empty prompt, a bad message, or no template to render it with.
+            RequestError: a bad message, a prompt much longer than the context, or no template to
+                render it with.
+            CheckpointError: the tokenizer gives ids that the model has no embedding for.
         """
+        context, tokenizer = self.context, self.tokenizer
         if raw:
             if not isinstance(prompt, str):
                 raise RequestError("a raw prompt must be text, got messages")
-            return self.tokenizer.encode(prompt, framed=True)
-        if self.template is None:
+            text = prompt
+        elif self.template is None:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
-        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        return self.tokenizer.encode(self.template.render(messages, thinking))
+        else:
+            messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+            max_bytes = tokenizer.max_bytes(context)
+            text = render_prompt(self.template, messages, thinking, max_bytes)
+        ids = tokenizer.encode(text, framed=raw, context=context)
+        tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
+        return ids
 
     def stream(
         self,
@@ -182,6 +191,8 @@ def load(
     config_stops = generation.eos_token_ids or opened.config.eos_token_ids
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder)
+    if template is not None:
+        template.prepare()  # while the weights are read
     device = choose_device(device)
     if dtype not in (torch.bfloat16, torch.float32):
         raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")

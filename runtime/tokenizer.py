@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer as HubTokenizer
-from tokenizers.decoders import ByteLevel
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
-from lowbit.formats.errors import CheckpointError, RequestError, UnsupportedModelError
-
-TOKENIZER_FILE = "tokenizer.json"
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 
 
@@ -24,31 +22,43 @@ class Tokenizer:
     """A byte-level BPE tokenizer.
 
     Attributes:
-        vocabulary: ids from here on stand for no token.
-        special_ids: tokens that are left out of decoded text.
+        text: encodes, and knows the tokens.
     """
 
-    hub: HubTokenizer
-    vocabulary: int
-    special_ids: frozenset[int]
+    text: TextTokenizer
 
-    def encode(self, text: str, framed: bool = False) -> list[int]:
+    @property
+    def vocabulary(self) -> int:
+        """Ids from here on stand for no token."""
+        return self.text.vocabulary
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are left out of decoded text."""
+        return self.text.special_ids
+
+    def encode(self, text: str, framed: bool = False, context: int | None = None) -> list[int]:
         """Ids of a text; special tokens spelled out in it become single ids.
 
         Args:
             text: of a whole prompt.
             framed: add what the tokenizer puts around a text, such as Llama's first token; a chat
                 template writes that itself.
+            context: tokens that are of use; a text that is much too long for them is refused
+                before all of it is encoded.
 
         Raises:
-            RequestError: the text holds half a surrogate pair, as undecodable arguments do.
+            RequestError: the text holds half a surrogate pair, as undecodable arguments do, or is
+                much too long.
+            CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the text is not valid Unicode: {error}") from None
-        ids: list[int] = self.hub.encode(text, add_special_tokens=framed).ids
-        return ids
+        if context is not None:
+            check_length(len(text), self.max_bytes(context))
+        return self.text.encode(text, framed, context)
+
+    def max_bytes(self, context: int) -> int:
+        """Bytes of the longest prompt that a context of so many tokens can hold."""
+        return min(self.text.max_bytes(context), MAX_PROMPT_BYTES)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -56,12 +66,12 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its name."""
-        id: int | None = self.hub.token_to_id(token)
+        id: int | None = self.text.hub.token_to_id(token)
         return id
 
     def token_bytes(self, id: int) -> bytes:
-        """What a token adds to the text; nothing for special and unknown ids."""
-        token: str | None = None if id in self.special_ids else self.hub.id_to_token(id)
+        """Bytes that a token adds to the text; none for special and unknown ids."""
+        token: str | None = None if id in self.special_ids else self.text.hub.id_to_token(id)
         if token is None:
             return b""
         table = byte_alphabet()
@@ -82,23 +92,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         CheckpointError: the file is missing or malformed.
         UnsupportedModelError: the tokenizer is not byte-level.
     """
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise CheckpointError(
-            f"`{folder}` has no {TOKENIZER_FILE}", hint="copy it from the original checkpoint"
-        )
-    try:
-        hub = HubTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"`{path}` is not a tokenizer: {error}") from None
-    if not isinstance(hub.decoder, ByteLevel):
-        raise UnsupportedModelError(f"`{path}`: only byte-level tokenizers are supported")
-    added = hub.get_added_tokens_decoder()
-    return Tokenizer(
-        hub=hub,
-        vocabulary=max(hub.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1),
-        special_ids=frozenset(id for id, token in added.items() if token.special),
-    )
+    text = load_text_tokenizer(folder)
+    if not text.byte_level:
+        raise UnsupportedModelError(f"`{text.path}`: only byte-level tokenizers are supported")
+    return Tokenizer(text)
 
 
 @cache

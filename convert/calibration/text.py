@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.text import load_tokenizer, read_text_file
+from lowbit.convert.text import read_text_file
 from lowbit.formats.checkpoint import CONFIG_FILE, read_json
 from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.text.template import load_chat_template
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 BUNDLED_NAME = "bundled mix of prose, dialogue, mathematics and code"
 BUNDLED_FILES = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", "code.txt")
@@ -79,8 +81,9 @@ def read_calibration(
     else:
         files = [read_text_file(path, WHAT)]
         name, documents = path.name, _parse(path, files[0])
+    tokenizer = load_text_tokenizer(folder, "calibration")
     texts = _render(documents, _load_template(folder)) if chat else [_plain(d) for d in documents]
-    ids = _encode(folder, texts)
+    ids = [id for encoded in tokenizer.encode_all(texts) for id in encoded]
     if len(ids) < 2:
         raise RequestError(
             f"{WHAT} `{name}` has {len(ids)} tokens, expected at least 2",
@@ -201,35 +204,23 @@ def _as_chat(text: str) -> list[list[Turn]]:
 
 
 def _load_template(folder: Path) -> Render:
-    """How transformers renders conversations for this checkpoint, sandboxed."""
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
-    from transformers import AutoTokenizer
-
-    load_tokenizer(folder, "calibration")  # whose messages are clearer
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if tokenizer.chat_template is None:
+    """How conversations are rendered for this checkpoint."""
+    template = load_chat_template(folder)
+    if template is None:
         raise CheckpointError(
             f"`{folder}` has no chat template", hint="calibrate on plain text, without it"
         )
 
     def render(turns: list[Turn]) -> str:
         try:
-            return str(tokenizer.apply_chat_template(turns, tokenize=False))
-        except TemplateSyntaxError as error:
-            raise CheckpointError(f"the chat template is not valid jinja2: {error}") from None
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return template.render(turns, answer=False)
+        except RequestError as error:
             start = str(turns[0]["content"])[:40]
             raise RequestError(
-                f"the chat template refuses the messages that start with {start!r}: {error}"
+                f"messages that start with {start!r}: {error}", hint=error.hint
             ) from None
 
     return render
-
-
-def _encode(folder: Path, texts: Sequence[str]) -> list[int]:
-    tokenizer = load_tokenizer(folder, "calibration")
-    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    return [id for one in encoded for id in one.ids]
 
 
 def _context(folder: Path) -> int:

@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.export.gguf_file import U32, I32s, Value
-from lowbit.formats.checkpoint import read_json
 from lowbit.formats.errors import FormatError
+from lowbit.formats.text.components import LLAMA3, QWEN2, QWEN3_5, members
+from lowbit.formats.text.settings import Settings, read_settings
+from lowbit.formats.text.template import load_chat_template
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE, read_tokenizer
+from lowbit.formats.text.vocabulary import added_tokens
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of a token
-_TAIL = r"+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
-# Regular expressions that split text into words, and what llama.cpp calls them.
-SPLITS = {
-    _HEAD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]" + _TAIL: "qwen2",
-    _HEAD + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]" + _TAIL: "qwen35",
-    _HEAD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]" + _TAIL: "llama-bpe",
-}
+# Regular expressions that split text into words, and llama.cpp's names of them.
+SPLITS = {QWEN2: "qwen2", QWEN3_5: "qwen35", LLAMA3: "llama-bpe"}
 BYTE_LEVEL = "gpt-2"  # the split that a byte-level pre-tokenizer does by itself
 
 
@@ -32,38 +30,37 @@ def tokenizer_metadata(
         config: of the decoder, whose special token ids serve where the tokenizer names none.
 
     Raises:
-        FormatError: no tokenizer.json, or one that llama.cpp's byte-level BPE cannot express.
+        CheckpointError: no tokenizer.json, or a malformed one.
+        FormatError: a tokenizer that llama.cpp's byte-level BPE cannot express.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise FormatError(
-            f"`{folder}` has no tokenizer.json, and a GGUF file needs one",
-            hint="copy it from the original model",
-        )
-    content = read_json(path)
-    settings_file = folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
-    model = content.get("model") or {}
+    path = folder / TOKENIZER_FILE
+    content = read_tokenizer(folder, "a GGUF file")
+    settings = read_settings(folder)
+    model = content["model"]
+    vocab, merges = model["vocab"], model.get("merges")
     if model.get("type") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         raise FormatError(f"`{path}`: only byte-level BPE is exported")
-    added = _added(content, settings)
-    tokens, types = _tokens(model["vocab"], added, vocab_size)
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise FormatError(f"`{path}` is not a BPE tokenizer: it has no merges")
+    added = _added(content, settings, path)
+    tokens, types = _tokens(vocab, added, vocab_size)
     result: dict[str, Value] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre_tokenizer(content.get("pre_tokenizer"), path),
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": I32s(types),
-        "tokenizer.ggml.merges": [_merge(pair) for pair in model["merges"]],
+        "tokenizer.ggml.merges": [_merge(pair, path) for pair in merges],
     }
     ids = {token["content"]: number for number, token in added.items()}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        number = _special(settings.get(f"{name}_token"), ids, config.get(f"{name}_token_id"))
+        text = settings.special_tokens.get(f"{name}_token")
+        number = _special(text, ids, config.get(f"{name}_token_id"))
         if number is not None:
             result[f"tokenizer.ggml.{key}_token_id"] = U32(number)
     result["tokenizer.ggml.add_bos_token"] = _adds_bos(content.get("post_processor"))
-    template = chat_template(folder, settings)
+    template = load_chat_template(folder)
     if template is not None:
-        result["tokenizer.chat_template"] = template
+        result["tokenizer.chat_template"] = template.source
     return result
 
 
@@ -73,12 +70,13 @@ def pre_tokenizer(section: Any, path: Path) -> str:
     Raises:
         FormatError: it has none that is known here.
     """
-    parts = section.get("pretokenizers", [section]) if isinstance(section, dict) else []
+    parts = [part if isinstance(part, dict) else {} for part in members(section, "pretokenizers")]
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return BYTE_LEVEL
     if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
-        name = SPLITS.get(str((parts[0].get("pattern") or {}).get("Regex")))
+        pattern = parts[0].get("pattern")
+        name = SPLITS.get(str(pattern.get("Regex"))) if isinstance(pattern, dict) else None
         if name is not None and parts[0].get("behavior") == "Isolated":
             return name
     raise FormatError(
@@ -87,11 +85,10 @@ def pre_tokenizer(section: Any, path: Path) -> str:
     )
 
 
-def _added(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _added(content: Mapping[str, Any], settings: Settings, path: Path) -> dict[int, dict[str, Any]]:
     """Added tokens by id; some models list a few in tokenizer_config.json alone."""
-    listed = settings.get("added_tokens_decoder") or {}
-    added = {int(number): token for number, token in listed.items()}
-    return added | {token["id"]: token for token in content.get("added_tokens") or []}
+    listed = {token["id"]: token for token in settings.added}
+    return listed | {token["id"]: token for token in added_tokens(content, path)}
 
 
 def _tokens(
@@ -100,7 +97,7 @@ def _tokens(
     """Text and type of every id."""
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    highest = max([*vocab.values(), *added])
+    highest = max([*vocab.values(), *added], default=-1)
     if highest >= vocab_size:
         raise FormatError(f"the tokenizer has id {highest}, the embedding {vocab_size} rows")
     for text, number in vocab.items():
@@ -112,38 +109,27 @@ def _tokens(
     return tokens, types
 
 
-def _merge(pair: Any) -> str:
-    return pair if isinstance(pair, str) else " ".join(pair)
+def _merge(pair: Any, path: Path) -> str:
+    parts = [pair] if isinstance(pair, str) else pair
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise FormatError(f"`{path}`: {pair!r:.80} is no merge")
+    return " ".join(parts)
 
 
-def _special(named: Any, ids: Mapping[str, int], default: Any) -> int | None:
-    """Id of a special token, named as text or as an object; else the model's own."""
-    text = named.get("content") if isinstance(named, dict) else named
-    if isinstance(text, str) and text in ids:
+def _special(text: str | None, ids: Mapping[str, int], default: Any) -> int | None:
+    """Id of a special token by its text; else the model's own."""
+    if text is not None and text in ids:
         return ids[text]
     if isinstance(default, list):
         default = default[0] if default else None
-    return default if isinstance(default, int) else None
+    return default if type(default) is int and default >= 0 else None
 
 
 def _adds_bos(section: Any) -> bool:
-    """Whether a template puts a special token first."""
-    if not isinstance(section, dict):
-        return False
-    return any(
-        part.get("type") == "TemplateProcessing"
-        and "SpecialToken" in (part.get("single") or [{}])[0]
-        for part in section.get("processors", [section])
-    )
-
-
-def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: from its own file, or from tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {row.get("name"): row.get("template") for row in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    """Tell whether a template puts a special token first."""
+    for part in members(section, "processors"):
+        if isinstance(part, dict) and part.get("type") == "TemplateProcessing":
+            pieces = part.get("single")
+            if isinstance(pieces, list) and pieces and "SpecialToken" in pieces[0]:
+                return True
+    return False

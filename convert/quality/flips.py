@@ -1,14 +1,13 @@
 """Examples of what changes: places where the packed model ranks another token first."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from lowbit.convert.quality.metrics import TokenFigures
 from lowbit.convert.quality.record import Flip
 from lowbit.convert.quality.text import EvalText
-from lowbit.convert.text import load_tokenizer
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 MOST = 12
 BEFORE = 80  # characters shown
@@ -22,8 +21,7 @@ def find_flips(folder: Path, texts: Sequence[EvalText], figures: TokenFigures) -
         texts: whose windows were compared, one text after the other.
         figures: of their scored tokens.
     """
-    tokenizer = load_tokenizer(folder, "the logit report")
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    decode = load_text_tokenizer(folder, "the logit report").decode
     scored = texts[0].window - 1
     ends = list(accumulate(len(text.windows) for text in texts))
     changed = (~figures.agree).nonzero()[:, 0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.text import load_tokenizer
 from lowbit.formats.errors import RequestError
+from lowbit.formats.text.tokenizer import load_text_tokenizer
 
 WINDOW = 512
 LONGEST = 8192  # of a window for figures by position
@@ -100,13 +100,13 @@ def tokenize(folder: Path, texts: Sequence[Text], context: int) -> tuple[EvalTex
             text) tokens.
 
     Raises:
-        CheckpointError: the folder has no tokenizer.json.
+        CheckpointError: the folder has no tokenizer.json, or one that fails.
         RequestError: a text is too short.
     """
-    tokenizer = load_tokenizer(folder, "the logit report")
+    tokenizer = load_text_tokenizer(folder, "the logit report")
     cut: list[EvalText] = []
     for text in texts:
-        ids = tokenizer.encode(text.content, add_special_tokens=False).ids
+        ids = tokenizer.encode(text.content)
         least = cut[0].window if cut else 2
         if len(ids) < least:
             raise RequestError(

@@ -11,6 +11,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
 from lowbit.runtime.options import (
     load_model,
@@ -98,8 +99,10 @@ def _prompt(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin.isatty():
             raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        check_length(len(data), MAX_PROMPT_BYTES)
         try:
-            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+            prompt = data.decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
     if not prompt.strip():

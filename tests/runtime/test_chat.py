@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import CheckpointError, RequestError
-from lowbit.runtime.chat import ChatTemplate, Message, load_chat_template
+from lowbit.formats.text.template import ChatTemplate, load_chat_template
+from lowbit.runtime.chat import Message, render_prompt
 
 # Uses what Hub templates use: whitespace control, namespaces, slices, tojson, tests, raise.
 TEMPLATE = """
@@ -129,7 +130,7 @@ def test_templates_cannot_leave_the_sandbox(attack: str) -> None:
 )
 def test_bad_messages_are_named(messages: list[Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        ChatTemplate("", {}).render(messages)
+        render_prompt(ChatTemplate("", {}), messages)
 
 
 def test_a_template_without_the_thinking_switch_is_named() -> None:

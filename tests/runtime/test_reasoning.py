@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
+from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime import engine, sampling
-from lowbit.runtime.chat import ChatTemplate
 from lowbit.runtime.reasoning import Begin, Splitter, begin_of
 from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
 

@@ -135,7 +135,7 @@ def test_a_template_file_is_found_and_confined(model: Path, tmp_path: Path) -> N
     text = read_calibration(path, model, length=512, limit=3, chat=True)
     assert text.samples.tolist() == [encode("[one] said")]
     file.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(RequestError, match="refuses the messages that start with 'one'"):
+    with pytest.raises(RequestError, match="start with 'one': the chat template refuses"):
         read_calibration(path, model, length=512, limit=3, chat=True)
     file.write_text("{{ raise_exception('no users here') }}")
     with pytest.raises(RequestError, match="no users here"):

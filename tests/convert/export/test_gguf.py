@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.convert.export.export import export
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.scheme import Scheme
 from tests.oracle import dequantized_weights
 
@@ -286,6 +286,6 @@ def test_a_model_without_tokenizer_is_refused(
 ) -> None:
     packed = make_packed(tmp_path / "packed", dense_config, mixed)
     (packed / "tokenizer.json").unlink()
-    with pytest.raises(FormatError, match=r"has no tokenizer.json"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer.json, which a GGUF file needs"):
         export(packed, tmp_path / "out", "gguf")
     assert not (tmp_path / "out.partial").exists()

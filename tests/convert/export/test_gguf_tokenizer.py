@@ -10,11 +10,10 @@ from lowbit.convert.export.gguf_file import U32, I32s
 from lowbit.convert.export.gguf_tokenizer import (
     CONTROL,
     USER_DEFINED,
-    chat_template,
     pre_tokenizer,
     tokenizer_metadata,
 )
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import CheckpointError, FormatError
 
 MARKS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -106,11 +105,33 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
         tokenizer_metadata(folder, 3, {})
 
 
-def test_the_chat_template_has_a_file_of_its_own(tmp_path: Path) -> None:
-    named = {
-        "chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
-    }
-    assert chat_template(tmp_path, named) == "d"
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert chat_template(tmp_path, named) == "file"
-    assert chat_template(tmp_path / "none", {}) is None
+def test_the_chat_template_is_the_default_one(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert "tokenizer.chat_template" not in tokenizer_metadata(folder, 3, {})
+    named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert tokenizer_metadata(folder, 3, {})["tokenizer.chat_template"] == "d"
+    (folder / "chat_template.jinja").write_text("file")
+    assert tokenizer_metadata(folder, 3, {})["tokenizer.chat_template"] == "file"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": "BPE", "vocab": {"a": 0}}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}},
+        {"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": 10**9}, "merges": []}},
+        {"model": "BPE"},
+        {"added_tokens": {"id": 2}},
+        {"added_tokens": [{"id": 2}]},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": 5}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": ["Split", "ByteLevel"]}},
+        {"pre_tokenizer": [1]},
+    ],
+    ids=str,
+)
+def test_a_malformed_file_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, FormatError)):
+        tokenizer_metadata(write(tmp_path, **changes), 3, {})

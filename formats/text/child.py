@@ -1,0 +1,216 @@
+"""The process that renders chat templates and runs tokenizers that only a limit can trust.
+
+`worker.py` starts this file as a script: it imports nothing of lowbit, reads one JSON job a line
+and writes one JSON reply a line. A timer of the kernel ends the process when a job takes too long,
+so no job needs to be watched. Argument: a JSON object with `path` (sys.path) and `memory_bytes`.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+Job = dict[str, Any]
+MAX_MESSAGE = 300  # characters of an error that are passed on
+
+
+class JobError(Exception):
+    """A job that failed.
+
+    Attributes:
+        kind: `syntax`, `memory`, `output` or `failed`, as in `worker.WorkerError`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        """Keep both."""
+        super().__init__(message)
+        self.kind = kind
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    options = json.loads(sys.argv[1])
+    sys.path[:] = options["path"]
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"],) * 2)
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    serve: Callable[[Job], Any] = Bench()
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(reply(serve, line) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def reply(serve: Callable[[Job], Any], line: bytes) -> bytes:
+    """Run a job; an exception of any kind becomes a reply."""
+    try:
+        job = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+        result = {"value": serve(job)}
+        return json.dumps(result).encode()
+    except BaseException as error:  # MemoryError, panics of tokenizers, what a template raises
+        failure = error_of(error)
+        return json.dumps({"error": failure.kind, "message": str(failure)}).encode()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def error_of(error: BaseException) -> JobError:
+    """The reason of a failure in a line, whatever its exception is."""
+    if isinstance(error, JobError):
+        return error
+    if isinstance(error, MemoryError):
+        return JobError("memory", "out of memory")
+    try:
+        text = str(error)[:MAX_MESSAGE]
+    except Exception:
+        text = ""
+    if type(error).__module__.startswith("jinja2"):
+        return JobError("failed", text)
+    return JobError("failed", f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+class Bench:
+    """What the process keeps between jobs: the last template, and the tokenizer."""
+
+    def __init__(self) -> None:
+        """Nothing is compiled or loaded yet."""
+        self.source: str | None = None
+        self.template: Any = None
+        self.tokenizer: Any = None
+
+    def __call__(self, job: Job) -> Any:
+        """Run the job that `do` names."""
+        if job["do"] == "compile":
+            return self.compile(job["source"])
+        if job["do"] == "render":
+            self.compile(job["source"])
+            return "".join(bounded(self.template.generate(**job["values"]), job["most"]))
+        if job["do"] == "load":
+            return self.load(job["tokenizer"])
+        if self.tokenizer is None:
+            raise JobError("syntax", "the tokenizer has not been loaded")
+        if job["do"] == "encode":
+            texts, framed = job["texts"], job["framed"]
+            return [self.tokenizer.encode(text, add_special_tokens=framed).ids for text in texts]
+        return self.tokenizer.decode(job["ids"], skip_special_tokens=False)
+
+    def compile(self, source: str) -> None:
+        """Keep a template ready."""
+        if source == self.source:
+            return
+        try:
+            self.template = new_environment().from_string(source)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise JobError("syntax", str(error_of(error))) from None
+        self.source = source
+
+    def load(self, content: str) -> None:
+        """Keep a tokenizer ready."""
+        from tokenizers import Tokenizer
+
+        try:
+            self.tokenizer = Tokenizer.from_str(content)
+        except MemoryError:
+            raise
+        except BaseException as error:  # a panic is no Exception
+            raise JobError("syntax", str(error_of(error))) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+
+def bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
+    """Pieces of at most so many characters in all."""
+    for piece in pieces:
+        most -= len(piece)
+        if most < 0:
+            raise JobError("output", "too much output")
+        yield piece
+
+
+def new_environment() -> Any:
+    """The jinja2 environment that transformers gives to chat templates."""
+    import jinja2
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant wrote, and renders as its content."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares no ClassVar
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_render")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _render(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    class Dict:
+        """`dict` without the attributes of the type."""
+
+        def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
+            return dict(*args, **entries)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    class Names(Namespace):
+        """`namespace` without names that begin with an underscore."""
+
+        # As in jinja2 the instance has no name here, so `self` may be an entry.
+        def __init__(*args: Any, **entries: Any) -> None:
+            names = dict(*args[1:], **entries)
+            for name in names:
+                _check_name(name)
+            Namespace.__init__(args[0], names)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_name(name)
+            super().__setitem__(name, value)
+
+    def _check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold the name {name!r}")
+
+    def raise_exception(message: Any) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": Dict(),
+        "namespace": Names,
+    }
+    return environment
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes, unlike jinja2's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+if __name__ == "__main__":
+    main()

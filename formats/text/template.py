@@ -1,0 +1,184 @@
+"""Messages to the text that a model was trained on, by its own chat template."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.formats.files import read_text
+from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
+from lowbit.formats.text.worker import Worker, WorkerError
+
+TEMPLATE_FILE = "chat_template.jinja"
+THINKING = "enable_thinking"  # what templates call the switch
+MAX_TEMPLATE_BYTES = 1_000_000  # the longest published ones have 30,000
+MAX_PROMPT_BYTES = 64_000_000  # of a prompt, whatever the context; a million tokens take 5,000,000
+MESSAGE_BYTES = 16  # of a message beside its text: role, marks of its beginning and end
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it, the first is standard
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A chat template and the special tokens it may name.
+
+    Attributes:
+        source: jinja2.
+        special_tokens: `bos_token`, `eos_token` and so on.
+        worker: process that renders it, under limits of time and memory.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+    worker: Worker = field(default_factory=Worker, compare=False, repr=False)
+
+    def prepare(self) -> None:
+        """Start the process and let it compile the template, without waiting for it.
+
+        Raises:
+            ResourceError: no process can be started.
+        """
+        self.worker.post({"do": "compile", "source": self.source})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool | None = None,
+        *,
+        answer: bool = True,
+        max_bytes: int = MAX_PROMPT_BYTES,
+    ) -> str:
+        """The text of a conversation, as transformers renders it.
+
+        Args:
+            messages: objects of plain JSON, with `role` and `content`.
+            thinking: `enable_thinking` of the template; None leaves it to the template.
+            answer: end with what asks for the assistant's next turn.
+            max_bytes: longest text; longer messages are refused before they are rendered.
+
+        Raises:
+            RequestError: messages that are too long, that are not plain JSON or that the template
+                refuses, a template without the thinking switch or one that breaks a limit.
+            CheckpointError: the template is not valid jinja2.
+            ResourceError: no process can be started.
+        """
+        if thinking is not None and THINKING not in self.source:
+            raise RequestError(
+                f"thinking cannot be switched: the chat template does not know `{THINKING}`",
+                hint="leave out --think and --no-think",
+            )
+        check_length(sum(map(_length, messages)), max_bytes)
+        values = {
+            **self.special_tokens,
+            "messages": [_as_transformers(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": answer,
+        }
+        if thinking is not None:
+            values[THINKING] = thinking
+        job = {"do": "render", "source": self.source, "values": values, "most": max_bytes}
+        try:
+            text: str = self.worker.ask(job)
+        except WorkerError as error:
+            raise self._explained(error, max_bytes) from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the messages are not plain JSON: {error}") from None
+        return text
+
+    def _explained(self, error: WorkerError, max_bytes: int) -> LowbitError:
+        """The sentence that says what a template has done."""
+        subject = "the chat template"
+        match error.kind:
+            case "syntax":
+                return CheckpointError(f"{subject} is not valid jinja2: {error}")
+            case "time":
+                reason = f"takes longer than {self.worker.seconds:g} s"
+            case "memory":
+                reason = f"takes more than {self.worker.memory_bytes >> 20} MiB of memory"
+            case "output":
+                reason = f"writes more than {max_bytes} characters, which no context holds"
+            case "died":
+                reason = f"ended the process that renders it ({error})"
+            case _:
+                return RequestError(f"{subject} refuses the messages: {error}")
+        return RequestError(f"{subject} {reason}", hint="use another chat template")
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template of a model folder; None where it has none.
+
+    chat_template.jinja comes before what tokenizer_config.json holds. Of several named templates
+    it is the one named `default`.
+
+    Raises:
+        CheckpointError: a template of the wrong type, or too long a one.
+    """
+    path = folder / TEMPLATE_FILE
+    settings = read_settings(folder)
+    try:
+        source: Any = read_text(path, MAX_TEMPLATE_BYTES)
+    except FileNotFoundError:
+        path = folder / SETTINGS_FILE
+        source = _default_of(settings.template, path)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"`{path}`: chat_template is not a string")
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"`{path}`: chat_template has {len(source)} characters, expected at most "
+            f"{MAX_TEMPLATE_BYTES}"
+        )
+    return ChatTemplate(source, settings.special_tokens)
+
+
+def check_length(length: int, most: int) -> None:
+    """Refuse a prompt that no tokenizer could make fit the context.
+
+    Args:
+        length: of the prompt in bytes, or a lower bound of it.
+        most: bytes that the context can hold.
+
+    Raises:
+        RequestError: it is longer.
+    """
+    if length > most:
+        raise RequestError(
+            f"the prompt has {length} bytes or more, the context holds at most {most}",
+            hint="shorten the prompt, or ask for a larger --context",
+        )
+
+
+def _default_of(template: Any, path: Path) -> Any:
+    """The template named `default` where there are several."""
+    if isinstance(template, dict):
+        return template.get("default")
+    if not isinstance(template, list):
+        return template
+    named = {}
+    for entry in template:
+        if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
+            raise CheckpointError(f"`{path}`: chat_template lists {entry!r:.80}, no named template")
+        if not isinstance(entry["name"], str):
+            raise CheckpointError(f"`{path}`: a chat_template has the name {entry['name']!r:.80}")
+        named[entry["name"]] = entry["template"]
+    return named.get("default")
+
+
+def _length(message: Mapping[str, Any]) -> int:
+    """Characters of a message, at least; a character takes a byte or more."""
+    return MESSAGE_BYTES + sum(len(text) for text in _texts(message.values()))
+
+
+def _texts(values: Iterable[Any]) -> Iterable[str]:
+    return (value for value in values if isinstance(value, str))
+
+
+def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to templates: no None, reasoning under every name."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in REASONING if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}

@@ -1,0 +1,265 @@
+"""tokenizer.json of a model folder, read once for all who need it, as transformers uses it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.files import read_bytes
+from lowbit.formats.text.components import is_linear
+from lowbit.formats.text.settings import parse_object, read_settings
+from lowbit.formats.text.vocabulary import check_vocabulary, complete
+from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HubTokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 48_000_000  # Gemma's, the largest published, has 35,000,000
+WORKER_BYTES = 1 << 30  # of address space, for a tokenizer and a text as tokens
+SECONDS_PER_BYTE = 1e-5  # of text, on top of a worker's own seconds; real ones take 1e-6
+SHORTEST = 65_536  # characters that are encoded whatever the context is
+SLACK = 16  # tokens by which a text cut short may differ at its end
+SHRINK = 4  # bytes that normalization may make one of: a letter of mathematics becomes ASCII
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextTokenizer:
+    """A tokenizer that takes text whole, without the padding and truncation of its file.
+
+    Attributes:
+        path: of tokenizer.json.
+        hub: of the tokenizers library; where there is a worker it knows the vocabulary only.
+        vocabulary: ids from here on stand for no token.
+        longest: bytes of the longest token.
+        special_ids: tokens that are no part of a text.
+        byte_level: a token is a string of bytes.
+        worker: process that encodes and decodes where the file has parts that may run away.
+    """
+
+    path: Path
+    hub: "HubTokenizer" = field(repr=False)
+    vocabulary: int
+    longest: int
+    special_ids: frozenset[int] = field(repr=False)
+    byte_level: bool
+    worker: Worker | None = field(repr=False)
+
+    def encode(self, text: str, framed: bool = False, most: int | None = None) -> list[int]:
+        """Ids of a text; special tokens spelled out in it become single ids.
+
+        Args:
+            text: any.
+            framed: add what the tokenizer puts around a text, such as Llama's first token.
+            most: tokens that are of use; a longer text is refused before all of it is encoded.
+
+        Raises:
+            RequestError: text that is not valid Unicode, or has more tokens.
+            CheckpointError: the tokenizer fails, or takes too much time or memory.
+        """
+        self._check_unicode(text)
+        if most is not None:
+            self._check_count(text, framed, most)
+        return self._encode([text], framed)[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts, none of them framed; errors as in `encode`."""
+        for text in texts:
+            self._check_unicode(text)
+        return self._encode(list(texts), framed=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids as the library writes it, special tokens included.
+
+        Raises:
+            CheckpointError: the tokenizer fails, or takes too much time or memory.
+        """
+        with self._explaining(self._seconds(len(ids))):
+            if self.worker is not None:
+                asked: str = self.worker.ask({"do": "decode", "ids": list(ids)})
+                return asked
+            text: str = self.hub.decode(list(ids), skip_special_tokens=False)
+            return text
+
+    def max_bytes(self, context: int) -> int:
+        """Bytes of the longest text that a context of so many tokens can hold."""
+        return context * self.longest * SHRINK
+
+    def check_ids(self, ids: Sequence[int], rows: int) -> None:
+        """Refuse ids that a model has no embedding for.
+
+        Args:
+            ids: that this tokenizer has given.
+            rows: of the model's embedding.
+
+        Raises:
+            CheckpointError: naming the tokenizer and the id.
+        """
+        highest = max(ids, default=0)
+        if highest >= rows:
+            raise CheckpointError(
+                f"`{self.path}` gives token {highest}, the model has a vocabulary of {rows}",
+                hint="take the tokenizer from the original checkpoint",
+            )
+
+    def _check_unicode(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error}") from None
+
+    def _check_count(self, text: str, framed: bool, most: int) -> None:
+        """Refuse a text by its beginning: no text has fewer tokens than a part of it."""
+        length = max(SHORTEST, 4 * most)  # characters; English has 4.5 a token
+        while length < len(text):
+            if len(self._encode([text[:length]], framed)[0]) > most + SLACK:
+                raise RequestError(
+                    f"the prompt has more than {most} tokens, the context is {most}",
+                    hint="shorten the prompt, or ask for a larger --context",
+                )
+            length *= 2
+
+    def _encode(self, texts: list[str], framed: bool) -> list[list[int]]:
+        seconds = self._seconds(sum(map(len, texts)))
+        with self._explaining(seconds):
+            if self.worker is not None:
+                job = {"do": "encode", "texts": texts, "framed": framed}
+                asked: list[list[int]] = self.worker.ask(job, seconds)
+                return asked
+            if len(texts) == 1:
+                return [self.hub.encode(texts[0], add_special_tokens=framed).ids]
+            batch = self.hub.encode_batch(texts, add_special_tokens=framed)
+            return [encoding.ids for encoding in batch]
+
+    def _seconds(self, length: int) -> float:
+        """Time for a text of so many characters or tokens."""
+        own = 0.0 if self.worker is None else self.worker.seconds
+        return own + SECONDS_PER_BYTE * length
+
+    @contextmanager
+    def _explaining(self, seconds: float) -> Iterator[None]:
+        """Turn every failure of the library or of the worker into a sentence."""
+        try:
+            yield
+        except WorkerError as error:
+            match error.kind:
+                case "time":
+                    reason = f"takes longer than {seconds:.3g} s for a text"
+                case "memory" | "died":
+                    reason = f"takes more than {WORKER_BYTES >> 20} MiB of memory, or crashes"
+                case _:
+                    reason = f"fails: {error}"
+            raise self._failure(reason) from None
+        except BaseException as error:
+            if not is_from_library(error):
+                raise
+            raise self._failure(f"fails: {error}") from None
+
+    def _failure(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"the tokenizer `{self.path}` {reason}", hint="copy it from the original checkpoint"
+        )
+
+
+def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECONDS) -> TextTokenizer:
+    """Read the tokenizer of a model folder.
+
+    What tokenizer.json says about truncation, padding and dropout belongs to training, and is left
+    out; tokens that only tokenizer_config.json lists are added. transformers does the same.
+
+    Args:
+        folder: with tokenizer.json.
+        purpose: of the tokenizer, for the message that it is missing: "calibration".
+        seconds: that a worker has to load or to use it, where it takes one.
+
+    Raises:
+        CheckpointError: the file is missing, malformed, too large or not a regular file.
+    """
+    path = folder / TOKENIZER_FILE
+    data = _read(path, purpose)
+    content = parse_object(data, path)
+    changed = complete(content, read_settings(folder), path)
+    longest = check_vocabulary(content, path)
+    byte_level = _is_byte_level(content)
+    ids = content["model"]["vocab"]
+    vocabulary = max(ids.values(), default=-1) + 1 if isinstance(ids, dict) else len(ids)
+    worker = None
+    if not is_linear(content):
+        prelude = {"do": "load", "tokenizer": json.dumps(content)}
+        worker = Worker(seconds, WORKER_BYTES, prelude)
+        content, changed = _vocabulary_only(content), True
+    data = json.dumps(content).encode() if changed else data
+    del content, ids  # before the library reads the same once more
+    hub = _parse(data, path)
+    added = hub.get_added_tokens_decoder()
+    tokenizer = TextTokenizer(
+        path=path,
+        hub=hub,
+        vocabulary=max(vocabulary, max(added, default=-1) + 1),
+        longest=longest,
+        special_ids=frozenset(id for id, token in added.items() if token.special),
+        byte_level=byte_level,
+        worker=worker,
+    )
+    tokenizer.encode("")  # a tokenizer that only the worker can read may fail there
+    return tokenizer
+
+
+def read_tokenizer(folder: Path, purpose: str) -> dict[str, Any]:
+    """Content of tokenizer.json as it stands, its tokens checked.
+
+    Raises:
+        CheckpointError: see `load_text_tokenizer`.
+    """
+    path = folder / TOKENIZER_FILE
+    content = parse_object(_read(path, purpose), path)
+    check_vocabulary(content, path)
+    return content
+
+
+def _read(path: Path, purpose: str) -> bytes:
+    try:
+        return read_bytes(path, MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        need = f", which {purpose} needs" if purpose else ""
+        raise CheckpointError(
+            f"`{path.parent}` has no {path.name}{need}",
+            hint="copy it from the original checkpoint",
+        ) from None
+
+
+def _parse(data: bytes, path: Path) -> "HubTokenizer":
+    """The library's tokenizer of a file's content."""
+    from tokenizers import Tokenizer
+
+    try:
+        hub = Tokenizer.from_buffer(data)
+    except BaseException as error:
+        if not is_from_library(error):
+            raise
+        raise CheckpointError(f"`{path}` is not a tokenizer: {error}") from None
+    hub.no_truncation()
+    hub.no_padding()
+    return hub
+
+
+def is_from_library(error: BaseException) -> bool:
+    """Tell whether an exception is one of the tokenizers library, which has no class of its own.
+
+    A panic of its Rust code derives from BaseException.
+    """
+    return type(error) is Exception or type(error).__module__ == "pyo3_runtime"
+
+
+def _vocabulary_only(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json of the same tokens, without the parts that touch text."""
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+    return {**content, **dict.fromkeys(parts)}
+
+
+def _is_byte_level(content: Mapping[str, Any]) -> bool:
+    decoder = content.get("decoder")
+    return isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"

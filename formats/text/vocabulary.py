@@ -1,0 +1,137 @@
+"""Tokens of a tokenizer.json: checked, and completed with those that stand elsewhere."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.text.settings import ADDED_FLAGS, Settings
+
+MAX_ID = (1 << 24) - 1  # models have a sixtieth of it
+MAX_TOKEN = 4096  # characters; published vocabularies have runs of 256 spaces
+MAX_ADDED = 100_000  # tokens; a codec for speech adds 30,000
+NAMED = {"special": True, "normalized": False}  # flags of `bos_token` and its like
+MAX_ADDED_TEXT = 2_000_000  # characters of all of them; searching takes 2 s to prepare
+
+
+def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
+    """Refuse tokens whose length, number or ids take much time or memory.
+
+    Args:
+        content: of tokenizer.json.
+        path: of it, for messages.
+
+    Returns:
+        Bytes of the longest token.
+
+    Raises:
+        CheckpointError: naming the file and the token.
+    """
+    model = content.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        _check_ids(vocab.values(), path)
+        tokens = list(vocab)
+    elif isinstance(vocab, list) and all(isinstance(row, list) and row for row in vocab):
+        tokens = [row[0] for row in vocab]  # Unigram: a token and its score
+    else:
+        raise CheckpointError(f"`{path}` is not a tokenizer: it has no vocabulary")
+    added = added_tokens(content, path)
+    _check_ids([token["id"] for token in added], path)
+    texts = [token["content"] for token in added]
+    if len(texts) > MAX_ADDED or sum(map(len, texts)) > MAX_ADDED_TEXT:
+        raise CheckpointError(
+            f"`{path}` adds {len(texts)} tokens of {sum(map(len, texts))} characters, expected at "
+            f"most {MAX_ADDED} of {MAX_ADDED_TEXT}"
+        )
+    longest = 1
+    for token in (*tokens, *texts):
+        if not isinstance(token, str):
+            raise CheckpointError(f"`{path}`: token {token!r:.80} is not text")
+        longest = max(longest, len(token))
+    if longest > MAX_TOKEN:
+        raise CheckpointError(
+            f"`{path}` has a token of {longest} characters, expected at most {MAX_TOKEN}"
+        )
+    # A character of a byte-level token is one byte, one of an added token up to four.
+    return max(longest, *(len(text.encode(errors="replace")) for text in texts), 1)
+
+
+def added_tokens(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """`added_tokens` of a tokenizer.json.
+
+    Raises:
+        CheckpointError: not a list of objects with an id and a content.
+    """
+    added = content.get("added_tokens")
+    if added is None:
+        return []
+    if not isinstance(added, list):
+        raise CheckpointError(f"`{path}`: added_tokens is not a list")
+    for token in added:
+        known = isinstance(token, dict) and isinstance(token.get("content"), str)
+        if not known or type(token.get("id")) is not int:
+            raise CheckpointError(f"`{path}`: added token {token!r:.80} has no `id` or `content`")
+    return added
+
+
+def complete(content: dict[str, Any], settings: Settings, path: Path) -> bool:
+    """Add the tokens that only the settings list, and leave out dropout, as transformers does.
+
+    Args:
+        content: of tokenizer.json; changed in place.
+        settings: beside it.
+        path: of it, for messages.
+
+    Returns:
+        True if the content has changed.
+
+    Raises:
+        CheckpointError: malformed added tokens.
+    """
+    model = content.get("model")
+    if not isinstance(model, dict):
+        return False
+    changed = model.get("dropout") is not None
+    if changed:
+        model["dropout"] = None  # it makes the tokens of a text random
+    tokens = {token["content"]: token for token in added_tokens(content, path)}
+    listed = [
+        {**token, "special": token["special"] or token["content"] in settings.named}
+        for token in settings.added
+        if _flags(token) != _flags(tokens.get(token["content"]))
+    ]
+    known = {token["content"] for token in listed} | tokens.keys()
+    named = [text for text in settings.named if text not in known]
+    listed += [{**ADDED_FLAGS, **NAMED, "content": text} for text in named]
+    for token in listed:
+        if token["content"]:
+            id = _id_of(token["content"], tokens, model.get("vocab"))
+            tokens[token["content"]] = {**token, "id": id}
+            changed = True
+    if changed:
+        content["added_tokens"] = list(tokens.values())
+    return changed
+
+
+def _id_of(text: str, added: Mapping[str, Mapping[str, Any]], vocab: Any) -> int:
+    """Id that the library gives to an added token: the one it has, or the next."""
+    if text in added:
+        return int(added[text]["id"])
+    if isinstance(vocab, dict) and type(vocab.get(text)) is int:
+        return int(vocab[text])
+    highest = max((token["id"] for token in added.values()), default=-1)
+    return max(len(vocab) if isinstance(vocab, dict | list) else 0, highest + 1)
+
+
+def _flags(token: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+    """Flags of an added token, to compare it by; None for no token."""
+    if token is None:
+        return None
+    return tuple(token.get(name, default) for name, default in ADDED_FLAGS.items())
+
+
+def _check_ids(ids: Any, path: Path) -> None:
+    for id in ids:
+        if type(id) is not int or not 0 <= id <= MAX_ID:
+            raise CheckpointError(f"`{path}` has the token id {id!r:.40}, expected 0 to {MAX_ID}")

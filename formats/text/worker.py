@@ -1,0 +1,181 @@
+"""A process of its own for work that a file controls and nothing else bounds.
+
+A chat template or a regular expression can loop for ever or fill the memory, and neither can be
+stopped inside this process. The child (`child.py`) has limits of time and memory and none of the
+environment's secrets; it is started once, and answers a job in a fraction of a millisecond.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lowbit.formats.errors import ResourceError
+
+SECONDS = 5.0  # of a job; real ones take milliseconds
+MEMORY_BYTES = 512 << 20  # of address space; Python and jinja2 take 40 MB of it
+# The child computes from its jobs alone. These say where libraries lie, and the time zone.
+KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")
+CHILD = Path(__file__).with_name("child.py")
+
+Kind = Literal["syntax", "failed", "memory", "output", "time", "died"]
+
+
+class WorkerError(Exception):
+    """A job that could not be done; callers make a sentence of it that names the file.
+
+    Attributes:
+        kind: `syntax` for a template or tokenizer that cannot be read, `failed` for an exception,
+            `memory`, `output` and `time` for a limit, `died` for a process that ended by itself.
+    """
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        """Keep the kind and the reason in words."""
+        super().__init__(message)
+        self.kind = kind
+
+
+class Worker:
+    """A child process that starts with its first job, and again after one that ended it.
+
+    Attributes:
+        seconds: a job may take, unless it says otherwise.
+        memory_bytes: of address space that the child may have.
+    """
+
+    def __init__(
+        self,
+        seconds: float = SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+        prelude: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            seconds: see the class.
+            memory_bytes: see the class.
+            prelude: job that comes first whenever the process has been started.
+        """
+        self.seconds = seconds
+        self.memory_bytes = memory_bytes
+        self._prelude = prelude
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[[subprocess.Popen[bytes]], Worker] | None = None
+        self._unread = 0  # replies to jobs that nobody waits for
+
+    def post(self, job: Mapping[str, Any]) -> None:
+        """Begin a job whose reply nobody wants, to have its result ready for the next one.
+
+        Raises:
+            ResourceError: the process cannot be started.
+        """
+        with self._lock, contextlib.suppress(WorkerError):
+            self._send(_line(job, self.seconds))
+            self._unread += 1
+
+    def ask(self, job: Mapping[str, Any], seconds: float | None = None) -> Any:
+        """The result of a job.
+
+        Args:
+            job: what `child.Bench` understands; plain JSON.
+            seconds: limit of this job; None for the worker's own.
+
+        Raises:
+            WorkerError: the job fails, or breaks a limit.
+            ResourceError: the process cannot be started.
+            TypeError: the job is not plain JSON; also ValueError, RecursionError.
+        """
+        line = _line(job, self.seconds if seconds is None else seconds)
+        with self._lock:
+            try:
+                self._send(line)
+                while self._unread:
+                    self._receive()
+                    self._unread -= 1
+                reply = json.loads(self._receive())
+            except BaseException:  # an interrupt too leaves the pipes between two jobs
+                self._stop()
+                raise
+        if "error" in reply:
+            raise WorkerError(reply["error"], reply["message"])
+        return reply["value"]
+
+    def _send(self, line: bytes) -> None:
+        if self._process is not None and not self._unread and self._process.poll() is not None:
+            self._stop()  # it was killed from outside, between two jobs
+        if self._process is None:
+            self._start()
+        process = self._process
+        if process is None or process.stdin is None:
+            raise WorkerError("died", "it could not be started")
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _receive(self) -> bytes:
+        if self._process is None or self._process.stdout is None:
+            raise WorkerError("died", "it could not be started")
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._ended()
+        return line
+
+    def _start(self) -> None:
+        options = {"path": [p for p in sys.path if p], "memory_bytes": self.memory_bytes}
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        try:
+            process = subprocess.Popen(
+                # -I and -S: no user's site, no start-up files; the path is this process's own.
+                [sys.executable, "-I", "-S", str(CHILD), json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=environment | {"TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        except OSError as error:
+            raise ResourceError(f"no process can be started: {error.strerror}") from None
+        self._process, self._unread = process, 0
+        self._end = weakref.finalize(self, _end, process)
+        if self._prelude is not None:
+            self._send(_line(self._prelude, self.seconds))
+            self._unread += 1
+
+    def _ended(self) -> WorkerError:
+        """Why the process is gone."""
+        code = self._process.wait() if self._process is not None else 0
+        self._stop()
+        if code == -signal.SIGALRM:
+            return WorkerError("time", "out of time")
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return WorkerError("died", name)
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+
+def _line(job: Mapping[str, Any], seconds: float) -> bytes:
+    return json.dumps({**job, "seconds": seconds}).encode() + b"\n"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a child and leave nothing of it, not even its pipes."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()  # may still hold what the child never read
+    process.wait()
