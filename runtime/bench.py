@@ -202,7 +202,7 @@ def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
 
 def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
     """So many token ids without a meaning, the same ones every time; others for another first."""
-    return [(7 * index + first) % model.tokenizer.vocabulary for index in range(tokens)]
+    return [(7 * index + first) % model.engine.sampler.vocabulary for index in range(tokens)]
 
 
 def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:

@@ -11,9 +11,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from importlib import import_module
 from typing import Any, NoReturn
 
 Job = dict[str, Any]
+TEMPLATE_JOBS = ("compile", "render")
 MAX_MESSAGE = 300  # characters of an error that are passed on
 
 
@@ -49,6 +51,7 @@ def reply(serve: Callable[[Job], Any], line: bytes) -> bytes:
     """Run a job; an exception of any kind becomes a reply."""
     try:
         job = json.loads(line)
+        import_module("jinja2.sandbox" if job["do"] in TEMPLATE_JOBS else "tokenizers")
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         result = {"value": serve(job)}
         return json.dumps(result).encode()
@@ -69,7 +72,7 @@ def error_of(error: BaseException) -> JobError:
         text = str(error)[:MAX_MESSAGE]
     except Exception:
         text = ""
-    if type(error).__module__.startswith("jinja2"):
+    if type(error) is Exception or type(error).__module__.startswith("jinja2"):
         return JobError("failed", text)
     return JobError("failed", f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
@@ -82,6 +85,7 @@ class Bench:
         self.source: str | None = None
         self.template: Any = None
         self.tokenizer: Any = None
+        self.unreadable = "no tokenizer has been loaded"
 
     def __call__(self, job: Job) -> Any:
         """Run the job that `do` names."""
@@ -93,7 +97,7 @@ class Bench:
         if job["do"] == "load":
             return self.load(job["tokenizer"])
         if self.tokenizer is None:
-            raise JobError("syntax", "the tokenizer has not been loaded")
+            raise JobError("syntax", self.unreadable)
         if job["do"] == "encode":
             texts, framed = job["texts"], job["framed"]
             return [self.tokenizer.encode(text, add_special_tokens=framed).ids for text in texts]
@@ -117,10 +121,9 @@ class Bench:
 
         try:
             self.tokenizer = Tokenizer.from_str(content)
-        except MemoryError:
-            raise
         except BaseException as error:  # a panic is no Exception
-            raise JobError("syntax", str(error_of(error))) from None
+            self.unreadable = str(error_of(error))
+            raise
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 

@@ -58,6 +58,7 @@ def read_settings(folder: Path) -> Settings:
     else:
         older = read_object(folder / SPECIAL_TOKENS_FILE, MAX_SETTINGS_BYTES) or {}
         config = config | older
+        path = folder / SPECIAL_TOKENS_FILE if older else path
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     candidates = {key: value for key, value in config.items() if key.endswith("_token")}
     if isinstance(extra, dict):

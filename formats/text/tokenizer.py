@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.files import read_bytes
 from lowbit.formats.text.components import is_linear
 from lowbit.formats.text.settings import parse_object, read_settings
@@ -146,6 +146,8 @@ class TextTokenizer:
             yield
         except WorkerError as error:
             match error.kind:
+                case "syntax":
+                    raise unreadable(self.path, error) from None
                 case "time":
                     reason = f"takes longer than {seconds:.3g} s for a text"
                 case "memory" | "died":
@@ -240,18 +242,28 @@ def _parse(data: bytes, path: Path) -> "HubTokenizer":
     except BaseException as error:
         if not is_from_library(error):
             raise
-        raise CheckpointError(f"`{path}` is not a tokenizer: {error}") from None
+        raise unreadable(path, error) from None
     hub.no_truncation()
     hub.no_padding()
     return hub
 
 
-def is_from_library(error: BaseException) -> bool:
-    """Tell whether an exception is one of the tokenizers library, which has no class of its own.
+def unreadable(path: Path, error: BaseException) -> CheckpointError:
+    """The sentence for a file that the library cannot read."""
+    return CheckpointError(
+        f"`{path}` is not a tokenizer: {str(error)[:200]}",
+        hint="copy it from the original checkpoint",
+    )
 
-    A panic of its Rust code derives from BaseException.
+
+def is_from_library(error: BaseException) -> bool:
+    """Tell whether the tokenizers library may have raised an exception.
+
+    It has no class of its own; a panic of its Rust code does not even derive from Exception.
     """
-    return type(error) is Exception or type(error).__module__ == "pyo3_runtime"
+    if isinstance(error, LowbitError):
+        return False
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def _vocabulary_only(content: Mapping[str, Any]) -> dict[str, Any]:

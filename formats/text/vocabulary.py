@@ -31,6 +31,7 @@ def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         _check_ids(vocab.values(), path)
+        _check_merges(content["model"], path)
         tokens = list(vocab)
     elif isinstance(vocab, list) and all(isinstance(row, list) and row for row in vocab):
         tokens = [row[0] for row in vocab]  # Unigram: a token and its score
@@ -129,6 +130,26 @@ def _flags(token: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
     if token is None:
         return None
     return tuple(token.get(name, default) for name, default in ADDED_FLAGS.items())
+
+
+def _check_merges(model: Mapping[str, Any], path: Path) -> None:
+    """Refuse merges that make no token: the library panics at some of them, loudly."""
+    if model.get("continuing_subword_prefix"):
+        raise CheckpointError(
+            f"`{path}`: merges with a continuing_subword_prefix are not supported"
+        )
+    vocab, merges = model["vocab"], model.get("merges") or []
+    if not isinstance(merges, list):
+        raise CheckpointError(f"`{path}`: merges is not a list")
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        try:
+            first, second = pair
+            known = first + second in vocab
+        except (TypeError, ValueError):
+            known = False
+        if not known:
+            raise CheckpointError(f"`{path}`: the merge {merge!r:.80} makes no token")
 
 
 def _check_ids(ids: Any, path: Path) -> None:

@@ -1,0 +1,58 @@
+"""A process for hostile work with a short limit of time, and a small tokenizer.json to spoil."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.formats.text.worker import Worker
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Worker:
+    """Honest work may take its usual time."""
+    return Worker()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Worker:
+    """A tenth of a second is ample for what ends, and what does not end needs no more."""
+    return Worker(seconds=0.1)
+
+
+@pytest.fixture(scope="session")
+def content() -> dict[str, Any]:
+    """tokenizer.json of the bundled model."""
+    found: dict[str, Any] = json.loads((MODEL / "tokenizer.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="session")
+def small(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with bytes alone, quick to write and read."""
+    vocab = dict(list(content["model"]["vocab"].items())[:256])
+    tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    added = [
+        {"id": 256 + index, "content": text, **ADDED, "special": index < 3}
+        for index, text in enumerate(tokens)
+    ]
+    model = {**content["model"], "vocab": vocab, "merges": []}
+    return {**content, "model": model, "added_tokens": added}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """`write(tokenizer, settings)` makes a folder of the two files."""
+
+    def make(tokenizer: Any = None, settings: Any = None) -> Path:
+        for name, value in (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings)):
+            if value is not None:
+                (tmp_path / name).write_text(json.dumps(value))
+        return tmp_path
+
+    return make

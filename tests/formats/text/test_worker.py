@@ -1,0 +1,138 @@
+"""The child process: its limits, its end, and what it does not inherit."""
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.formats.text.worker import Worker, WorkerError
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def job(source: str, most: int = 1000) -> dict[str, Any]:
+    return {"do": "render", "source": source, "values": {}, "most": most}
+
+
+def kind_of(worker: Worker, source: str) -> str:
+    with pytest.raises(WorkerError) as caught:
+        worker.ask(job(source))
+    return caught.value.kind
+
+
+def pid_of(worker: Worker) -> int:
+    assert worker._process is not None
+    return worker._process.pid
+
+
+def ends(pid: int) -> bool:
+    """Wait for the end of a process that may not be a child of this one."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 20)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_a_process_serves_many_jobs_and_starts_again_after_a_limit(hasty: Worker) -> None:
+    assert hasty.ask(job("{{ 1 + 1 }}")) == "2"
+    first = pid_of(hasty)
+    assert kind_of(hasty, "{{ 'a' * 10**11 }}") == "memory"
+    assert kind_of(hasty, "{% if %}") == "syntax"
+    assert kind_of(hasty, "{{ 1 / 0 }}") == "failed"
+    assert kind_of(hasty, "{{ 'ab' * 501 }}") == "output"
+    assert pid_of(hasty) == first  # none of these ends it
+    assert kind_of(hasty, ENDLESS) == "time"
+    assert hasty.ask(job("{{ 'a' * 1000 }}")) == "a" * 1000
+    assert pid_of(hasty) != first
+
+
+def test_a_process_that_was_killed_between_two_jobs_is_replaced(worker: Worker) -> None:
+    assert worker.ask(job("a")) == "a"
+    os.kill(pid_of(worker), signal.SIGKILL)
+    assert ends(pid_of(worker))
+    assert worker.ask(job("b")) == "b"
+
+
+def test_an_interrupt_leaves_no_reply_behind(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Worker) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask(job("old"))
+    assert worker.ask(job("new")) == "new"
+
+
+def test_a_posted_job_delays_nobody_and_loses_nothing(hasty: Worker) -> None:
+    hasty.post({"do": "compile", "source": "{% if %}"})
+    hasty.post({"do": "compile", "source": "a"})
+    assert hasty.ask(job("a")) == "a"
+    hasty.post(job(ENDLESS))
+    with pytest.raises(WorkerError) as caught:
+        hasty.ask(job("a"))
+    assert caught.value.kind == "time"
+    assert hasty.ask(job("a")) == "a"
+
+
+def test_the_process_ends_with_its_worker() -> None:
+    worker = Worker()
+    worker.ask(job("a"))
+    pid = pid_of(worker)
+    del worker
+    gc.collect()
+    assert ends(pid)
+
+
+@pytest.mark.parametrize("source", ["a", ENDLESS], ids=["idle", "busy"])
+def test_the_process_ends_when_its_parent_is_killed(source: str) -> None:
+    code = (
+        "from lowbit.formats.text.worker import Worker\n"
+        "worker = Worker(seconds=1.0)\n"
+        f"worker.post({job(source)!r})\n"
+        "print(worker._process.pid, flush=True)\n"
+        "input()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    assert ends(pid)
+
+
+def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    worker = Worker()
+    worker.ask(job("a"))
+    process = Path("/proc") / str(pid_of(worker))
+    names = {entry.split(b"=")[0] for entry in (process / "environ").read_bytes().split(b"\0")}
+    assert b"TZ" in names
+    assert names <= {b"", b"TZ", b"LANG", b"LC_ALL", b"LC_CTYPE", b"LC_TIME"} | {
+        b"LD_LIBRARY_PATH",
+        b"DYLD_LIBRARY_PATH",
+        b"TOKENIZERS_PARALLELISM",
+    }
+    assert (process / "cwd").resolve() == Path("/")
+    limits = (process / "limits").read_text()
+    assert f"Max address space         {worker.memory_bytes}" in limits
+    assert "Max file size             0" in limits
+
+
+def test_what_is_no_json_is_no_job(worker: Worker) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        worker.ask({**job("a"), "values": {"messages": {1, 2}}})
+    assert worker.ask(job("a")) == "a"
