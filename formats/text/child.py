@@ -41,7 +41,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"],) * 2)
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
-    serve: Callable[[Job], Any] = Bench()
+    serve: Callable[[Job], Any] = Handler()
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(reply(serve, line) + b"\n")
         sys.stdout.buffer.flush()
@@ -77,7 +77,7 @@ def error_of(error: BaseException) -> JobError:
     return JobError("failed", f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-class Bench:
+class Handler:
     """What the process keeps between jobs: the last template, and the tokenizer."""
 
     def __init__(self) -> None:

@@ -77,9 +77,10 @@ class TextTokenizer:
         Raises:
             CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
-        with self._explaining(self._seconds(len(ids))):
+        seconds = self._seconds(len(ids))
+        with self._explaining(seconds):
             if self.worker is not None:
-                asked: str = self.worker.ask({"do": "decode", "ids": list(ids)})
+                asked: str = self.worker.ask({"do": "decode", "ids": list(ids)}, seconds)
                 return asked
             text: str = self.hub.decode(list(ids), skip_special_tokens=False)
             return text

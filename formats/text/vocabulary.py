@@ -8,6 +8,7 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.text.settings import ADDED_FLAGS, Settings
 
 MAX_ID = (1 << 24) - 1  # models have a sixtieth of it
+MAX_VOCABULARY = 1_000_000  # tokens; Gemma has 262,000
 MAX_TOKEN = 4096  # characters; published vocabularies have runs of 256 spaces
 MAX_ADDED = 100_000  # tokens; a codec for speech adds 30,000
 NAMED = {"special": True, "normalized": False}  # flags of `bos_token` and its like
@@ -37,6 +38,10 @@ def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
         tokens = [row[0] for row in vocab]  # Unigram: a token and its score
     else:
         raise CheckpointError(f"`{path}` is not a tokenizer: it has no vocabulary")
+    if len(tokens) > MAX_VOCABULARY:
+        raise CheckpointError(
+            f"`{path}` has {len(tokens)} tokens, expected at most {MAX_VOCABULARY}"
+        )
     added = added_tokens(content, path)
     _check_ids([token["id"] for token in added], path)
     texts = [token["content"] for token in added]
@@ -97,32 +102,33 @@ def complete(content: dict[str, Any], settings: Settings, path: Path) -> bool:
     if changed:
         model["dropout"] = None  # it makes the tokens of a text random
     tokens = {token["content"]: token for token in added_tokens(content, path)}
+    special = set(settings.named)
     listed = [
-        {**token, "special": token["special"] or token["content"] in settings.named}
+        {**token, "special": token["special"] or token["content"] in special}
         for token in settings.added
         if _flags(token) != _flags(tokens.get(token["content"]))
     ]
     known = {token["content"] for token in listed} | tokens.keys()
     named = [text for text in settings.named if text not in known]
     listed += [{**ADDED_FLAGS, **NAMED, "content": text} for text in named]
+    if not any(token["content"] for token in listed):
+        return changed
+    vocab = model.get("vocab")
+    ids = {**vocab} if isinstance(vocab, dict) else {}
+    ids |= {text: token["id"] for text, token in tokens.items()}
+    size = len(vocab) if isinstance(vocab, dict | list) else 0
+    # The next id, as the library counts.
+    new = max(size, *(token["id"] + 1 for token in tokens.values()), 0)
     for token in listed:
-        if token["content"]:
-            id = _id_of(token["content"], tokens, model.get("vocab"))
-            tokens[token["content"]] = {**token, "id": id}
-            changed = True
-    if changed:
-        content["added_tokens"] = list(tokens.values())
-    return changed
-
-
-def _id_of(text: str, added: Mapping[str, Mapping[str, Any]], vocab: Any) -> int:
-    """Id that the library gives to an added token: the one it has, or the next."""
-    if text in added:
-        return int(added[text]["id"])
-    if isinstance(vocab, dict) and type(vocab.get(text)) is int:
-        return int(vocab[text])
-    highest = max((token["id"] for token in added.values()), default=-1)
-    return max(len(vocab) if isinstance(vocab, dict | list) else 0, highest + 1)
+        text = token["content"]
+        if not text:
+            continue
+        if type(ids.get(text)) is not int:
+            ids[text] = new
+        new = max(new, ids[text] + 1)
+        tokens[text] = {**token, "id": ids[text]}
+    content["added_tokens"] = list(tokens.values())
+    return True
 
 
 def _flags(token: Mapping[str, Any] | None) -> tuple[Any, ...] | None:

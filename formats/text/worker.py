@@ -85,7 +85,7 @@ class Worker:
         """The result of a job.
 
         Args:
-            job: what `child.Bench` understands; plain JSON.
+            job: what `child.Handler` understands; plain JSON.
             seconds: limit of this job; None for the worker's own.
 
         Raises:

@@ -86,6 +86,22 @@ def test_plain_text_is_cut_as_the_tokenizer_says() -> None:
     assert text.name == "stories-eval.txt"
 
 
+def test_truncation_and_padding_are_for_training(model: Path) -> None:
+    expected = read_calibration(STORIES, model, length=512, limit=9)
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 16,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    path.write_text(json.dumps(content))
+    assert torch.equal(
+        read_calibration(STORIES, model, length=512, limit=9).samples, expected.samples
+    )
+
+
 def test_samples_are_spread_evenly() -> None:
     samples = cut_samples(range(107), length=10, limit=4)
     assert samples[:, 0].tolist() == [0, 20, 50, 70]

@@ -1,5 +1,6 @@
 """The bundled evaluation texts, and texts as windows of tokens."""
 
+import json
 import re
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_a_later_text_needs_a_window_of_the_first(tiny: Path, stories: str) -> N
 def test_two_texts_of_one_name() -> None:
     with pytest.raises(RequestError, match="2 evaluation texts are named `a`"):
         check_names([Text("a", "a", "x"), Text("a", "a", "y")])
+
+
+def test_truncation_and_padding_are_for_training(tiny: Path, stories: str, tmp_path: Path) -> None:
+    content = json.loads((tiny / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 16,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    first, second = (tokenize(folder, of(a=stories[:9000]), 2048) for folder in (tiny, tmp_path))
+    assert torch.equal(first[0].ids, second[0].ids)
 
 
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.formats.text import vocabulary
 from lowbit.formats.text.components import GPT2, LLAMA3, QWEN2, QWEN3_5
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
@@ -286,7 +287,7 @@ def test_any_file_is_read_or_refused(
         (b"\xff\xfe", "is not valid JSON"),
         (b"[]", "does not hold a JSON object"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b"[" + b"[]," * 3_000_000 + b"[]]", "values, expected at most"),
+        (b"[" + b"[]," * 1_600_000 + b"[]]", "values, expected at most"),
         (b'{"model": 1' + b"0" * 5000 + b"}", "is not valid JSON"),
         (b"{}", "it has no vocabulary"),
         (b" " * 48_000_001, "bytes, expected at most"),
@@ -309,6 +310,14 @@ def test_sizes_are_bounded(small: dict[str, Any], write: Write) -> None:
     vocab = {**small["model"]["vocab"], "x" * 5000: 256}
     with pytest.raises(CheckpointError, match="has a token of 5000 characters"):
         load_text_tokenizer(write({**small, "model": {**small["model"], "vocab": vocab}}))
+
+
+def test_the_number_of_tokens_is_bounded(
+    small: dict[str, Any], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "MAX_VOCABULARY", 255)
+    with pytest.raises(CheckpointError, match="has 256 tokens, expected at most 255"):
+        load_text_tokenizer(write(small))
 
 
 def test_a_missing_file_says_who_needs_it(tmp_path: Path) -> None:
