@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.text.template import MAX_PROMPT_BYTES, ChatTemplate
+from lowbit.formats.text.length import MAX_PROMPT_BYTES
+from lowbit.formats.text.template import ChatTemplate
 
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.recipes import GROUP_SIZE, Base
+from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.chat import Message, render_prompt
 from lowbit.runtime.engine import Engine
@@ -69,22 +70,28 @@ class Model:
                 render it with.
             CheckpointError: the tokenizer gives ids that the model has no embedding for.
         """
-        context, tokenizer = self.context, self.tokenizer
+        try:
+            text = self._text_of(prompt, thinking, raw)
+            ids = self.tokenizer.encode(text, framed=raw, context=self.context)
+        except TooLongError as error:
+            advice = self.engine.advice(self.context + 1, ", or ")
+            raise RequestError(str(error), hint=f"{error.hint}{advice}") from None
+        self.tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
+        return ids
+
+    def _text_of(self, prompt: str | Sequence[Message], thinking: bool | None, raw: bool) -> str:
+        """The text of a prompt; arguments and errors as in `encode`."""
         if raw:
             if not isinstance(prompt, str):
                 raise RequestError("a raw prompt must be text, got messages")
-            text = prompt
-        elif self.template is None:
+            return prompt
+        if self.template is None:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
-        else:
-            messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-            max_bytes = tokenizer.max_bytes(context)
-            text = render_prompt(self.template, messages, thinking, max_bytes)
-        ids = tokenizer.encode(text, framed=raw, context=context)
-        tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
-        return ids
+        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        max_bytes = self.tokenizer.max_bytes(self.context)
+        return render_prompt(self.template, messages, thinking, max_bytes)
 
     def stream(
         self,

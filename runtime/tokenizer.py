@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")

@@ -7,13 +7,13 @@ from typing import Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.files import read_text
+from lowbit.formats.text.length import MAX_PROMPT_BYTES, TooLongError, check_length
 from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
 from lowbit.formats.text.worker import Worker, WorkerError
 
 TEMPLATE_FILE = "chat_template.jinja"
 THINKING = "enable_thinking"  # what templates call the switch
 MAX_TEMPLATE_BYTES = 1_000_000  # the longest published ones have 30,000
-MAX_PROMPT_BYTES = 64_000_000  # of a prompt, whatever the context; a million tokens take 5,000,000
 MESSAGE_BYTES = 16  # of a message beside its text: role, marks of its beginning and end
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it, the first is standard
 
@@ -57,8 +57,9 @@ class ChatTemplate:
             max_bytes: longest text; longer messages are refused before they are rendered.
 
         Raises:
-            RequestError: messages that are too long, that are not plain JSON or that the template
-                refuses, a template without the thinking switch or one that breaks a limit.
+            TooLongError: more text than `max_bytes`.
+            RequestError: messages that are not plain JSON or that the template refuses, a template
+                without the thinking switch or one that breaks a limit.
             CheckpointError: the template is not valid jinja2.
             ResourceError: no process can be started.
         """
@@ -97,7 +98,9 @@ class ChatTemplate:
             case "memory":
                 reason = f"takes more than {self.worker.memory_bytes >> 20} MiB of memory"
             case "output":
-                reason = f"writes more than {max_bytes} characters, which no context holds"
+                return TooLongError(
+                    f"{subject} writes over {max_bytes} characters, more than the context holds"
+                )
             case "died":
                 reason = f"ended the process that renders it ({error})"
             case _:
@@ -131,23 +134,6 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
             f"{MAX_TEMPLATE_BYTES}"
         )
     return ChatTemplate(source, settings.special_tokens)
-
-
-def check_length(length: int, most: int) -> None:
-    """Refuse a prompt that no tokenizer could make fit the context.
-
-    Args:
-        length: of the prompt in bytes, or a lower bound of it.
-        most: bytes that the context can hold.
-
-    Raises:
-        RequestError: it is longer.
-    """
-    if length > most:
-        raise RequestError(
-            f"the prompt has {length} bytes or more, the context holds at most {most}",
-            hint="shorten the prompt, or ask for a larger --context",
-        )
 
 
 def _default_of(template: Any, path: Path) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.files import read_bytes
 from lowbit.formats.text.components import is_linear
+from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.settings import parse_object, read_settings
 from lowbit.formats.text.vocabulary import check_vocabulary, complete
 from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
@@ -57,7 +58,8 @@ class TextTokenizer:
             most: tokens that are of use; a longer text is refused before all of it is encoded.
 
         Raises:
-            RequestError: text that is not valid Unicode, or has more tokens.
+            TooLongError: text that has more tokens.
+            RequestError: text that is not valid Unicode.
             CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
         self._check_unicode(text)
@@ -117,10 +119,7 @@ class TextTokenizer:
         length = max(SHORTEST, 4 * most)  # characters; English has 4.5 a token
         while length < len(text):
             if len(self._encode([text[:length]], framed)[0]) > most + SLACK:
-                raise RequestError(
-                    f"the prompt has more than {most} tokens, the context is {most}",
-                    hint="shorten the prompt, or ask for a larger --context",
-                )
+                raise TooLongError(f"the prompt has more than {most} tokens, the context is {most}")
             length *= 2
 
     def _encode(self, texts: list[str], framed: bool) -> list[list[int]]:

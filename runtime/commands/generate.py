@@ -11,7 +11,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
 from lowbit.runtime.options import (
     load_model,
