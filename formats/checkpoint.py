@@ -5,7 +5,6 @@ memory is a promise of the converter. Format: the safetensors specification (8-b
 JSON header, data).
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import read_bytes
+from lowbit.formats.files import open_file, read_bytes
+from lowbit.formats.strict_json import loads
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a header, where no tensor can stand
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_HEADER_BYTES = 64_000_000  # the safetensors library reads 100 MB, which parsed take 2 GB
 MAX_SIZE = 2**63 - 1  # of a dimension or an offset
 MAX_DIMENSIONS = 64
 
@@ -144,11 +144,12 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     """Fill a contiguous CPU tensor with the bytes of a file from `offset` on.
 
     Raises:
-        CheckpointError: the file ends first.
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file ends first, or `open_file` refuses it.
     """
     view = out.view(-1).view(torch.uint8).numpy().data
     done = 0
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done:]], offset + done)
             if count == 0:
@@ -181,7 +182,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         CheckpointError: see `open_checkpoint`.
     """
     index = weight_map(folder)
-    present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    present = sorted(path.name for path in folder.glob("*.safetensors") if not path.is_dir())
     if index is None:
         files = present
         if not files:
@@ -264,10 +265,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file.
 
     Raises:
-        CheckpointError: the header is malformed or the data is cut short.
+        CheckpointError: the header is malformed, the data is cut short, or `open_file` refuses the
+            file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         raw = file.read(header_length(file.read(8), path.name, size))
     return parse_header(raw, path.name, size)
 
@@ -299,8 +301,8 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
         CheckpointError: not JSON, an unknown dtype, offsets that do not match, or missing data.
     """
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
+        header = loads(raw)
+    except ValueError as error:
         raise CheckpointError(f"`{file}`: the header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"`{file}`: the header is not a JSON object")
@@ -357,26 +359,19 @@ def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: in
         raise CheckpointError(f"`{file}` has {size - end} bytes that no tensor names")
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """A JSON object from a file of a model folder.
 
     Raises:
-        CheckpointError: the file is missing, or does not hold a JSON object.
+        CheckpointError: the file is missing, cannot be read, or does not hold a JSON object.
     """
     try:
-        content = json.loads(read_bytes(path))
+        content = loads(read_bytes(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"`{path.parent}` is not a checkpoint: it has no {path.name}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"`{path}` is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"`{path}` does not hold a JSON object")

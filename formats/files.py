@@ -1,12 +1,44 @@
-"""Files of a model folder: regular, inside the folder, and no longer than their kind can be."""
+"""Files of a model folder: regular, inside the folder, and no longer than their kind can be.
 
+A model folder comes from strangers. A pipe in it would block a reader, a device has no end, and a
+link out of the folder would carry a private file into the result and onto the Hub.
+"""
+
+import io
 import os
+import re
 import stat
 from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError
 
-MAX_TEXT_BYTES = 100_000_000  # of JSON, templates, cards; the largest tokenizers take 35 MB
+MAX_TEXT_BYTES = 64_000_000  # of JSON, templates, cards; the largest tokenizers take 35 MB
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a file's name in a Hub cache is its hash
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a regular file of a model folder for reading, without ever waiting for it.
+
+    Args:
+        path: of the file; its parent is the model folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: not a regular file, a link out of the folder or to nothing, or a file that
+            may not be read.
+    """
+    check_regular(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    file = os.fdopen(descriptor, "rb")
+    try:
+        _check_mode(os.fstat(descriptor).st_mode, path)  # of what was opened: it may be another
+    except CheckpointError:
+        file.close()
+        raise
+    return file
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -18,22 +50,17 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: not a regular file, longer than `max_bytes`, or a link out of the folder.
+        CheckpointError: see `open_file`; also a file longer than `max_bytes`.
     """
-    check_inside(path)
-    # A pipe would block the open, and a device may have no end.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        _check_regular(status.st_mode, path)
-        if status.st_size > max_bytes:
-            raise CheckpointError(
-                f"`{path}` has {status.st_size} bytes, expected at most {max_bytes}"
-            )
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(max_bytes)
-    finally:
-        os.close(descriptor)
+    with open_file(path) as file:
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if len(content) > max_bytes:
+            size = os.fstat(file.fileno()).st_size
+            raise CheckpointError(f"`{path}` has {size} bytes, expected at most {max_bytes}")
+    return content
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -49,36 +76,52 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         raise CheckpointError(f"`{path}` is not UTF-8 text: {error}") from None
 
 
-def check_regular(path: Path) -> None:
-    """Refuse pipes, devices, folders, and links that lead out of the folder.
+def check_regular(path: Path, folder: Path | None = None) -> None:
+    """Refuse pipes, devices, folders, and links that lead out of the model folder.
 
     Args:
-        path: of the file; its parent is the model folder.
+        path: of the file.
+        folder: the model folder; the parent of `path` where left out.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: naming the file and what it is.
+        CheckpointError: naming the file and its kind.
     """
-    check_inside(path)
-    _check_regular(path.stat().st_mode, path)
+    try:
+        check_inside(path, folder)
+        _check_mode(path.stat().st_mode, path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(
+                f"`{path}` is a link to a file that is missing",
+                hint="download the model again, or replace the link by a copy of the file",
+            ) from None
+        raise
+    except ValueError:  # NUL, or half a surrogate pair
+        raise CheckpointError(f"`{path}` cannot be the name of a file") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
-def check_inside(path: Path) -> None:
-    """Refuse a link that leads out of its folder; links of a Hub cache to its blobs are right.
+def check_inside(path: Path, folder: Path | None = None) -> None:
+    """Refuse a link that leads out of the model folder; links into a Hub cache are right.
+
+    The folder itself may be reached by a link.
+
+    Args:
+        path: of the file.
+        folder: the model folder; the parent of `path` where left out.
 
     Raises:
         CheckpointError: naming the link, but not where it leads.
     """
-    if not path.is_symlink():
+    if not path.is_symlink() and (folder is None or path.parent == folder):
         return
     try:
-        target, folder = path.resolve(), path.parent.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"`{path}` is a link that cannot be followed: {error}") from None
-    if folder in target.parents:
-        return
-    repository = folder.parent.parent  # models--OWNER--NAME/snapshots/COMMIT
-    if folder.parent.name == "snapshots" and target.parent == repository / "blobs":
+        target, root = path.resolve(), (folder or path.parent).resolve()
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+        raise CheckpointError(f"`{path}` is a link that cannot be followed") from None
+    if root in target.parents or _in_hub_cache(target, root):
         return
     raise CheckpointError(
         f"`{path}` is a symbolic link out of its folder",
@@ -86,13 +129,31 @@ def check_inside(path: Path) -> None:
     )
 
 
-def _check_regular(mode: int, path: Path) -> None:
+def _in_hub_cache(target: Path, folder: Path) -> bool:
+    """Whether a link leads to a blob: of the folder's own snapshot, or of any repository by hash.
+
+    Snapshots link to `../../blobs`; `hf download --local-dir` of older releases linked into the
+    cache from anywhere.
+    """
+    blobs = target.parent
+    if folder.parent.name == "snapshots" and blobs == folder.parent.parent / "blobs":
+        return True
+    is_repository = blobs.name == "blobs" and blobs.parent.name.startswith("models--")
+    return is_repository and BLOB.fullmatch(target.name) is not None
+
+
+def _check_mode(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"`{path}` is {_kind(mode)}, expected a regular file")
+        raise CheckpointError(
+            f"`{path}` is {kind_of(mode)}, expected a regular file",
+            hint="replace it by a regular file, or remove it",
+        )
 
 
-def _kind(mode: int) -> str:
+def kind_of(mode: int) -> str:
+    """Name of what a path leads to, from its mode: "a pipe"."""
     for test, name in (
+        (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a pipe"),
         (stat.S_ISSOCK, "a socket"),
@@ -102,3 +163,7 @@ def _kind(mode: int) -> str:
         if test(mode):
             return name
     return "no file"
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"`{path}` cannot be read: {error.strerror or error}")

@@ -5,20 +5,26 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lowbit.formats.checkpoint import TensorInfo
+from lowbit.formats.files import open_file
 
 CHUNK_BYTES = 1 << 20
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a whole file."""
-    with path.open("rb") as file:
+    """SHA-256 of a whole file of a model folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: see `open_file`.
+    """
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_tensor(path: Path, info: TensorInfo) -> str:
     """SHA-256 of one tensor's bytes; short if the file ends first."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(info.offset)
         left = info.nbytes
         while left and (chunk := file.read(min(CHUNK_BYTES, left))):
@@ -42,7 +48,7 @@ def hash_shard(
     """
     whole = hashlib.sha256()
     parts = {}
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
             header = file.read(info.offset - file.tell())
             whole.update(header)

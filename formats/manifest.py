@@ -129,13 +129,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a packed folder; None where there is none, as in other tools' files.
 
     Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
         FormatError: malformed, or of a version this release does not know.
     """
     path = folder / MANIFEST_FILE
-    if not path.exists():
-        return None
     hint = "use the release of lowbit that wrote it, or convert again"
-    content = load_object(path, "format_version", FORMAT_VERSION, hint)
+    try:
+        content = load_object(path, "format_version", FORMAT_VERSION, hint)
+    except FileNotFoundError:
+        return None
     where = str(path)
     for key, kind in (
         ("source_tensors", SourceTensor),

@@ -9,6 +9,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from lowbit.formats.errors import FormatError
+from lowbit.formats.files import read_bytes
+from lowbit.formats.strict_json import loads
 
 Row = TypeVar("Row")
 
@@ -17,11 +19,24 @@ def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[s
     """The JSON object in a file of lowbit's own, without its version.
 
     Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: not a regular file, or a link out of its folder.
+        FormatError: not a JSON object, or of another version.
+    """
+    return parse_object(read_bytes(path), path, version_key, version, hint)
+
+
+def parse_object(
+    raw: bytes, path: Path, version_key: str, version: int, hint: str
+) -> dict[str, Any]:
+    """`load_object` for content that has been read already; `path` names it in messages.
+
+    Raises:
         FormatError: not a JSON object, or of another version.
     """
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        content = loads(raw)
+    except ValueError as error:
         raise FormatError(f"`{path}` is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise FormatError(f"`{path}` does not hold a JSON object")
@@ -84,5 +99,5 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if kind is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float) and value == value  # NaN is unequal to itself
     return type(value) is (type(None) if kind is None else origin or kind)

@@ -82,21 +82,24 @@ class TaskReport:
 
 def manifest_sha256(folder: Path) -> str | None:
     """Hash of a folder's lowbit.json; None where it has none."""
-    path = folder / MANIFEST_FILE
-    return hash_file(path) if path.exists() else None
+    try:
+        return hash_file(folder / MANIFEST_FILE)
+    except FileNotFoundError:
+        return None
 
 
 def read_tasks(folder: Path) -> TaskReport | None:
     """The task results of a packed folder, stale ones too; None where there are none.
 
     Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
         FormatError: malformed, or of a schema this release does not know.
     """
     path = folder / TASKS_FILE
-    if not path.exists():
+    try:
+        content = load_object(path, "schema", SCHEMA, hint="run `lowbit-run evaluate` again")
+    except FileNotFoundError:
         return None
-    hint = "run `lowbit-run evaluate` again"
-    content = load_object(path, "schema", SCHEMA, hint)
     content["tasks"] = records(TaskResult, content.get("tasks"), f"{path}: tasks")
     return record(TaskReport, content, str(path))
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.files import open_file
 
 
 def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
@@ -15,7 +16,7 @@ def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Te
     All columns are one read; fewer are one read a row, so that memory is that of the result.
 
     Raises:
-        CheckpointError: the file ends first.
+        CheckpointError: the file ends first, or is not a regular file.
     """
     info = checkpoint.tensors[name]
     rows, width = info.shape
@@ -27,7 +28,7 @@ def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Te
     view = out.view(-1).view(torch.uint8).numpy().data
     length = len(view) // rows
     first = info.offset + start * info.dtype.itemsize
-    with (checkpoint.folder / info.file).open("rb", buffering=0) as file:
+    with open_file(checkpoint.folder / info.file) as file:
         for row in range(rows):
             part = view[row * length : (row + 1) * length]
             if os.preadv(file.fileno(), [part], first + row * info.row_bytes) != length:

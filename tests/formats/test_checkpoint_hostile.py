@@ -116,7 +116,7 @@ class TestIndex:
         self.write(folder, {"a": file})
         refused(folder, INDEX, "`weight_map` must map tensor names to file names")
 
-    @pytest.mark.parametrize("file", ["..", "", "a\0b", "x" * 5000, "config.json", "\ud800"])
+    @pytest.mark.parametrize("file", ["..", "", "a\0b", "x" * 5000, "config.json"])
     def test_names_nothing_that_could_be_a_shard(self, folder: Path, file: str) -> None:
         self.write(folder, {"a": file})
         refused(folder, "the index names shard", "which is missing")
@@ -174,8 +174,8 @@ def test_cut_short(folder: Path, write_raw: WriteRaw, cut: int) -> None:
         (b"\xff\xff", "not valid JSON"),
         ('{"a": 1}'.encode("utf-16"), "not valid JSON"),
         ('{"__metadata__": ' + "1" * 5000 + "}", "not valid JSON"),
-        ('{"a": {}, "a": {}}', "not valid JSON: a key stands twice"),
-        ('{"a": {"dtype": "I8", "dtype": "U8"}}', "a key stands twice"),
+        ('{"a": {}, "a": {}}', "not valid JSON: the key `a` stands twice"),
+        ('{"a": {"dtype": "I8", "dtype": "U8"}}', "the key `dtype` stands twice"),
         ([], "the header is not a JSON object"),
         (None, "the header is not a JSON object"),
         ({"a": 3}, "`a`: the header entry is not an object"),

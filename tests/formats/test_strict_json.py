@@ -1,0 +1,80 @@
+"""Strict JSON: what any parser reads alike is read, everything else is a ValueError."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.formats.strict_json import MAX_CONTAINERS, MAX_DEPTH, loads
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=JSON, plain=st.booleans())
+def test_as_the_library_reads_it(content: Any, plain: bool) -> None:
+    assert loads(json.dumps(content, ensure_ascii=plain).encode()) == content
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    raw=st.binary(max_size=40) | st.text('{}[]",:\\ud8001eE+-. ntf', max_size=40).map(str.encode)
+)
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    try:
+        found = loads(raw)
+    except ValueError:
+        return
+    again = loads(json.dumps(found, ensure_ascii=False, indent=2).encode())
+    assert json.dumps(again) == json.dumps(found)  # NaN is unequal to itself
+
+
+def nested(depth: int, opening: str = "[", closing: str = "]") -> bytes:
+    return (opening * depth + "0" + closing * depth).encode()
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 500, 5_000, 100_000])
+@pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_too_deep(depth: int, brackets: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"nested more than {MAX_DEPTH} deep"):
+        loads(nested(depth, *brackets))
+
+
+def test_as_deep_as_it_may_be() -> None:
+    assert loads(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"a": 1, "a": 1}', '{"b": 0, "a": 1, "a": 2}', '{"x": {"a": {}, "a": {}}}'),
+        *('[{"a": 1, "a": null}]', '{"\\u0061": 1, "a": 2}'),
+    ],
+)
+def test_a_key_that_stands_twice(text: str) -> None:
+    with pytest.raises(ValueError, match="the key `a` stands twice"):
+        loads(text.encode())
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\uDFFF", "x\\uD83Dy", "\\ud83d\\ud83d", "\\ude00a"])
+@pytest.mark.parametrize("around", ['["{}"]', '{{"{}": 1}}', '{{"a": {{"b": "{}"}}}}', '"{}"'])
+def test_half_a_surrogate_pair(around: str, half: str) -> None:
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        loads(around.format(half).encode())
+
+
+def test_a_whole_surrogate_pair() -> None:
+    assert loads(b'"\\ud83d\\ude00"') == "\U0001f600"
+
+
+def test_too_many_objects_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(ValueError, match=f"more than {MAX_CONTAINERS} objects and lists"):
+        loads(b"[" * (MAX_CONTAINERS + 1))
