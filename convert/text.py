@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
+from lowbit.convert.user_file import read_user_file
 from lowbit.formats.errors import RequestError
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """The content of a text file; line ends become LF.
+    """The content of a text file that a user named; line ends become LF.
 
     Args:
         path: of the file.
         what: names the file in messages: "evaluation text".
 
     Raises:
-        RequestError: the file cannot be read as UTF-8 text.
+        RequestError: the file cannot be read as UTF-8 text; see `read_user_file`.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{what} `{path}` cannot be read: {error.strerror}") from None
+        text = read_user_file(path, what).decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"{what} `{path}` is not UTF-8: {error}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.budget.sets import BITS
-from lowbit.formats.errors import FormatError, ResourceError
-from lowbit.formats.records import load_object, record, records
+from lowbit.convert.user_file import read_user_file
+from lowbit.formats.errors import FormatError
+from lowbit.formats.records import parse_object, record, records
 from lowbit.formats.scheme import GROUP_SIZES, Scheme
 
 SCHEMA = 1
@@ -101,13 +102,11 @@ def read_sensitivities(path: Path) -> Sensitivities:
 
     Raises:
         FormatError: malformed, or of a schema this release does not know.
-        ResourceError: the file cannot be read.
+        RequestError: the file cannot be read.
     """
     hint = "measure again with `lowbit-convert sensitivity`"
-    try:
-        content = load_object(path, "schema", SCHEMA, hint)
-    except OSError as error:
-        raise ResourceError(f"`{path}` cannot be read: {error.strerror}") from None
+    raw = read_user_file(path, "sensitivities")
+    content = parse_object(raw, path, "schema", SCHEMA, hint)
     content["rows"] = records(Row, content.get("rows"), f"{path}: rows")
     for row in content["rows"]:
         if row.bits not in BITS or row.group_size not in GROUP_SIZES:

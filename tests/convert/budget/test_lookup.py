@@ -16,7 +16,7 @@ from lowbit.convert.budget.lookup import Settings, find_or_measure, read_checked
 from lowbit.convert.budget.record import Row, Sensitivities, read_sensitivities
 from lowbit.convert.conversion import convert
 from lowbit.formats.checkpoint import open_checkpoint
-from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
+from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.manifest import read_manifest
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
@@ -135,7 +135,7 @@ def test_hostile_records(tmp_path: Path, edit: dict[str, Any], message: str) -> 
 
 
 def test_a_record_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"none.json` cannot be read: No such file"):
+    with pytest.raises(RequestError, match=r"none.json` cannot be read: No such file"):
         read_sensitivities(tmp_path / "none.json")
 
 
