@@ -17,13 +17,14 @@ from lowbit.convert.disk import disk_errors
 from lowbit.convert.folder import (
     check_apart,
     check_output,
-    partial_of,
+    check_small_files,
     pass_through,
     prepare_shards,
     put_in_place,
 )
 from lowbit.convert.journal import Finished, Journal, open_journal
 from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements
+from lowbit.convert.place import partial_of, place_of
 from lowbit.convert.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.recipe import Recipe
@@ -103,8 +104,9 @@ def convert(
         device: `cpu` or `cuda`; the bytes are the same.
         max_ram: resident memory not to exceed, in bytes.
         max_shard_bytes: limit of a weight file.
-        overwrite: replace an existing packed checkpoint, and forget an interrupted conversion
-            that began with another recipe or source.
+        overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
+            written here or was changed since; and forget an interrupted conversion that began with
+            another recipe or source.
         calibration: the text, for methods other than round-to-nearest; the bundled one where left
             out.
         progress: called with (phase, done, in all).
@@ -116,13 +118,14 @@ def convert(
     report = progress or (lambda phase, done, total: None)
     target = open_device(device)
     out = Path(out)
-    place = out.resolve()  # a link, or `..`, cannot be renamed to
+    place = place_of(out)  # a link, or `..`, cannot be renamed to
     check_output(place, overwrite)
     location = locate(str(source), revision)
     check_apart(location.folder, place)
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
     load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
+    files = check_small_files(location.folder)
     elements = block_elements(max_ram, worker_count(), target)
     session = None
     if plan.recipe.method.calibrated:
@@ -131,7 +134,7 @@ def convert(
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    with open_journal(partial, digest, overwrite) as journal:
+    with open_journal(partial, digest, overwrite, files) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)

@@ -10,7 +10,7 @@ from lowbit.convert.calibration.session import begin
 from lowbit.convert.calibration.store import Calibrated
 from lowbit.convert.calibration.text import BUNDLED_NAME
 from lowbit.convert.device import open_device
-from lowbit.convert.folder import passed_through
+from lowbit.convert.folder import small_files
 from lowbit.convert.journal import Finished
 from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements
 from lowbit.convert.plan import Plan, make_plan
@@ -87,8 +87,7 @@ def check_derived(
 def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
     """config.json, and what is passed through from the source."""
     found = {CONFIG_FILE: hashlib.sha256(json_bytes(plan.config)).hexdigest()}
-    names = passed_through(path.name for path in source.iterdir() if path.is_file())
-    found |= {name: hash_file(source / name) for name in names}
+    found |= {name: hash_file(source / name) for name in small_files(source)}
     for file in manifest.files:
         if file.name in found and found[file.name] != file.sha256:
             raise FormatError(f"`{file.name}` does not follow from the source")

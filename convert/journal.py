@@ -3,17 +3,25 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lowbit.convert.calibration.store import PREFIX as CALIBRATED
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.manifest import OutputTensor
 
 JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
+# Files of every run; what is passed through from a source is written down in the journal.
+ALWAYS_OURS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
+    rf"|lowbit\.json|SOURCE_README\.md|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +51,26 @@ class Journal:
 
     def append(self, finished: Finished) -> None:
         """Record a step whose bytes have all been handed to the file system."""
-        self._file.write(json.dumps(asdict(finished)).encode() + b"\n")
+        self._file.write(_line(asdict(finished)))
         self._file.flush()
         self.finished.append(finished)
 
 
 @contextmanager
-def open_journal(folder: Path, digest: str, overwrite: bool) -> Iterator[Journal]:
+def open_journal(
+    folder: Path, digest: str, overwrite: bool, files: Collection[str] = ()
+) -> Iterator[Journal]:
     """The journal of a folder, with what earlier runs of the same plan finished.
 
     Args:
         folder: where the shards are built.
         digest: of the plan.
         overwrite: whether to throw away what a run of another plan finished.
+        files: names that this run will write beside `ALWAYS_OURS`.
 
     Raises:
-        ResourceError: another conversion is writing to the folder, or one of another plan has
-            finished tensors there.
+        ResourceError: another conversion is writing to the folder, one of another plan has
+            finished tensors there, or somebody else put something there.
     """
     with (folder / JOURNAL_FILE).open("a+b") as file:
         try:
@@ -69,39 +80,57 @@ def open_journal(folder: Path, digest: str, overwrite: bool) -> Iterator[Journal
                 f"another conversion is writing to `{folder}`", hint="wait for it, or stop it"
             ) from None
         file.seek(0)
-        first = json.dumps({"plan": digest}).encode() + b"\n"
-        finished: list[Finished] = []
-        good = 0  # bytes of the lines that hold
-        begun = file.readline()
-        if begun == first:
-            good = len(first)
-            for line in file:
-                row = _parse(line)
-                if row is None:
-                    break
-                finished.append(row)
-                good += len(line)
-        elif not overwrite and begun.startswith(b'{"plan":') and _parse(file.readline()):
-            raise ResourceError(
-                f"`{folder}` holds an interrupted conversion with another recipe or source, or by "
-                "another release",
-                hint="finish it with the command that began it, or start over with --overwrite",
-            )
+        begun, rows, good = _read(file)
+        named = {name for row in (begun, *rows) for name in row.get("files", ())}
+        _check_owned(folder, named.union(files))
+        finished = [_finished(row) for row in rows if "step" in row]
+        if begun.get("plan") != digest:
+            if "plan" in begun and finished and not overwrite:
+                raise ResourceError(
+                    f"`{folder}` holds an interrupted conversion with another recipe or source, "
+                    "or by another release",
+                    hint="finish it with the command that began it, or start over with --overwrite",
+                )
+            finished, good = [], 0
         # A line cut short by a crash would swallow the next one.
         file.truncate(good)
         file.seek(0, os.SEEK_END)
         if not good:
-            file.write(first)
-            file.flush()
+            file.write(_line({"plan": digest, "files": sorted(named.union(files))}))
+        elif not named.issuperset(files):
+            file.write(_line({"files": sorted(files)}))
+        file.flush()
         yield Journal(file, finished)
 
 
-def _parse(line: bytes) -> Finished | None:
-    """A finished step, or None for a line that a crash has damaged."""
-    try:
-        return _finished(json.loads(line)) if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
+def _line(content: dict[str, Any]) -> bytes:
+    """A line of the journal: a checksum, by which damage is told, and a JSON object."""
+    text = json.dumps(content).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _read(file: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """First line, those after it, and their length in bytes, up to what a crash has damaged."""
+    lines: list[dict[str, Any]] = []
+    good = 0
+    for line in file:
+        checksum, _, text = line.partition(b" ")
+        text = text.removesuffix(b"\n")
+        if line != b"%s %s\n" % (checksum, text) or checksum != b"%08x" % zlib.crc32(text):
+            break
+        lines.append(json.loads(text))
+        good += len(line)
+    return (lines[0] if lines else {}), lines[1:], good
+
+
+def _check_owned(folder: Path, named: Collection[str]) -> None:
+    """Refuse a working folder with something in it that no conversion wrote."""
+    for path in sorted(folder.iterdir()):
+        known = path.name in named or ALWAYS_OURS.fullmatch(path.name)
+        if not known or path.is_symlink() or path.is_dir():
+            raise ResourceError(
+                f"`{path}` was not written by lowbit-convert", hint="move it out of the folder"
+            )
 
 
 def _finished(content: dict[str, Any]) -> Finished:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.convert.folder import passed_through
+from lowbit.convert.folder import check_small_files, passed_through
 from lowbit.convert.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
 from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Recipe
@@ -55,7 +55,7 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
         folder = locate(source, revision).folder
         checkpoint = open_checkpoint(folder)
         config, tensors = checkpoint.config, checkpoint.tensors
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        sizes = {name: (folder / name).stat().st_size for name in check_small_files(folder)}
     else:
         remote = remote_headers(*on_hub)
         config, tensors, sizes = remote.config, remote.tensors, remote.other_files

@@ -176,7 +176,7 @@ def quantize(
 @contextmanager
 def explained_interrupt(out: Path) -> Iterator[None]:
     """Say what Ctrl-C leaves behind."""
-    from lowbit.convert.folder import partial_of
+    from lowbit.convert.place import partial_of
 
     try:
         yield

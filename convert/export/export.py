@@ -26,11 +26,11 @@ from lowbit.convert.export.source import Linear, Source, open_source
 from lowbit.convert.folder import (
     check_apart,
     check_output,
-    partial_of,
     passed_through,
     put_in_place,
 )
 from lowbit.convert.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.place import partial_of
 from lowbit.convert.plan import DEFAULT_SHARD_BYTES
 from lowbit.formats.checkpoint import CONFIG_FILE, open_checkpoint
 from lowbit.formats.errors import ResourceError

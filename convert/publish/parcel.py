@@ -10,16 +10,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from lowbit.convert.draft import is_untouched_draft
 from lowbit.convert.folder import README
 from lowbit.convert.origin import recall
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport, read_quality
 from lowbit.convert.report.card import render_card
-from lowbit.convert.report.files import DRAFT, HTML_FILE, is_untouched_draft, source_card
+from lowbit.convert.report.files import DRAFT, HTML_FILE, source_card
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.verification import verify_folder
 from lowbit.formats.errors import FormatError, PublishError
-from lowbit.formats.files import MAX_TEXT_BYTES, check_regular
-from lowbit.formats.hashing import hash_file
+from lowbit.formats.files import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
+from lowbit.formats.hashing import CHUNK_BYTES, hash_file
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
@@ -52,12 +53,18 @@ class Item:
 
     def read(self) -> bytes:
         """The bytes themselves."""
-        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+        return self.content if isinstance(self.content, bytes) else read_bytes(self.content)
 
     def git_id(self) -> str:
         """The id under which git keeps the content."""
-        content = self.read()
-        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        digest = hashlib.sha1(b"blob %d\0" % self.size)
+        if isinstance(self.content, bytes):
+            digest.update(self.content)
+        else:
+            with open_file(self.content) as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

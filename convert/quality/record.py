@@ -235,13 +235,15 @@ def read_quality(folder: Path) -> QualityReport | None:
     """The report of a packed folder; None where there is none.
 
     Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
         FormatError: malformed, or of a schema this release does not know.
     """
     path = folder / QUALITY_FILE
-    if not path.exists():
-        return None
     hint = "make the report again with `lowbit-convert report`"
-    content = load_object(path, "schema", SCHEMA, hint)
+    try:
+        content = load_object(path, "schema", SCHEMA, hint)
+    except FileNotFoundError:
+        return None
     where = str(path)
     content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
     content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")

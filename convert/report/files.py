@@ -1,10 +1,9 @@
 """The files of a report: quality.json, quality.html and a draft of the model card."""
 
-import hashlib
-import re
 from pathlib import Path
 
 from lowbit.convert.disk import check_place, replace_files
+from lowbit.convert.draft import is_untouched_draft, marked
 from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
 from lowbit.convert.report.card import render_card
@@ -19,8 +18,6 @@ from lowbit.formats.tasks import read_tasks
 HTML_FILE = "quality.html"
 DRAFT = "MODEL_CARD.md"
 ROOM_BYTES = 4_000_000  # all three files of a report take less, of the largest models too
-
-_MARK = re.compile(r"\n<!-- lowbit draft ([0-9a-f]{64}) -->\n$")
 
 
 def check_reports(folder: Path, place: Path | None = None) -> None:
@@ -65,11 +62,13 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
     contents = {
         place / QUALITY_FILE: report.to_bytes(),
         place / HTML_FILE: render_html(report, packed.manifest, name, rooms, tasks).encode(),
-        place / _card_file(place): _marked(
+        place / _card_file(place): marked(
             render_card(packed, report, tasks, source_card(folder), name)
         ),
     }
-    replace_files(contents)
+    replace_files(
+        dict(reversed(contents.items()))
+    )  # quality.json last: it tells that all are there
     return list(contents)
 
 
@@ -100,18 +99,3 @@ def source_card(folder: Path) -> SourceCard:
     if not original.exists() and not is_untouched_draft(folder / README):
         original = folder / README
     return read_source_card(original)
-
-
-def _marked(card: str) -> bytes:
-    """The card with its own hash in a comment, which tells a later edit."""
-    digest = hashlib.sha256(card.encode()).hexdigest()
-    return f"{card}\n<!-- lowbit draft {digest} -->\n".encode()
-
-
-def is_untouched_draft(path: Path) -> bool:
-    """Tell whether `write_reports` wrote a card and nobody has edited it since."""
-    if not path.is_file():
-        return False
-    text = path.read_text(encoding="utf-8", errors="replace")
-    mark = _MARK.search(text)
-    return mark is not None and hashlib.sha256(text[: mark.start()].encode()).hexdigest() == mark[1]

@@ -48,11 +48,12 @@ def read_source_card(readme: Path) -> SourceCard:
     """The metadata of a card; empty where there is none, or none that can be read.
 
     Raises:
-        CheckpointError: the card is a link out of its folder.
+        CheckpointError: a pipe, a device, or a link out of the folder.
     """
-    if not readme.is_file():
+    try:
+        text = read_bytes(readme).decode(errors="replace")
+    except FileNotFoundError:
         return SourceCard()
-    text = read_bytes(readme).decode("utf-8", errors="replace")
     match = FRONT_MATTER.search(text)
     if match is None or len(match[1]) > MAX_FRONT_MATTER:
         return SourceCard()

@@ -15,7 +15,7 @@ from lowbit.convert.calibration.method import Method
 from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.calibration.store import PREFIX
 from lowbit.convert.conversion import Conversion, convert
-from lowbit.convert.folder import partial_of
+from lowbit.convert.place import partial_of
 from lowbit.convert.quality.dequantized import open_weights
 from lowbit.convert.quality.logits import load_layer
 from lowbit.convert.quality.side import load_side
