@@ -11,7 +11,8 @@ from lowbit.convert.derivation import check_derived
 from lowbit.convert.origin import check_origin
 from lowbit.convert.stream import worker_count
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import FormatError, RequestError
+from lowbit.formats.files import check_regular
 from lowbit.formats.hashing import hash_file, hash_tensor
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
@@ -65,6 +66,7 @@ def verify_folder(
     Raises:
         FormatError: naming the first file or tensor that differs.
         CheckpointError: a damaged or missing file.
+        RequestError: a text for a folder that was not calibrated.
     """
     packed = open_packed(folder)
     manifest = packed.manifest
@@ -73,10 +75,10 @@ def verify_folder(
             f"`{folder}` has no {MANIFEST_FILE}, nothing to verify against",
             hint="layout and completeness are fine; only lowbit-convert writes hashes",
         )
-    _check_layout(packed, manifest)
-    _check_shapes(packed)
+    if calib is not None and manifest.calibration is None:
+        raise RequestError(f"`{folder}` was not calibrated on a text", hint="leave out --calib")
     original = None if source is None else locate(source).folder  # before long hashing
-    _check_files(packed, manifest, progress)
+    check_recorded(packed, manifest, progress)
     compared, reason = None, None
     if original is not None:
         compared = check_origin(manifest, original, progress)
@@ -98,6 +100,23 @@ def verify_folder(
         not_derived=reason,
         unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
     )
+
+
+def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
+    """Compare every tensor and file of a packed folder with its lowbit.json.
+
+    Args:
+        packed: the opened folder.
+        manifest: its lowbit.json.
+        progress: called with ("verify", bytes done, bytes in all).
+
+    Raises:
+        FormatError: naming the first file or tensor that differs.
+        CheckpointError: a file that cannot be read, or lies outside the folder.
+    """
+    _check_layout(packed, manifest)
+    _check_shapes(packed)
+    _check_files(packed, manifest, progress)
 
 
 def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
@@ -147,8 +166,10 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
 
     for file in manifest.files:
         path = folder / file.name
-        if not path.is_file():
-            raise FormatError(f"`{file.name}` is missing from `{folder}`")
+        try:
+            check_regular(path, folder)
+        except FileNotFoundError:
+            raise FormatError(f"`{file.name}` is missing from `{folder}`") from None
         if path.stat().st_size != file.size_bytes:
             raise FormatError(
                 f"`{file.name}` has {path.stat().st_size} bytes, expected {file.size_bytes}"

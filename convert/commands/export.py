@@ -57,8 +57,9 @@ def export(
 ) -> None:
     """Repack the packed checkpoint DIR for another engine into the folder OUT.
 
-    Codes and scales stay the same; the result is read back and compared with DIR before it takes
-    its place, and what a container cannot express exactly is refused, or with --dequantize named.
+    DIR is compared with the hashes in its lowbit.json first. Codes and scales stay the same; the
+    result is read back and compared with DIR before it takes its place, and what a container cannot
+    express exactly is refused, or with --dequantize named.
     """
     if dequantize and target not in ("gptq", "awq"):
         raise click.UsageError("--dequantize is for gptq and awq; the others mix precisions.")

@@ -1,6 +1,5 @@
 """The export from start to finish: check, write beside the place, prove, rename into place."""
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,15 +25,17 @@ from lowbit.convert.export.source import Linear, Source, open_source
 from lowbit.convert.folder import (
     check_apart,
     check_output,
-    passed_through,
+    check_small_files,
+    copy_file,
     put_in_place,
 )
 from lowbit.convert.journal import JOURNAL_FILE, open_journal
-from lowbit.convert.place import partial_of
+from lowbit.convert.place import partial_of, place_of
 from lowbit.convert.plan import DEFAULT_SHARD_BYTES
+from lowbit.convert.verification import check_recorded
 from lowbit.formats.checkpoint import CONFIG_FILE, open_checkpoint
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.manifest import json_bytes
+from lowbit.formats.manifest import MANIFEST_FILE, json_bytes
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
 Report = Callable[[str, int, int], None]  # phase, done, in all
@@ -43,6 +44,7 @@ LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx
 # The card speaks of the packed folder; a GGUF file has its tokenizer inside.
 NOT_EXPORTED = ("README.md",)
 LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
+NO_MANIFEST = f"the source has no {MANIFEST_FILE}: nothing says whether its bytes are right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def export(
 ) -> Export:
     """Repack a packed folder into another engine's container, and prove what became of it.
 
-    Memory holds the packed words of one linear at a time.
+    The folder's bytes are compared with its lowbit.json before anything is written. Memory holds
+    the packed words of one linear at a time.
 
     Args:
         folder: packed checkpoint.
@@ -93,11 +96,12 @@ def export(
         progress: called with (phase, done, in all).
 
     Raises:
-        LowbitError: something that the container cannot express exactly, found before anything is
-            written; or an `out` that is not free.
+        LowbitError: a folder that differs from its lowbit.json, or something that the container
+            cannot express exactly, both found before anything is written; or an `out` that is not
+            free.
     """
     out = Path(out)
-    place = out.resolve()  # a link, or `..`, cannot be renamed to
+    place = place_of(out)  # a link, or `..`, cannot be renamed to
     report = progress or (lambda phase, done, total: None)
     if place.is_dir() and any(place.iterdir()):
         raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
@@ -113,9 +117,15 @@ def export(
     else:
         gguf.check(source)
         keys = metadata(source, place.name)
+    carried = _carried(source, target)
+    manifest = source.packed.manifest
+    notes = [NO_MANIFEST] if manifest is None else []
+    if manifest is not None:
+        check_recorded(source.packed, manifest, report)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
-    with open_journal(partial, f"export {target}", overwrite=False):
+    written = [*carried, f"{place.name}.gguf"]
+    with open_journal(partial, f"export {target}", overwrite=False, files=written):
         for stale in partial.iterdir():
             if stale.name != JOURNAL_FILE:
                 stale.unlink()
@@ -125,7 +135,8 @@ def export(
             plain = prove_dequantized(source, open_checkpoint(partial), counted)
         else:
             size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
-        _pass_through(source, partial, target)
+        for name in carried:
+            copy_file(source.checkpoint.folder / name, partial / name)
         files = sorted(path.name for path in partial.iterdir() if path.name != JOURNAL_FILE)
         put_in_place(place, overwrite=False)
     return Export(
@@ -134,7 +145,7 @@ def export(
         weight_bytes=size,
         files=tuple(files),
         dropped=tuple(layout.dropped(source) if layout else gguf.dropped(source)),
-        notes=tuple(layout.notes(source) if layout else ()),
+        notes=(*(layout.notes(source) if layout else ()), *notes),
         proof=proof,
         dequantized=plain,
     )
@@ -202,10 +213,11 @@ def _gguf(
     return size, proof
 
 
-def _pass_through(source: Source, folder: Path, target: Target) -> None:
-    """Copy tokenizer, templates and licenses; beside a GGUF file the licenses alone."""
-    origin = source.checkpoint.folder
-    for name in passed_through(path.name for path in origin.iterdir() if path.is_file()):
-        legal = any(fnmatchcase(name, pattern) for pattern in LEGAL)
-        if legal or (target != "gguf" and name not in NOT_EXPORTED):
-            shutil.copyfile(origin / name, folder / name)
+def _carried(source: Source, target: Target) -> list[str]:
+    """Names of tokenizer, templates and licenses; for a GGUF file of the licenses alone."""
+    return [
+        name
+        for name in check_small_files(source.checkpoint.folder)
+        if any(fnmatchcase(name, pattern) for pattern in LEGAL)
+        or (target != "gguf" and name not in NOT_EXPORTED)
+    ]

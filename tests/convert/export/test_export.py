@@ -93,7 +93,11 @@ def test_what_an_interrupted_export_left_is_replaced(packed: Path, tmp_path: Pat
     with pytest.raises(Stopped):
         export(packed, tmp_path / "out", "mlx", progress=stop)
     assert not (tmp_path / "out").exists()
-    (tmp_path / "out.partial" / "stale").write_text("from before")
+    (tmp_path / "out.partial" / "notes.txt").write_text("precious")
+    with pytest.raises(ResourceError, match=r"notes.txt` was not written by lowbit-convert"):
+        export(packed, tmp_path / "out", "gguf")
+    assert (tmp_path / "out.partial" / "notes.txt").read_text() == "precious"
+    (tmp_path / "out.partial" / "notes.txt").unlink()
     export(packed, tmp_path / "out", "gguf")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["LICENSE", "out.gguf"]
     assert not (tmp_path / "out.partial").exists()
