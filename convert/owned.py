@@ -1,5 +1,7 @@
 """Which entries of a packed folder lowbit-convert wrote; only those may it ever remove."""
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 from lowbit.convert.draft import is_untouched_draft
@@ -11,10 +13,11 @@ from lowbit.formats.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.tasks import TASKS_FILE
 
 WEIGHTS = ".safetensors"
+UNFINISHED = re.compile(r"\.(.+?)(?:\.\d+)?\.partial")  # the number is of the process
 CARDS = ("README.md", "MODEL_CARD.md")  # a person may have edited them
 # Written in one piece, with a name of its own until it is whole.
 REPORTS = {*REPORT_FILES, TASKS_FILE}
-WRITTEN = {MANIFEST_FILE, JOURNAL_FILE, *(f".{name}.partial" for name in REPORTS)}
+WRITTEN = {MANIFEST_FILE, JOURNAL_FILE}
 
 
 def foreign_entries(folder: Path) -> list[str]:
@@ -42,7 +45,7 @@ def _is_ours(path: Path, manifest: Manifest) -> bool:
         elif name in CARDS:
             as_written = is_untouched_draft(path)
         else:
-            as_written = name in WRITTEN or name in REPORTS
+            as_written = name in WRITTEN or name in REPORTS or _is_unfinished(name, REPORTS)
     except LowbitError:  # a pipe, for instance
         return False
     return as_written
@@ -50,8 +53,16 @@ def _is_ours(path: Path, manifest: Manifest) -> bool:
 
 def remove_unfinished_reports(folder: Path) -> None:
     """Remove what a run left that was killed while it wrote a report."""
-    for name in REPORT_FILES - {TASKS_FILE}:  # which another process may be writing
-        (folder / f".{name}.partial").unlink(missing_ok=True)
+    names = REPORT_FILES - {TASKS_FILE}  # which another process may be writing
+    for path in list(folder.iterdir()):
+        if _is_unfinished(path.name, names):
+            path.unlink(missing_ok=True)
+
+
+def _is_unfinished(name: str, reports: Collection[str]) -> bool:
+    """Tell whether a name is that of a report that was being written, by any process."""
+    match = UNFINISHED.fullmatch(name)
+    return match is not None and match[1] in reports
 
 
 def remove_owned(folder: Path) -> None:

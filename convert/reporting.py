@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.disk import disk_errors
+from lowbit.convert.finished import Finished
 from lowbit.convert.origin import Ask, Origin, find_origin
 from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
@@ -17,8 +18,10 @@ from lowbit.convert.quality.text import Text, check_names, default_texts
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.files import HTML_FILE, check_reports, write_reports
 from lowbit.convert.text import read_text_file
+from lowbit.convert.verification import check_recorded
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.manifest import read_manifest
+from lowbit.formats.packed import open_packed
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -122,6 +125,34 @@ def prepare_report(
     return find_origin(folder, read_manifest(folder), source, ask)
 
 
+def go_on(done: Finished, request: LogitRequest | None, progress: Progress) -> Reported:
+    """The report of a finished conversion; what it lacks is measured now.
+
+    Args:
+        done: the conversion, and the report that an earlier run has left.
+        request: how logits are to be compared; None for the weights alone.
+        progress: called with ("logits", done, in all).
+    """
+    quality = done.quality
+    if quality is not None and (request is None or _is_on(quality, request.texts)):
+        return Reported(quality, done.conversion.folder / HTML_FILE, None)
+    if quality is not None and request is not None:
+        return write_logit_report(done.conversion, request, progress)
+    found = write_weight_report(done.conversion)
+    if request is None or found.failure is not None:
+        return found
+    return write_logit_report(done.conversion, request, progress)
+
+
+def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
+    """Tell whether a report has the logits on these texts."""
+    if quality.logits is None:
+        return False
+    logits = quality.logits
+    measured = [kind.sha256 for kind in logits.kinds] or [logits.text_sha256]
+    return measured == [text.sha256 for text in texts]
+
+
 def write_full_report(
     folder: Path,
     origin: Origin,
@@ -135,12 +166,16 @@ def write_full_report(
         folder: packed checkpoint.
         origin: of `prepare_report`.
         request: how logits are to be compared.
-        progress: called with ("source", "weights" or "logits", done, in all).
+        progress: called with ("verify", "source", "weights" or "logits", done, in all).
         place: folder for the report's files; the packed one when None.
 
     Raises:
-        LowbitError: a folder that cannot be read, or another model than the original.
+        LowbitError: a folder that cannot be read or differs from its lowbit.json, or another model
+            than the original.
     """
+    packed = open_packed(folder)
+    if packed.manifest is not None:  # the report names its hash, so it must be about those bytes
+        check_recorded(packed, packed.manifest, progress)
     original = origin.confirmed(progress)
     if origin.guessed and request.note is not None:
         request.note(f"original: {original}")

@@ -60,7 +60,11 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
     "needs a decoder layer in FP32 and the text's activations.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the packed checkpoint at OUT.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the packed checkpoint at OUT; files of others in it are never removed.",
+)
 @click.option("--report", is_flag=True, help="Compare logits with the original, too.")
 @eval_text_option
 @gate_option
@@ -101,7 +105,7 @@ def quantize(
     from lowbit.convert.budget.lookup import Settings
     from lowbit.convert.calibration.request import CalibrationRequest
     from lowbit.convert.conversion import convert
-    from lowbit.convert.folder import check_output
+    from lowbit.convert.finished import Finished, find_finished, may_go_on
     from lowbit.convert.gate import hold
     from lowbit.convert.origin import remember
     from lowbit.convert.publish.access import open_hub
@@ -117,39 +121,53 @@ def quantize(
             "--private, --public, --base-model and --license are for --push-to-hub."
         )
     check_command(source, "source")
-    api = None if repo is None else open_hub(repo)  # before the long work
-    texts = reporting.read_texts(eval_texts) if report else ()
-    check_gate(gate, texts)
     made = make_recipe(**recipe)
     if not made.method.calibrated:
         _check_calibration(calib, target)
-    if target is not None:
-        check_output(out.resolve(), overwrite)  # before its sensitivities are measured
+    texts = reporting.read_texts(eval_texts) if report else ()
+    check_gate(gate, texts)
+    goes_on = may_go_on(out, overwrite, report, repo is not None)
+    api = None if repo is None else open_hub(repo)  # before the long work
     told = None if as_json else note
+    request = reporting.LogitRequest(texts, device, told) if report else None
+    calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
     with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
         if target is not None:
             settings = Settings(calib=calib, device=device)
             made = meet_target(
                 source, revision, made, target, settings, max_shard_size, progress, told
             )
-        conversion = convert(
-            source,
-            out,
-            made,
-            revision=revision,
-            device=device,
-            max_ram=max_ram,
-            max_shard_bytes=max_shard_size,
-            overwrite=overwrite,
-            calibration=CalibrationRequest(calib, calib_samples, calib_length, calib_chat),
-            progress=progress,
-        )
+        done = None
+        if goes_on:
+            done = find_finished(
+                source,
+                out,
+                made,
+                revision=revision,
+                device=device,
+                max_shard_bytes=max_shard_size,
+                calibration=calibration,
+                progress=progress,
+            )
+        if done is None:
+            conversion = convert(
+                source,
+                out,
+                made,
+                revision=revision,
+                device=device,
+                max_ram=max_ram,
+                max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
+                calibration=calibration,
+                progress=progress,
+            )
+            done = Finished(conversion, None)
+        conversion = done.conversion
         if conversion.source.repo is None:
             remember(conversion.manifest.source, conversion.source.folder)
-        found = reporting.write_weight_report(conversion)
-        if report and found.failure is None:
-            request = reporting.LogitRequest(texts, device, told)
-            found = reporting.write_logit_report(conversion, request, progress)
+        with _explained_measuring(out):
+            found = reporting.go_on(done, request, progress)
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:
@@ -186,6 +204,17 @@ def explained_interrupt(out: Path) -> Iterator[None]:
             raise
         raise KeyboardInterrupt(
             f"finished tensors are kept in `{partial}`, and the same command continues there"
+        ) from None
+
+
+@contextmanager
+def _explained_measuring(out: Path) -> Iterator[None]:
+    """Say that Ctrl-C leaves the packed folder whole."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`{out}` is whole, and the same command goes on with its report"
         ) from None
 
 

@@ -65,6 +65,20 @@ def test_a_failed_push_keeps_the_result(
     assert cli("push", tmp_path / "out", REPO).exit_code == 0
 
 
+def test_the_same_command_goes_on_with_the_push(
+    cli: "Cli", hub: HubServer, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.faults.append(Fault("PUT", times=10**6))
+    assert cli(small, tmp_path / "out", "--push-to-hub", REPO).exit_code == 1
+    hub.faults.clear()
+    monkeypatch.setattr(
+        "lowbit.convert.conversion.stream", lambda *_: pytest.fail("converted again")
+    )
+    result = cli(small, tmp_path / "out", "--push-to-hub", REPO)
+    assert result.exit_code == 0, result.output
+    assert "model.safetensors" in hub.content(REPO)
+
+
 def test_visibility_is_for_a_push(cli: "Cli", small: Path, tmp_path: Path) -> None:
     result = cli(small, tmp_path / "out", "--private")
     assert result.exit_code == 2

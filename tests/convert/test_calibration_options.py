@@ -1,0 +1,53 @@
+"""Options of a calibration that nothing would read are refused, not ignored."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
+
+OPTIONS = {
+    "--calib": ("--calib", "text.txt"),
+    "--calib-samples": ("--calib-samples", "256"),  # the default, but given
+    "--calib-length": ("--calib-length", "9"),
+    "--calib-chat": ("--calib-chat",),
+}
+UNCALIBRATED = ((), ("--method", "rtn"), ("--method", "absmax"), ("--recipe", "int8"))
+
+
+@pytest.mark.parametrize("method", UNCALIBRATED, ids=" ".join)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_without_a_calibrated_method(
+    cli: "Cli", small: Path, tmp_path: Path, option: str, method: tuple[str, ...]
+) -> None:
+    result = cli(small, tmp_path / "out", *OPTIONS[option], *method)
+    assert result.exit_code == 2
+    assert f"{option} is for calibrated methods; name one with --method" in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == [small]
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "--calib"])
+def test_a_target_reads_the_text_alone(
+    cli: "Cli", small: Path, tmp_path: Path, option: str
+) -> None:
+    result = cli(small, tmp_path / "out", *OPTIONS[option], "--target-bpw", "5")
+    assert result.exit_code == 2
+    assert f"{option} is for calibrated methods" in result.stderr
+
+
+def test_a_plan_without_a_target(cli: "Cli", small: Path) -> None:
+    result = cli("plan", small, "--calib", "text.txt")
+    assert result.exit_code == 2
+    assert "--calib is for --target-bpw or --target-size" in result.stderr
+
+
+def test_verifying_a_folder_that_was_not_calibrated(
+    cli: "Cli", tmp_path: Path, small: Path
+) -> None:
+    assert cli(small, tmp_path / "out").exit_code == 0
+    result = cli("verify", tmp_path / "out", "--source", small, "--calib", "text.txt")
+    assert result.exit_code == 1
+    assert "was not calibrated on a text\n\nhint: leave out --calib" in result.stderr
