@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 48_000_000  # Gemma's, the largest published, has 35,000,000
 WORKER_BYTES = 1 << 30  # of address space, for a tokenizer and a text as tokens
+LOAD_SECONDS_PER_BYTE = 1e-6  # of a file; real ones take a tenth
 SECONDS_PER_BYTE = 1e-5  # of text, on top of a worker's own seconds; real ones take 1e-6
 SHORTEST = 65_536  # characters that are encoded whatever the context is
 SLACK = 16  # tokens by which a text cut short may differ at its end
@@ -190,7 +191,8 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
     vocabulary = max(ids.values(), default=-1) + 1 if isinstance(ids, dict) else len(ids)
     worker = None
     if not is_linear(content):
-        prelude = {"do": "load", "tokenizer": json.dumps(content)}
+        allowed = seconds + LOAD_SECONDS_PER_BYTE * len(data)
+        prelude = {"do": "load", "tokenizer": json.dumps(content), "seconds": allowed}
         worker = Worker(seconds, WORKER_BYTES, prelude)
         content, changed = _vocabulary_only(content), True
     data = json.dumps(content).encode() if changed else data

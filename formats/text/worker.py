@@ -61,7 +61,8 @@ class Worker:
         Args:
             seconds: see the class.
             memory_bytes: see the class.
-            prelude: job that comes first whenever the process has been started.
+            prelude: job that comes first whenever the process has been started; it may name its
+                own `seconds`.
         """
         self.seconds = seconds
         self.memory_bytes = memory_bytes
@@ -168,7 +169,7 @@ class Worker:
 
 
 def _line(job: Mapping[str, Any], seconds: float) -> bytes:
-    return json.dumps({**job, "seconds": seconds}).encode() + b"\n"
+    return json.dumps({"seconds": seconds, **job}).encode() + b"\n"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
