@@ -17,6 +17,7 @@ from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.files import open_file, read_text
 from lowbit.formats.hub import OTHER_WEIGHTS
 from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
 
 # Files of a source folder that are not passed through: weights (converted, or in a format that is
@@ -189,6 +190,7 @@ def check_small_files(source: Path) -> list[str]:
                 str(error),
                 hint=f"repair {TOKENIZER_FILE}, or remove it to convert the weights alone",
             ) from None
+    load_chat_template(source)
     return names
 
 
