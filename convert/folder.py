@@ -24,7 +24,7 @@ from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
 # not read), their index, hidden files, and what this tool writes itself.
 NOT_PASSED = (
     *("*.safetensors", "*.safetensors.index.json", *OTHER_WEIGHTS, ".*"),
-    *("config.json", "lowbit.json", "quality.json", "quality.html", "tasks.json"),
+    *("config.json", "lowbit.json", "quality.json", "quality.html", "tasks.json", "bench.json"),
     "SOURCE_README.md",
 )
 README = "README.md"

@@ -40,11 +40,13 @@ class Origin:
         candidates: the likeliest first.
         manifest: of the packed folder, None where it has none to check a candidate by.
         guessed: True where they were found, and not named by anybody.
+        repo: Hub id of the original, where it has been fetched.
     """
 
     candidates: tuple[Path, ...]
     manifest: Manifest | None
     guessed: bool = False
+    repo: str | None = None
 
     def confirmed(self, progress: Progress) -> Path:
         """The first candidate whose tensors have the hashes of lowbit.json.
@@ -91,10 +93,9 @@ def find_origin(
         CheckpointError: the original is not known, or cannot be fetched.
     """
     if given is not None:
-        return Origin((locate(given).folder,), manifest)
+        return _located(given, None, manifest)
     if manifest is not None and manifest.source.repo is not None:
-        source = manifest.source
-        return Origin((locate(manifest.source.repo, source.commit).folder,), manifest)
+        return _located(manifest.source.repo, manifest.source.commit, manifest)
     known = None if manifest is None else recall(manifest.source)
     if manifest is not None:
         found = tuple(_look_around(folder, manifest, known))
@@ -102,9 +103,14 @@ def find_origin(
             return Origin(found, manifest, guessed=True)
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
-        return Origin((locate(answer).folder,), manifest)
+        return _located(answer, None, manifest)
     lost = "" if known is None else f"; it was `{known}`, which is not there any more, or changed"
     raise CheckpointError(f"`{folder}` does not say where its original is{lost}", hint=NAME_IT)
+
+
+def _located(source: str, revision: str | None, manifest: Manifest | None) -> Origin:
+    found = locate(source, revision)
+    return Origin((found.folder,), manifest, repo=found.repo)
 
 
 def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
 from lowbit.convert.quality.measure import Measured, Note, measure_logits
 from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.quality.speed import read_speed
 from lowbit.convert.quality.text import Text, check_names, default_texts
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.files import HTML_FILE, check_reports, write_reports
@@ -122,6 +123,7 @@ def prepare_report(
     """
     with _explained(folder):
         check_reports(folder, place)
+    read_speed(folder)
     return find_origin(folder, read_manifest(folder), source, ask)
 
 
@@ -184,7 +186,7 @@ def write_full_report(
     )
     found = request.measure(original, folder, progress)
     weights = _with_outputs(weights, found.output_errors)
-    report = build_report(folder, weights, found.logits, original)
+    report = build_report(folder, weights, found.logits, original, origin.repo)
     return _save(folder, report, place)
 
 

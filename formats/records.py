@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -13,6 +13,8 @@ from lowbit.formats.files import read_bytes
 from lowbit.formats.strict_json import loads
 
 Row = TypeVar("Row")
+
+_LARGEST_INT = 2**63 - 1
 
 
 def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[str, Any]:
@@ -34,6 +36,31 @@ def parse_object(
     Raises:
         FormatError: not a JSON object, or of another version.
     """
+    return _versioned(raw, path, version_key, (version,), hint)[1]
+
+
+def load_versioned(
+    path: Path, version_key: str, known: Sequence[int], hint: str
+) -> tuple[int, dict[str, Any]]:
+    """The version of a file of lowbit's own, and its JSON object without the version.
+
+    Args:
+        path: of the file.
+        version_key: of the object.
+        known: versions that can be read.
+        hint: for whoever has another version.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: not a regular file, or a link out of its folder.
+        FormatError: not a JSON object, or of a version that is not known.
+    """
+    return _versioned(read_bytes(path), path, version_key, known, hint)
+
+
+def _versioned(
+    raw: bytes, path: Path, version_key: str, known: Sequence[int], hint: str
+) -> tuple[int, dict[str, Any]]:
     try:
         content = loads(raw)
     except ValueError as error:
@@ -41,10 +68,11 @@ def parse_object(
     if not isinstance(content, dict):
         raise FormatError(f"`{path}` does not hold a JSON object")
     found = content.pop(version_key, None)
-    if type(found) is not int or found != version:
+    if type(found) is not int or found not in known:
         what = version_key.replace("_", " ")
-        raise FormatError(f"`{path}`: {what} {found}, this release reads {version}", hint=hint)
-    return content
+        reads = " and ".join(map(str, known))
+        raise FormatError(f"`{path}`: {what} {found}, this release reads {reads}", hint=hint)
+    return found, content
 
 
 def records(kind: type[Row], content: Any, where: str) -> tuple[Row, ...]:
@@ -90,7 +118,10 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type: no bool for an int, no text for a list."""
+    """Whether a value is of a field's type: no bool for an int, no text for a list.
+
+    Numbers that cannot be computed with do not fit: NaN, and integers beyond 64 bits.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in args
@@ -99,5 +130,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if kind is float:
-        return type(value) in (int, float) and value == value  # NaN is unequal to itself
+        return _fits(value, int) or (type(value) is float and not math.isnan(value))
+    if kind is int:
+        return type(value) is int and abs(value) <= _LARGEST_INT
     return type(value) is (type(None) if kind is None else origin or kind)

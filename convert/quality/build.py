@@ -1,14 +1,16 @@
 """Putting a quality report together: figures, sizes and the hash of what was measured."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from lowbit.convert.quality.command import command_of
 from lowbit.convert.quality.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures import is_tied, part_of, tensor_table
 from lowbit.formats.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.foreign.reader import open_native
@@ -18,7 +20,7 @@ from lowbit.formats.tasks import manifest_sha256
 
 STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
 REPORT_FILES = frozenset(
-    {"quality.json", "quality.html", "tasks.json", "README.md", "MODEL_CARD.md"}
+    {"quality.json", "quality.html", "tasks.json", "bench.json", "README.md", "MODEL_CARD.md"}
 )
 
 
@@ -27,6 +29,7 @@ def build_report(
     weights: Sequence[WeightQuality],
     logits: LogitQuality | None,
     source: Path | None = None,
+    original: str | None = None,
 ) -> QualityReport:
     """The report of a finished packed folder.
 
@@ -36,12 +39,15 @@ def build_report(
         logits: None where they were not measured.
         source: folder of the original checkpoint, where it is at hand; its size is else taken
             from the manifest.
+        original: Hub id of the original; the manifest's where it is None.
 
     Raises:
         CheckpointError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
     manifest = read_manifest(folder)
+    # A packed head is no longer tied, so that the packed folder's own would count it twice.
+    config = (open_native(folder) if source is None else open_checkpoint(source)).config
     return QualityReport(
         lowbit_version=version("lowbit"),
         manifest_sha256=manifest_sha256(folder),
@@ -49,6 +55,24 @@ def build_report(
         weights=tuple(weights),
         logits=logits,
         command=None if manifest is None else command_of(manifest, folder.resolve().name),
+        measured_on=datetime.now(UTC).date().isoformat(),
+        original=original or (None if manifest is None else manifest.source.repo),
+        model_type=str(config.get("model_type")),
+        parameters=parameters(config),
+    )
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Number of weights of the decoder, embedding and head included, a tied head counted once.
+
+    Raises:
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    tied = is_tied(config)
+    return sum(
+        math.prod(spec.shape)
+        for spec in tensor_table(config)
+        if part_of(config, spec.name) != "mtp" and not (tied and spec.role == "head")
     )
 
 

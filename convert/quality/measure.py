@@ -15,10 +15,11 @@ from lowbit.convert.quality.logits import Comparison, Sides, compare, work
 from lowbit.convert.quality.metrics import (
     TokenFigures,
     histogram,
+    kl_error,
+    log_ratio_error,
     noise,
     percentile,
     positions,
-    standard_error,
     window_series,
 )
 from lowbit.convert.quality.peak import check_peak, logits_peak_bytes
@@ -172,8 +173,9 @@ def _summarize(
         scored_tokens=len(figures.kl),
         perplexity_original=float(figures.nll_original.mean().exp()),
         perplexity_packed=float(figures.nll_packed.mean().exp()),
-        log_ratio_error=standard_error(figures, window - 1),
+        log_ratio_error=log_ratio_error(figures, window - 1),
         kl_mean=float(figures.kl.mean()),
+        kl_error=kl_error(figures, window - 1),
         kl_p95=percentile(figures.kl, 0.95),
         kl_p99=percentile(figures.kl, 0.99),
         kl_max=float(figures.kl.max()),
@@ -205,5 +207,7 @@ def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKin
             perplexity_packed=float(part.nll_packed.mean().exp()),
             kl_mean=float(part.kl.mean()),
             top1_agreement=float(part.agree.double().mean()),
+            kl_p99=percentile(part.kl, 0.99),
+            kl_error=kl_error(part, text.window - 1),
         )
         start = stop

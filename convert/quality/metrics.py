@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.quality.record import Histogram, Noise, Position, Window
+from lowbit.convert.quality.uncertainty import mean_error
 
 HISTOGRAM_DECADES = (-8, 2)
 BINS_PER_DECADE = 6
@@ -147,7 +148,10 @@ def window_series(figures: TokenFigures, scored: int) -> tuple[Window, ...]:
 
 
 def positions(figures: TokenFigures, length: int) -> tuple[Position, ...]:
-    """Means by position in windows of `length` tokens: 0 to 128, then up to every power of two."""
+    """Means by position in windows of `length` tokens: 0 to 128, then up to every power of two.
+
+    The standard error of a bucket rests on its stretches of 128 positions.
+    """
     buckets = []
     start, stop = 0, FIRST_BUCKET
     while start < length - 1:
@@ -156,8 +160,20 @@ def positions(figures: TokenFigures, length: int) -> tuple[Position, ...]:
             column.view(-1, length - 1)[:, start:stop].double()
             for column in (figures.kl, figures.agree, figures.nll_original, figures.nll_packed)
         )
-        means = (float(column.mean()) for column in (kl, agree, original, packed))
-        buckets.append(Position(start, stop, kl.numel(), *means))
+        pieces = kl.tensor_split(math.ceil(kl.shape[1] / FIRST_BUCKET), dim=1)
+        stretches = torch.stack([piece.mean(1) for piece in pieces], dim=1).flatten()
+        buckets.append(
+            Position(
+                start=start,
+                stop=stop,
+                tokens=kl.numel(),
+                kl_mean=float(kl.mean()),
+                top1_agreement=float(agree.mean()),
+                nll_original=float(original.mean()),
+                nll_packed=float(packed.mean()),
+                kl_error=mean_error(stretches),
+            )
+        )
         start, stop = stop, 2 * stop
     return tuple(buckets)
 
@@ -171,12 +187,11 @@ def noise(figures: TokenFigures) -> Noise:
     )
 
 
-def standard_error(figures: TokenFigures, scored: int) -> float | None:
-    """Of the mean difference of NLL, from the spread between windows; None below 8 windows.
+def kl_error(figures: TokenFigures, scored: int) -> float | None:
+    """Standard error of the mean KL over windows of `scored` tokens; None below 8 windows."""
+    return mean_error(figures.kl.view(-1, scored).mean(1))
 
-    Tokens of one window depend on each other, so windows are the units.
-    """
-    difference = (figures.nll_packed - figures.nll_original).view(-1, scored).mean(1)
-    if len(difference) < 8:
-        return None
-    return float(difference.std() / math.sqrt(len(difference)))
+
+def log_ratio_error(figures: TokenFigures, scored: int) -> float | None:
+    """Standard error of the mean difference of NLL; None below 8 windows."""
+    return mean_error((figures.nll_packed - figures.nll_original).view(-1, scored).mean(1))

@@ -1,12 +1,11 @@
-"""Two packed forms of one model on one text: is the difference more than chance?"""
+"""The difference of two packed forms of one model on one text, and its standard error."""
 
 import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from lowbit.convert.quality.record import LogitQuality
-
-LEAST_WINDOWS = 8
+from lowbit.convert.quality.uncertainty import LEAST_WINDOWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """`quality.json`: the figures of a report, its writer and its reader.
 
-An infinite figure is stored as null, since JSON has no infinity.
+An infinite figure is stored as null, since JSON has no infinity. A file of schema 2 is read too; it
+lacks the date, the model's size and the errors of parts, which are None then.
 """
 
 import json
@@ -9,12 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lowbit.convert.quality.ranges import check_ranges
+from lowbit.convert.quality.uncertainty import mean_error
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.errors import FormatError
-from lowbit.formats.records import load_object, record, records
+from lowbit.formats.records import load_versioned, record, records
 
 QUALITY_FILE = "quality.json"
-SCHEMA = 2
+SCHEMA = 3
+READ = (2, 3)  # schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Position:
         top1_agreement: share of tokens where both rank the same token first.
         nll_original: mean, nats.
         nll_packed: same for the packed model.
+        kl_error: standard error of `kl_mean`; None if it rests on too little, or was not measured.
     """
 
     start: int
@@ -65,6 +72,7 @@ class Position:
     top1_agreement: float
     nll_original: float
     nll_packed: float
+    kl_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class TextKind:
         perplexity_packed: same for the packed model.
         kl_mean: nats.
         top1_agreement: share of tokens where both rank the same token first.
+        kl_p99: the value that 99 % of the tokens do not exceed; None if it was not measured.
+        kl_error: standard error of `kl_mean`; None with too few windows, or if it was not measured.
     """
 
     name: str
@@ -88,6 +98,8 @@ class TextKind:
     perplexity_packed: float
     kl_mean: float
     top1_agreement: float
+    kl_p99: float | None = None
+    kl_error: float | None = None
 
     @property
     def perplexity_change(self) -> float:
@@ -152,6 +164,7 @@ class LogitQuality:
         positions: by position in long windows of the first text; empty where it is too short.
         kinds: by text; empty where there is only one.
         flips: at most 12 examples, the largest KL first, at most one a window.
+        kl_error: standard error of `kl_mean` over windows; None if they are too few.
     """
 
     text_name: str
@@ -179,6 +192,7 @@ class LogitQuality:
     positions: tuple[Position, ...] = ()
     kinds: tuple[TextKind, ...] = ()
     flips: tuple[Flip, ...] = ()
+    kl_error: float | None = None
 
     @property
     def perplexity_change(self) -> float:
@@ -212,6 +226,10 @@ class QualityReport:
         weights: one row a packed linear.
         logits: None where they were not measured.
         command: that makes the packed folder again; None where lowbit.json does not say.
+        measured_on: date in UTC, `2026-05-31`; None in older files.
+        original: Hub id of the original; None where it is not on the Hub or not known.
+        model_type: of config.json; None in older files.
+        parameters: of the original's decoder; None in older files.
     """
 
     lowbit_version: str
@@ -220,6 +238,10 @@ class QualityReport:
     weights: tuple[WeightQuality, ...]
     logits: LogitQuality | None
     command: str | None = None
+    measured_on: str | None = None
+    original: str | None = None
+    model_type: str | None = None
+    parameters: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that quality.json holds."""
@@ -236,26 +258,36 @@ def read_quality(folder: Path) -> QualityReport | None:
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
-        FormatError: malformed, or of a schema this release does not know.
+        FormatError: malformed, of a schema this release does not know, or with figures that
+            cannot be.
     """
     path = folder / QUALITY_FILE
     hint = "make the report again with `lowbit-convert report`"
     try:
-        content = load_object(path, "schema", SCHEMA, hint)
+        schema, content = load_versioned(path, "schema", READ, hint)
     except FileNotFoundError:
         return None
     where = str(path)
+    if schema == 2:
+        _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
     content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
     content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
     if content.get("logits") is not None:
-        content["logits"] = _logits(content["logits"], f"{where}: logits")
-    return record(QualityReport, content, where)
+        content["logits"] = _logits(content["logits"], schema, f"{where}: logits")
+    found = record(QualityReport, content, where)
+    check_ranges(found, where)
+    return found
 
 
-def _logits(content: Any, where: str) -> LogitQuality:
+def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
     parsed = dict(content)
+    if schema == 2:
+        _add_missing(parsed, ("kl_error",))
+        for key, missing in (("positions", ("kl_error",)), ("kinds", ("kl_p99", "kl_error"))):
+            for row in parsed[key] if isinstance(parsed.get(key), list) else ():
+                _add_missing(row, missing)
     for key, kind in (
         ("window_series", Window),
         ("positions", Position),
@@ -268,7 +300,18 @@ def _logits(content: Any, where: str) -> LogitQuality:
     )
     if content.get("noise") is not None:
         parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
+    if schema == 2:
+        # The series holds every window of a text of at most 256, else means of neighbours.
+        series = [window.kl for window in parsed["window_series"]]
+        parsed["kl_error"] = mean_error(torch.tensor(series, dtype=torch.float64))
     return record(LogitQuality, parsed, where)
+
+
+def _add_missing(row: Any, keys: tuple[str, ...]) -> None:
+    """Give an object of an older file the keys that came later."""
+    if isinstance(row, dict):
+        for key in keys:
+            row.setdefault(key, None)
 
 
 def finite(value: Any) -> Any:

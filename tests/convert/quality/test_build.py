@@ -1,11 +1,14 @@
-"""Sizes and hash of a report."""
+"""Sizes, hash, date and original of a report."""
 
 import hashlib
+import json
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
+import torch
 
-from lowbit.convert.quality.build import build_report, measure_sizes
+from lowbit.convert.quality.build import build_report, measure_sizes, parameters
 
 
 def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
@@ -31,6 +34,29 @@ def test_reports_do_not_count(packed: Path, tmp_path: Path) -> None:
     before = measure_sizes(tmp_path)
     (tmp_path / "quality.html").write_text("x" * 1000)
     assert measure_sizes(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+def test_parameters_equal_transformers(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(__file__).parents[3] / "examples/models" / name
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    config = json.loads((folder / "config.json").read_text())
+    assert parameters(config) == sum(weight.numel() for weight in model.parameters())
+
+
+def test_date_and_original(tiny: Path, packed: Path) -> None:
+    before = datetime.now(UTC).date()
+    found = build_report(packed, [], None, tiny, "org/tiny")
+    assert found.measured_on is not None
+    assert before <= date.fromisoformat(found.measured_on) <= datetime.now(UTC).date()
+    assert (found.original, found.model_type) == ("org/tiny", "qwen3")
+    # The packed head is no longer tied, and is no further parameter of the original.
+    assert found.parameters == parameters(json.loads((tiny / "config.json").read_text()))
+    assert str(tiny) not in found.to_bytes().decode()
 
 
 def test_manifest_hash(packed: Path) -> None:

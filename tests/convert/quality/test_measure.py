@@ -58,6 +58,8 @@ def test_by_kind(
         assert kind.tokens == windows[:, 1:].numel()
         kl = (p.exp() * (p - q)).sum(-1)
         assert kind.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3)
+        assert kind.kl_p99 == pytest.approx(float(kl.flatten().quantile(0.99)), rel=0.1)
+        assert kind.kl_error is None  # of fewer than 8 windows
         agree = (p.argmax(-1) == q.argmax(-1)).double().mean()
         assert kind.top1_agreement == pytest.approx(float(agree), abs=0.002)
         for log_p, perplexity in ((p, kind.perplexity_original), (q, kind.perplexity_packed)):

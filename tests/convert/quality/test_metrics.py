@@ -11,9 +11,10 @@ from lowbit.convert.quality.metrics import (
     LogitSums,
     TokenFigures,
     histogram,
+    kl_error,
+    log_ratio_error,
     percentile,
     positions,
-    standard_error,
     window_series,
 )
 
@@ -112,13 +113,17 @@ def test_window_series_is_bounded_and_keeps_the_order(windows: int) -> None:
     assert series[0].nll_packed == pytest.approx(series[0].nll_original + 1)
 
 
-def test_standard_error_of_independent_windows() -> None:
+def test_errors_rest_on_windows() -> None:
     generator = torch.Generator().manual_seed(3)
-    differences = torch.randn(400, generator=generator, dtype=torch.float64)
+    spread = torch.randn(400, generator=generator, dtype=torch.float64)
     nll = torch.zeros(400, dtype=torch.float64)
-    flat = made_of(nll, differences, nll)
-    assert standard_error(flat, 1) == pytest.approx(1 / 20, rel=0.1)
-    assert standard_error(flat, 100) is None
+    flat = made_of(nll, spread, spread + 5)
+    assert log_ratio_error(flat, 1) == pytest.approx(1 / 20, rel=0.2)
+    assert kl_error(flat, 1) == log_ratio_error(flat, 1)
+    assert log_ratio_error(flat, 100) is None
+    # Tokens that repeat each other are no further evidence.
+    again = made_of(*(column.repeat_interleave(50) for column in (nll, spread, spread + 5)))
+    assert kl_error(again, 50) == pytest.approx(kl_error(flat, 1))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +147,8 @@ def test_positions_cover_every_scored_token_once(
         assert (row.nll_original, row.nll_packed, row.kl_mean) == pytest.approx(
             (mean, mean + 1, 2 * mean)
         )
+        stretches = 3 * math.ceil((row.stop - row.start) / 128)
+        assert (row.kl_error is None) == (stretches < 8)
 
 
 def test_a_part_is_of_all_figures() -> None:
