@@ -1,17 +1,20 @@
 """Several packed forms of one model, side by side, from the reports that lie beside them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lowbit.convert.quality.paired import Difference, paired_difference
 from lowbit.convert.quality.record import LogitQuality, QualityReport, finite, read_quality
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.verdict import scheme_text
+from lowbit.convert.report.linears import scheme_text
+from lowbit.convert.report.verdict import Verdict, judge
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.manifest import Manifest, read_manifest
 from lowbit.formats.tasks import manifest_sha256
+
+Value = TypeVar("Value")
 
 SAME_PERPLEXITY = 1e-3  # of one original on one text, whatever machine measured it
 
@@ -40,11 +43,13 @@ class Row:
     Attributes:
         name: of the folder.
         folder: its path.
+        verdict: on its report.
         method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
         schemes: of its linears, `INT4 g128, INT8 g128`.
         folder_bytes: all its files, reports aside.
         bits_per_weight: of the quantizable linears, head included, scales counted.
         kl_mean: nats per token.
+        kl_error: standard error of `kl_mean`; None where the windows are too few.
         difference: of the mean KL to the first row's, with its paired standard error; None in the
             first row, and with fewer than 8 windows.
         kl_p99: the value that 99 % of the tokens do not exceed.
@@ -58,11 +63,13 @@ class Row:
 
     name: str
     folder: str
+    verdict: Verdict
     method: str
     schemes: str
     folder_bytes: int
     bits_per_weight: float
     kl_mean: float
+    kl_error: float | None
     difference: Difference | None
     kl_p99: float
     top1_agreement: float
@@ -78,6 +85,8 @@ class Comparison:
 
     Attributes:
         source: the original's Hub id, None where it is not known.
+        model_type: of the original; None where only older reports are compared.
+        parameters: of the original; None same.
         text_name: of the evaluation text.
         scored_tokens: that every row rests on.
         windows: they are in.
@@ -87,6 +96,8 @@ class Comparison:
     """
 
     source: str | None
+    model_type: str | None
+    parameters: int | None
     text_name: str
     scored_tokens: int
     windows: int
@@ -119,9 +130,10 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for other in entries[1:]:
         _check_pair(first, other)
     shared = set.intersection(*({row.name for row in e.report.weights} for e in entries))
-    repos = (entry.manifest.source.repo for entry in entries if entry.manifest is not None)
     return Comparison(
-        source=next((repo for repo in repos if repo is not None), None),
+        source=_first(_repo(entry) for entry in entries),
+        model_type=_first(entry.report.model_type for entry in entries),
+        parameters=_first(entry.report.parameters for entry in entries),
         text_name=first.logits.text_name,
         scored_tokens=first.logits.scored_tokens,
         windows=first.logits.windows,
@@ -129,6 +141,15 @@ def compare(folders: Sequence[Path]) -> Comparison:
         perplexity_original=first.logits.perplexity_original,
         rows=tuple(_row(entry, first, shared) for entry in entries),
     )
+
+
+def _first(values: Iterable[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _repo(entry: Entry) -> str | None:
+    recorded = None if entry.manifest is None else entry.manifest.source.repo
+    return recorded or entry.report.original
 
 
 def _open(folder: Path) -> Entry:
@@ -181,11 +202,13 @@ def _row(entry: Entry, first: Entry, shared: Collection[str]) -> Row:
     return Row(
         name=entry.folder.resolve().name,
         folder=str(entry.folder),
+        verdict=judge(entry.report),
         method=method_text(entry.manifest),
         schemes=", ".join(sorted({scheme_text(row) for row in entry.report.weights})),
         folder_bytes=entry.report.sizes.folder_bytes,
         bits_per_weight=entry.report.sizes.bits_per_weight,
         kl_mean=logits.kl_mean,
+        kl_error=logits.kl_error,
         difference=None if entry is first else paired_difference(first.logits, logits),
         kl_p99=logits.kl_p99,
         top1_agreement=logits.top1_agreement,
@@ -197,7 +220,7 @@ def _row(entry: Entry, first: Entry, shared: Collection[str]) -> Row:
 
 
 def method_text(manifest: Manifest | None) -> str:
-    """How the codes were chosen: `gptq`; with the scale rule where it is not the default."""
+    """The method that chose the codes, `gptq`; with the scale rule where that is another."""
     if manifest is None:
         return "another tool"
     method, rule = manifest.recipe.get("method", "rtn"), manifest.recipe.get("scales", "signed")
@@ -207,6 +230,6 @@ def method_text(manifest: Manifest | None) -> str:
 
 
 def mean_cosine(rows: Sequence[WeightQuality]) -> float | None:
-    """Mean cosine of some linears with their source, weighted by size; None of none."""
+    """Mean cosine of some linears with their source, weighted by size; None if there are none."""
     weights = sum(row.weights for row in rows)
     return sum(row.cosine * row.weights for row in rows) / weights if weights else None

@@ -15,6 +15,7 @@ from lowbit.convert.plan import Plan, Step, runtime_verdict, vllm_verdict
 from lowbit.convert.preview import Preview
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report.terminal import WORST, render_terminal
+from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import size
 from lowbit.convert.verification import Verification
 from lowbit.formats.architectures import Part, part_of
@@ -69,6 +70,7 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
         "resumed_steps": done.resumed,
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
+        "verdict": asdict(judge(quality)),
         "quality": quality.to_json(),
     }
 
@@ -245,4 +247,4 @@ def quality(page: Path | None, report: QualityReport) -> None:
 
 def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:
     """The object of `report --json`."""
-    return {"folder": str(folder), "quality": report.to_json()}
+    return {"folder": str(folder), "verdict": asdict(judge(report)), "quality": report.to_json()}

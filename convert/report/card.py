@@ -9,10 +9,11 @@ from lowbit.convert.plan import vllm_reasons
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report import words
 from lowbit.convert.report.html import recipe_facts
+from lowbit.convert.report.linears import kinds
 from lowbit.convert.report.metadata import front_matter
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.terminal import size_text
-from lowbit.convert.report.verdict import judge, kinds
+from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import part_of
 from lowbit.formats.manifest import Manifest
 from lowbit.formats.packed import PackedCheckpoint

@@ -11,35 +11,48 @@ from rich.text import Text
 from lowbit.convert.comparison import Comparison, Row
 from lowbit.convert.disk import replace_files
 from lowbit.convert.report import words
+from lowbit.convert.report.limits import LIMITS, Limit
 from lowbit.convert.report.page import render_page
-from lowbit.convert.report.svg import Dot, Line, Mark, chart, linear_axis
+from lowbit.convert.report.svg import (
+    Axis,
+    Dot,
+    Line,
+    Mark,
+    Rule,
+    around,
+    chart,
+    linear_axis,
+    log_axis,
+)
+from lowbit.convert.report.terminal import COLORS
 from lowbit.formats.shell.tables import plain_table
 
+PLOT_HEIGHT = 320.0
 SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
 
 
 def render_comparison(console: Console, found: Comparison, page: Path | None = None) -> None:
     """Print the tables, and where the page is."""
-    loss = plain_table("", ("folder", "method"), ("size", "bits", "mean KL", "to the first", "p99"))
-    rest = ("same top", "perplexity", "logit cosine", "weight cosine")
+    loss = plain_table("", ("folder", "method", "verdict"), ("size", "mean KL", "minus first"))
+    rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
     near = plain_table("", ("folder",), rest)
     for row in found.rows:
         name = Text(words.plain(row.name))
         loss.add_row(
             name,
             Text(words.plain(row.method)),
+            Text(verdict_text(row), COLORS[row.verdict.level]),
             words.size(row.folder_bytes),
-            f"{row.bits_per_weight:.2f}",
             words.kl(row.kl_mean),
             difference_text(row),
-            words.kl(row.kl_p99),
         )
         near.add_row(
             name,
-            words.percent(row.top1_agreement),
+            f"{row.bits_per_weight:.2f}",
+            words.kl(row.kl_p99),
+            words.percent(row.top1_agreement, 1),
             perplexity_text(row),
             words.cosine(row.logit_cosine),
-            weight_cosine_text(row),
         )
     console.print(loss, near)
     console.print(
@@ -52,6 +65,11 @@ def render_comparison(console: Console, found: Comparison, page: Path | None = N
     )
     if page is not None:
         console.print(Text(f"page: {page}", style="dim"))
+
+
+def verdict_text(row: Row) -> str:
+    """`usable`, or `not judged`; the page and the reports have the reasons."""
+    return row.verdict.grade or row.verdict.title.lower()
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = 2) -> str:
@@ -87,17 +105,26 @@ def weight_cosine_text(row: Row) -> str:
 
 
 def comparison_page(found: Comparison) -> str:
-    """The page: a table, and size against loss."""
+    """The page: size against loss, verdicts, and tables."""
     best = min(found.rows, key=lambda row: row.kl_mean)
     return render_page(
         "compare.html.jinja",
         found=found,
+        model=_model(found),
         best=best,
         smallest=frontier(found.rows)[0],
         difference=difference_text,
+        verdict_text=verdict_text,
         size_plot=_plot(found),
-        kl_max=max(row.kl_mean for row in found.rows),
     )
+
+
+def _model(found: Comparison) -> str:
+    """`Qwen/Qwen3-8B`, or `a qwen3 model of 5.8 M parameters` of a local original."""
+    if found.source is not None:
+        return found.source
+    size = "" if found.parameters is None else f" of {words.count(found.parameters)} parameters"
+    return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
@@ -132,19 +159,31 @@ def _plot(found: Comparison) -> Markup:
     described = "; ".join(
         f"{row.name}: {words.size(row.folder_bytes)}, {words.kl(row.kl_mean)}" for row in found.rows
     )
+    marks += [Rule(limit.kl, "limit-line", vertical=False) for limit in _limits(found.rows)]
     return chart(
         f"Size of the folder against mean KL divergence. {described}",
         linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows]),
-        linear_axis("mean KL (nats)", [row.kl_mean for row in found.rows], from_zero=True),
+        _kl_axis(found.rows),
         marks,
+        height=PLOT_HEIGHT,
     )
+
+
+def _kl_axis(rows: Sequence[Row]) -> Axis:
+    return log_axis("mean KL (nats per token)", *around(row.kl_mean for row in rows))
+
+
+def _limits(rows: Sequence[Row]) -> list[Limit]:
+    """The limits of grades that lie within the chart."""
+    axis = _kl_axis(rows)
+    return [limit for limit in LIMITS if axis.low < limit.kl < axis.high]
 
 
 def _unit(rows: Sequence[Row]) -> tuple[float, str]:
     return (1e9, "GB") if max(row.folder_bytes for row in rows) >= 1e9 else (1e6, "MB")
 
 
-def _short(name: str, most: int = 28) -> str:
+def _short(name: str, most: int = 24) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 

@@ -6,6 +6,7 @@ from lowbit.convert.disk import check_place, replace_files
 from lowbit.convert.draft import is_untouched_draft, marked
 from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
+from lowbit.convert.quality.speed import read_speed
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
@@ -59,9 +60,11 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
     if tasks is not None and not tasks.is_current(folder):
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
+    speed = read_speed(folder)
+    page = render_html(report, packed.manifest, name, rooms, tasks, speed)
     contents = {
         place / QUALITY_FILE: report.to_bytes(),
-        place / HTML_FILE: render_html(report, packed.manifest, name, rooms, tasks).encode(),
+        place / HTML_FILE: page.encode(),
         place / _card_file(place): marked(
             render_card(packed, report, tasks, source_card(folder), name)
         ),

@@ -7,7 +7,7 @@ from statistics import median
 
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report import words
-from lowbit.convert.report.verdict import layer_of, scheme_text
+from lowbit.convert.report.linears import layer_of, scheme_text
 
 NUMBERS_ALWAYS = 8  # layers, whose figures fit on a phone
 NUMBERS_WIDE = 24  # layers, whose figures fit on a screen

@@ -10,7 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from lowbit.convert.quality.record import LogitQuality, QualityReport
-from lowbit.convert.report import plots, verdict, words
+from lowbit.convert.quality.speed import Speed
+from lowbit.convert.report import limits, linears, plots, remarks, verdict, words
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
@@ -19,6 +20,8 @@ from lowbit.formats.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
 WORST = 10
+SCALE = (1e-4, 3.0)  # of the gauge, nats
+DEEPEST = 4  # levels of a recipe that are listed; what lies deeper is shown as JSON
 
 
 def render_html(
@@ -27,6 +30,7 @@ def render_html(
     name: str,
     rooms: Sequence[Room] = (),
     tasks: TaskReport | None = None,
+    speed: Speed | None = None,
 ) -> str:
     """The page.
 
@@ -36,6 +40,7 @@ def render_html(
         name: of the model, for the title.
         rooms: where its bytes went.
         tasks: results of tasks, None where none were run.
+        speed: what was benched, None where nothing was.
     """
     logits = report.logits
     outputs = any(row.output_error is not None for row in report.weights)
@@ -45,100 +50,123 @@ def render_html(
         report=report,
         logits=logits,
         verdict=verdict.judge(report),
+        size_of_model=verdict.size_of(report),
         gauge=_gauge(report),
-        guidance=verdict.guidance(report.weights),
-        all_guidance=verdict.KL_GUIDANCE,
-        observations=verdict.observations(report),
-        in_words="" if logits is None else verdict.in_words(logits),
-        noise_in_words="" if logits is None else verdict.noise_in_words(logits),
-        change="" if logits is None else words.perplexity_change(logits),
-        error="" if logits is None else words.perplexity_error(logits),
-        scored="" if logits is None else words.scored(logits),
-        kind_max=max((kind.kl_mean for kind in logits.kinds), default=0.0) if logits else 0.0,
-        plots={} if logits is None else _plots(report, logits),
+        measure=verdict.measure(report),
+        limits=limits,
+        observations=remarks.observations(report),
+        **({} if logits is None else _about(report, logits)),
         outputs=outputs,
         maps=heat_maps(report.weights),
-        kinds=verdict.kinds(report.weights),
-        worst=verdict.worst(report.weights, WORST, by_output=outputs),
-        schemes=sorted({verdict.scheme_text(row) for row in report.weights}),
+        kinds=linears.kinds(report.weights),
+        worst=linears.worst(report.weights, WORST, by_output=outputs),
+        schemes=sorted({linears.scheme_text(row) for row in report.weights}),
         rooms=rooms,
         rooms_max=max((room.share for room in rooms), default=0.0),
         size_text=size_text(report),
         tasks=tasks,
+        speed=speed,
         manifest=manifest,
         recipe=[] if manifest is None else recipe_facts(manifest.recipe),
         fates="" if manifest is None else _fates(manifest),
     )
 
 
+def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
+    """Values of the template that only a report with logits has."""
+    return {
+        "in_words": remarks.in_words(logits),
+        "noise_in_words": remarks.noise_in_words(logits),
+        "kl_text": words.kl_with_error(logits.kl_mean, logits.kl_error),
+        "kl_error": words.kl_error(logits),
+        "change": words.perplexity_change(logits),
+        "error": words.perplexity_error(logits),
+        "scored": words.scored(logits),
+        "kind_max": max((kind.kl_mean for kind in logits.kinds), default=0.0),
+        "plots": _plots(report, logits),
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class Gauge:
-    """The mean KL on a logarithmic scale; places and widths in percent of it.
+class Band:
+    """A grade's part of the scale.
 
     Attributes:
-        value: where this file is.
+        grade: its name.
+        width: in percent of the scale.
+        end: place of its upper limit.
+        limit: in words; empty where it has none.
+    """
+
+    grade: limits.Grade
+    width: float
+    end: float
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """The mean KL on a logarithmic scale; places in percent of it.
+
+    Attributes:
+        value: place of this file.
         side: to which side of that place its label goes.
-        good: width up to the guidance.
-        caution: width up to twice that.
-        noise: where BF16 alone is; None where it was not measured.
-        limit: the guidance, in words.
-        double: twice that.
+        bands: the grades, from the left.
+        noise: place of BF16 alone; None where it was not measured.
+        expected: place of the loss that size and bits lead to expect; None where nothing does.
     """
 
     value: float
     side: str
-    good: float
-    caution: float
+    bands: tuple[Band, ...]
     noise: float | None
-    limit: str
-    double: str
+    expected: float | None
 
 
 def _gauge(report: QualityReport) -> Gauge | None:
-    """None where there is nothing to measure against."""
-    measure = verdict.guidance(report.weights)
-    if measure is None or report.logits is None:
+    """None where nothing is judged."""
+    if report.logits is None or verdict.judge(report).grade is None:
         return None
-    _, limit = measure
-    noise = None if report.logits.noise is None else report.logits.noise.kl_mean
-    low = min(limit / 100, (noise or limit) / 2)
-    high = limit * 10
+    noise, measure = report.logits.noise, verdict.measure(report)
+    low, high = SCALE
 
     def place(value: float) -> float:
         return round(100 * share(math.log(max(value, low) / low), math.log(high / low)), 2)
 
+    ends = [place(limit.kl) for limit in limits.LIMITS] + [100.0]
+    widths = [round(b - a, 2) for a, b in zip([0.0, *ends], ends, strict=False)]
+    names = [f"{limit.kl:g}" for limit in limits.LIMITS] + [""]
     value = place(report.logits.kl_mean)
     return Gauge(
         value=value,
         side="from-left" if value < 20 else "from-right" if value > 80 else "",
-        good=place(limit),
-        caution=round(place(2 * limit) - place(limit), 2),
-        noise=None if noise is None else place(noise),
-        limit=f"{limit:g}",
-        double=f"{2 * limit:g}",
+        bands=tuple(map(Band, limits.GRADES, widths, ends, names)),
+        noise=None if noise is None else place(noise.kl_mean),
+        expected=None if measure is None else place(measure.kl),
     )
 
 
 def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup | None]:
-    measure = verdict.guidance(report.weights)
+    measure = verdict.measure(report)
     positions = logits.positions
     return {
-        "kl": plots.kl_distribution(logits, None if measure is None else measure[1]),
+        "kl": plots.kl_distribution(logits, None if measure is None else measure.kl),
         "windows": plots.kl_along(logits),
-        "perplexity": plots.perplexity_along(logits),
         "positions": plots.kl_by_position(positions, logits.kl_mean) if positions else None,
     }
 
 
-def recipe_facts(recipe: Mapping[str, Any], within: str = "") -> list[tuple[str, str]]:
+def recipe_facts(
+    recipe: Mapping[str, Any], within: str = "", depth: int = 1
+) -> list[tuple[str, str]]:
     """A recipe as names and values in words; what is not set is left out."""
     facts: list[tuple[str, str]] = []
     for key, value in recipe.items():
         if value is None or value is False or value in ([], {}, ""):
             continue
         name = f"{within}{key.replace('_', ' ')}"
-        if isinstance(value, Mapping):
-            facts += recipe_facts(value, f"{name}: ")
+        if isinstance(value, Mapping) and depth < DEEPEST:
+            facts += recipe_facts(value, f"{name}: ", depth + 1)
         else:
             facts.append((name[:1].upper() + name[1:], _fact(value)))
     return facts
@@ -149,10 +177,15 @@ def _fact(value: Any) -> str:
         return "yes"
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return ", ".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:  # from a file; it was read with less of the stack in use
+        return "nested too deeply to be shown"
 
 
 def _fates(manifest: Manifest) -> str:
-    """How many source tensors were quantized, copied and dropped: `43 quantized, 24 copied`."""
+    """Numbers of source tensors by their fate: `43 quantized, 24 copied`."""
     counts = Counter(tensor.fate for tensor in manifest.source_tensors)
     return ", ".join(f"{count} {fate}" for fate, count in counts.items()) or "none"

@@ -1,20 +1,33 @@
-"""Pages from templates: one file each, style inlined, every value escaped."""
+"""Pages from templates: one file each, style inlined, every value escaped and printable."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from lowbit.convert.report import words
-from lowbit.convert.report.verdict import scheme_text
+from lowbit.convert.report.linears import scheme_text
+from lowbit.formats.printable import printable
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page; values are escaped, except charts, which come as `Markup`."""
+    """A page; values are escaped, except charts, which come as `Markup`.
+
+    Control characters and lone surrogates, which no page may hold, are shown as escapes.
+    """
+    return _environment().get_template(template).render(**values).lstrip()
+
+
+@cache
+def _environment() -> Environment:
+    """The templates, compiled once."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
@@ -25,8 +38,9 @@ def render_page(template: str, **values: Any) -> str:
         number=words.number,
         perplexity=words.perplexity,
         kl=words.kl,
+        kl_text=lambda part: words.kl_with_error(part.kl_mean, part.kl_error),
         cosine=words.cosine,
-        decibels=words.decibels,
+        count=words.count,
         size=words.size,
         passage=words.passage,
         token=words.token,
@@ -35,7 +49,14 @@ def render_page(template: str, **values: Any) -> str:
         share=share,
         scheme=scheme_text,
     )
-    return environment.get_template(template).render(**values).lstrip()
+    return environment
+
+
+def _printable(value: Any) -> Any:
+    """A value whose lines are kept and whose other control characters are shown as escapes."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\n".join(map(printable, value.split("\n")))
 
 
 def share(value: float, whole: float) -> float:

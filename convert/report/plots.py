@@ -9,11 +9,9 @@ from lowbit.convert.quality.record import LogitQuality, Position
 from lowbit.convert.report import words
 from lowbit.convert.report.svg import Axis, Bars, Line, Mark, Rule, chart, linear_axis, log_axis
 
-LARGEST_NLL = 700.0  # nats; exp of more is no float
 
-
-def kl_distribution(logits: LogitQuality, guidance: float | None) -> Markup:
-    """How many tokens have which KL, on a log axis, with mean, p95, p99 and guidance."""
+def kl_distribution(logits: LogitQuality, expected: float | None) -> Markup:
+    """Histogram of the tokens' KL on a log axis, with mean, p95, p99 and the expected mean."""
     histogram = logits.kl_histogram
     bins = len(histogram.counts)
     step = (histogram.high_exponent - histogram.low_exponent) / bins
@@ -28,7 +26,7 @@ def kl_distribution(logits: LogitQuality, guidance: float | None) -> Markup:
         (logits.kl_mean, "packed-line"),
         (logits.kl_p95, "packed-line dashed"),
         (logits.kl_p99, "packed-line dotted"),
-        (guidance, "guide-line"),
+        (expected, "guide-line"),
         (None if logits.noise is None else logits.noise.kl_mean, "original-line"),
     ]
     shown = [
@@ -79,27 +77,6 @@ def kl_along(logits: LogitQuality) -> Markup:
             Rule(logits.kl_mean, "original-line", vertical=False),
         ],
     )
-
-
-def perplexity_along(logits: LogitQuality) -> Markup:
-    """Perplexity of both models window by window."""
-    series = logits.window_series
-    original = [_perplexity(window.nll_original) for window in series]
-    packed = [_perplexity(window.nll_packed) for window in series]
-    x = _middles(logits)
-    return chart(
-        f"Perplexity along the text: original {_range(original)}, packed {_range(packed)}",
-        _along(logits),
-        linear_axis("perplexity", [*original, *packed]),
-        [
-            Line(tuple(zip(x, original, strict=True)), "original-line"),
-            Line(tuple(zip(x, packed, strict=True)), "packed-line"),
-        ],
-    )
-
-
-def _perplexity(nll: float) -> float:
-    return math.exp(min(nll, LARGEST_NLL))
 
 
 def _along(logits: LogitQuality) -> Axis:

@@ -8,13 +8,15 @@ from rich.text import Text
 
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report import words
-from lowbit.convert.report.verdict import judge, kinds, observations, scheme_text, worst
+from lowbit.convert.report.linears import kinds, scheme_text, worst
+from lowbit.convert.report.remarks import observations
+from lowbit.convert.report.verdict import judge
 from lowbit.formats.shell.tables import plain_table
 
 _PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
-KIND_FIGURES = ("mean error", "worst", "SQNR", "clipped")
+KIND_FIGURES = ("mean error", "worst", "clipped")
 
 
 def render_terminal(console: Console, report: QualityReport, worst_rows: int = WORST) -> None:
@@ -40,7 +42,13 @@ def _summary(report: QualityReport) -> Table:
     table.add_column(overflow="fold")
     verdict = judge(report)
     color = COLORS[verdict.level]
-    table.add_row("quality", Text.assemble((verdict.title, color), f": {verdict.reason}"))
+    table.add_row("verdict", Text.assemble((verdict.title, color), f": {verdict.reason}"))
+    if verdict.hint:
+        table.add_row("hint", Text(verdict.hint))
+    if verdict.expected:
+        table.add_row("", Text(verdict.expected))
+    for note in verdict.notes:
+        table.add_row("", Text(note))
     logits = report.logits
     if logits is not None:
         table.add_row(
@@ -50,8 +58,9 @@ def _summary(report: QualityReport) -> Table:
         )
         table.add_row(
             "KL divergence",
-            f"mean {words.kl(logits.kl_mean)}   p95 {words.kl(logits.kl_p95)}   "
-            f"p99 {words.kl(logits.kl_p99)}   max {words.kl(logits.kl_max)} nats",
+            f"mean {words.kl_with_error(logits.kl_mean, logits.kl_error)}   "
+            f"p95 {words.kl(logits.kl_p95)}   p99 {words.kl(logits.kl_p99)}   "
+            f"max {words.kl(logits.kl_max)} nats",
         )
         if logits.noise is not None:
             table.add_row(
@@ -65,8 +74,9 @@ def _summary(report: QualityReport) -> Table:
         )
     table.add_row("size", size_text(report))
     if logits is not None:
+        when = "" if report.measured_on is None else f", on {words.plain(report.measured_on)}"
         table.add_row(
-            "measured on", Text(f"{words.plain(logits.text_name)}: {words.scored(logits)}")
+            "measured on", Text(f"{words.plain(logits.text_name)}: {words.scored(logits)}{when}")
         )
     return table
 
@@ -95,14 +105,13 @@ def _kinds(report: QualityReport) -> Table:
             *((shown,) if outputs else ()),
             words.percent(kind.mean_error),
             words.percent(kind.worst.relative_l2),
-            words.decibels(kind.mean_sqnr_db),
             words.percent(kind.clipped_share),
         )
     return table
 
 
 def _worst(report: QualityReport, count: int) -> Table:
-    figures = ("error", "cosine", "SQNR", "clipped")
+    figures = ("error", "cosine", "clipped")
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
@@ -110,7 +119,6 @@ def _worst(report: QualityReport, count: int) -> Table:
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),
-            words.decibels(row.sqnr_db),
             words.percent(row.clipped_share),
         )
     return table

@@ -1,231 +1,159 @@
-"""What the figures mean: against guidance, by kind of linear, and what deserves a look."""
+"""The verdict on a packed file: how close it is, and whether its size and bits explain the loss."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Literal
 
 from lowbit.convert.quality.record import LogitQuality, QualityReport
-from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report import words
-from lowbit.formats.scheme import Scheme
-
-# Mean KL per token that published files of these bits reach. Readers do not forgive fewer bits:
-# below 4 they are the measure too.
-KL_GUIDANCE = {4: 0.03, 8: 0.003}
-LEAST_BITS = 4
-OUTLIER = 1.5  # times the median error of the same bits
-MUCH_CLIPPING = 0.05
-FEW_TOKENS = 10_000
+from lowbit.convert.report.aspects import (
+    UNREADABLE,
+    Aspect,
+    aspects_of,
+    drift,
+    least_tokens,
+    left_out,
+    needed_tokens,
+)
+from lowbit.convert.report.limits import (
+    FAR,
+    GRADES,
+    LEAST_BITS,
+    TITLES,
+    Expectation,
+    Grade,
+    expectation,
+)
+from lowbit.convert.report.linears import main_bits
 
 Level = Literal["good", "caution", "bad", "unknown"]
-
-_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+LEVELS: tuple[Level, ...] = ("good", "caution", "bad")
+GRADE_LEVELS: Mapping[Grade, Level] = {
+    "close": "good",
+    "usable": "good",
+    "degraded": "caution",
+    "broken": "bad",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the file may ship.
+    """A judgement and its reasons.
 
     Attributes:
-        level: for colours.
-        answer: to the question, in a word or two.
-        title: the level's name.
-        reason: in one sentence, without capital and full stop.
+        grade: the absolute one, whatever size and bits; None where nothing is judged.
+        level: for colours: the worse of the grade and of what size and bits lead to expect.
+        title: the grade in words.
+        reason: what decides, without capital and full stop.
+        expected: the loss beside that of good files of this size and bits, as a sentence; empty
+            where there is no measure.
+        notes: further findings that count, and texts that do not, as sentences.
+        hint: what helps where nothing is judged; empty otherwise.
     """
 
+    grade: Grade | None
     level: Level
-    answer: str
     title: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """All layers' linears of one kind and scheme.
-
-    Attributes:
-        name: last part of the module name, `q_proj`.
-        scheme: short form, `INT4 g128`.
-        rows: one a layer.
-    """
-
-    name: str
-    scheme: str
-    rows: tuple[WeightQuality, ...]
-
-    @property
-    def mean_error(self) -> float:
-        """Mean relative error."""
-        return fmean(row.relative_l2 for row in self.rows)
-
-    @property
-    def worst(self) -> WeightQuality:
-        """The linear with the largest relative error."""
-        return max(self.rows, key=lambda row: row.relative_l2)
-
-    @property
-    def mean_sqnr_db(self) -> float:
-        """Mean signal-to-noise ratio in decibels."""
-        return fmean(row.sqnr_db for row in self.rows)
-
-    @property
-    def mean_output_error(self) -> float | None:
-        """Mean relative error of the outputs; None where it was not measured."""
-        found = [row.output_error for row in self.rows if row.output_error is not None]
-        return fmean(found) if found else None
-
-    @property
-    def clipped_share(self) -> float:
-        """Share of clipped weights over all its linears."""
-        clipped = sum(row.clipped_share * row.weights for row in self.rows)
-        return clipped / sum(row.weights for row in self.rows)
-
-    @property
-    def min_cosine(self) -> float:
-        """The smallest weight cosine."""
-        return min(row.cosine for row in self.rows)
-
-
-def scheme_text(row: WeightQuality) -> str:
-    """`INT4 g128`."""
-    return str(Scheme(row.bits, row.group_size))
-
-
-def layer_of(name: str) -> tuple[int | None, str]:
-    """Number of the decoder's layer, None outside of them, and the kind of linear."""
-    if name.startswith("mtp."):  # its layers are no layers of the decoder
-        return None, f"mtp.{name.rpartition('.')[2]}"
-    match = _LAYER.match(name)
-    return (None, name) if match is None else (int(match[1]), match[2].rpartition(".")[2])
-
-
-def kinds(rows: Sequence[WeightQuality]) -> list[Kind]:
-    """Linears grouped by kind and scheme, in the order of the file."""
-    groups: dict[tuple[str, str], list[WeightQuality]] = {}
-    for row in rows:
-        groups.setdefault((layer_of(row.name)[1], scheme_text(row)), []).append(row)
-    return [Kind(name, scheme, tuple(group)) for (name, scheme), group in groups.items()]
-
-
-def worst(
-    rows: Sequence[WeightQuality], count: int, by_output: bool = False
-) -> list[WeightQuality]:
-    """The linears with the largest error of their weights, or of their outputs; largest first."""
-
-    def error(row: WeightQuality) -> float:
-        return (row.output_error or 0.0) if by_output else row.relative_l2
-
-    return sorted(rows, key=lambda row: -error(row))[:count]
-
-
-def main_bits(rows: Sequence[WeightQuality]) -> int | None:
-    """Bits of most of the packed weights; None where nothing is packed."""
-    weights: dict[int, int] = {}
-    for row in rows:
-        weights[row.bits] = weights.get(row.bits, 0) + row.weights
-    return max(weights, key=lambda bits: weights[bits]) if weights else None
-
-
-def guidance(rows: Sequence[WeightQuality]) -> tuple[int, float] | None:
-    """The bits whose published files are the measure, and their mean KL; None where none are."""
-    bits = main_bits(rows)
-    if bits is None or max(bits, LEAST_BITS) not in KL_GUIDANCE:
-        return None
-    return max(bits, LEAST_BITS), KL_GUIDANCE[max(bits, LEAST_BITS)]
+    expected: str = ""
+    notes: tuple[str, ...] = ()
+    hint: str = ""
 
 
 def judge(report: QualityReport) -> Verdict:
-    """The verdict: mean KL against what published files of the same bits reach."""
-    if report.logits is None:
-        return Verdict("unknown", "Not known yet", "Not judged", "the logits were not measured")
-    measure = guidance(report.weights)
-    if measure is None:
-        bits = main_bits(report.weights)
-        what = "this file" if bits is None else f"{bits}-bit weights"
-        return Verdict(
-            "unknown", "For you to judge", "Not judged", f"there is no guidance for {what}"
+    """The verdict: the worst of all aspects."""
+    logits = report.logits
+    if logits is None:
+        reason = "the predictions were not measured"
+        return _not_judged(reason, "measure them with lowbit-convert report")
+    refused = _refusal(logits)
+    if refused is not None:
+        return refused
+    found = aspects_of(logits)
+    worst = max(found, key=lambda aspect: GRADES.index(aspect.grade))
+    expected, level = _beside_others(report, found[0])
+    growing = drift(logits)
+    levels: list[Level] = [GRADE_LEVELS[worst.grade], level]
+    levels += [] if growing is None else ["caution"]
+    others = [a for a in found[1:] if a is not worst and a.grade == worst.grade != found[0].grade]
+    return Verdict(
+        grade=worst.grade,
+        level=max(levels, key=LEVELS.index),
+        title=TITLES[worst.grade],
+        reason=_reason(found[0], worst),
+        expected=expected,
+        notes=(
+            *(f"{words.sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
+            *(_edge(a) for a in (worst,) if a.on_the_edge),
+            *(() if growing is None else (growing,)),
+            *left_out(logits),
+        ),
+    )
+
+
+def _refusal(logits: LogitQuality) -> Verdict | None:
+    """No verdict on a text that the original cannot read, nor on too few tokens."""
+    if not logits.perplexity_original < UNREADABLE:
+        return _not_judged(
+            f"the original itself cannot read {words.plain(logits.text_name)} (perplexity "
+            f"{words.number(logits.perplexity_original, 0)}), so the figures say nothing about "
+            f"text that it can",
+            "measure on text of the kind that the model is for: --eval-text FILE",
         )
-    bits, limit = measure
-    found = f"mean KL {words.kl(report.logits.kl_mean)} nats per token"
-    aim = f"good {bits}-bit files stay below {limit:g}"
-    if report.logits.kl_mean <= limit:
-        return Verdict("good", "Yes", "Within guidance", f"{found} ({aim})")
-    if report.logits.kl_mean <= 2 * limit:
-        return Verdict("caution", "With care", "Above guidance", f"{found}, while {aim}")
-    return Verdict("bad", "No", "Far above guidance", f"{found}, while {aim}")
+    error = logits.kl_error
+    need = needed_tokens(logits.kl_mean, error, logits.scored_tokens, least_tokens(logits))
+    if need is None:
+        return None
+    known = ""
+    if error is not None:
+        known = f", for the mean KL is only known as {words.kl_with_error(logits.kl_mean, error)}"
+    return _not_judged(
+        f"a verdict takes {words.about(need)} scored tokens and there are "
+        f"{logits.scored_tokens:,}{known}",
+        "measure on a longer text: --eval-text FILE",
+    )
 
 
-def in_words(logits: LogitQuality) -> str:
-    """What the packed model does to predictions, as a sentence."""
-    change = logits.perplexity_change
-    direction = "rises" if change >= 0 else "falls"
+def _not_judged(reason: str, hint: str) -> Verdict:
+    return Verdict(None, "unknown", "Not judged", reason, hint=hint)
+
+
+def _reason(first: Aspect, worst: Aspect) -> str:
+    if first.grade == worst.grade:
+        return f"{first.text} ({first.bound})"
+    return f"{first.text}, but {worst.text} ({worst.bound})"
+
+
+def _edge(aspect: Aspect) -> str:
     return (
-        f"It ranks the same token first as the original in {words.percent(logits.top1_agreement)} "
-        f"of predictions, and perplexity {direction} by {words.change(abs(change))}."
+        f"The grade is a close call: {aspect.text} lies within two standard errors of the next "
+        f"better one. More text may lift it."
     )
 
 
-def noise_in_words(logits: LogitQuality) -> str:
-    """How the loss compares with BF16's own; empty where that was not measured."""
-    noise = logits.noise
-    if noise is None:
-        return ""
-    text = (
-        f"BF16 arithmetic alone moves the original by {words.kl(noise.kl_mean)} and changes "
-        f"{words.percent(1 - noise.top1_agreement)} of its top tokens"
+def measure(report: QualityReport) -> Expectation | None:
+    """The loss of good files of the report's bits in models of its size; None if there are none."""
+    return expectation(main_bits(report.weights), size_of(report))
+
+
+def size_of(report: QualityReport) -> int | None:
+    """Parameters of the model; of older files the packed ones; None where nothing is packed."""
+    return report.parameters or sum(row.weights for row in report.weights) or None
+
+
+def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
+    """The loss beside that of good files of the same bits and size: a sentence and its level."""
+    found, bits, size = measure(report), main_bits(report.weights), size_of(report)
+    if found is None or bits is None:
+        return "", "good"
+    ratio = mean.judged / found.kl
+    level: Level = "good" if ratio <= 1 else "caution" if ratio <= FAR else "bad"
+    start = {"good": "As expected", "caution": "Worse than expected"}.get(
+        level, "Far worse than expected"
     )
-    if noise.kl_mean <= 0 or logits.kl_mean < 2 * noise.kl_mean:
-        return f"{text}."
-    return f"{text}; packing moves it {logits.kl_mean / noise.kl_mean:,.0f} times as far."
-
-
-def observations(report: QualityReport) -> list[str]:
-    """What deserves a look before the file ships, as sentences; empty where nothing does."""
-    found = [_outliers(rows) for rows in _by_bits(report.weights)]
-    clipped = [row for row in report.weights if row.clipped_share > MUCH_CLIPPING]
-    if clipped:
-        row = max(clipped, key=lambda row: row.clipped_share)
-        others = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""
-        found.append(
-            f"{row.name}{others}: {words.percent(row.clipped_share)} of the weights are clipped, "
-            f"more than the scale search does on ordinary weights."
-        )
-    if report.logits is not None:
-        found += _about_logits(report.logits)
-    return [sentence for sentence in found if sentence]
-
-
-def _by_bits(rows: Sequence[WeightQuality]) -> list[list[WeightQuality]]:
-    bits = sorted({row.bits for row in rows})
-    return [[row for row in rows if row.bits == wanted] for wanted in bits]
-
-
-def _outliers(rows: Sequence[WeightQuality]) -> str:
-    middle = median(row.relative_l2 for row in rows)
-    beyond = [row for row in worst(rows, len(rows)) if row.relative_l2 > OUTLIER * middle]
-    if not beyond:
-        return ""
-    first = beyond[0]
-    others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+    few = f" (held to the measure of {LEAST_BITS} bits)" if bits < LEAST_BITS else ""
+    model = "a model" if size is None else f"a model of {words.count(size)} parameters"
     return (
-        f"{first.name}{others}: relative error {words.percent(first.relative_l2)}, more than "
-        f"{OUTLIER:g} times the median of the {first.bits}-bit linears "
-        f"({words.percent(middle)}); more bits there may pay."
+        f"{start} of {bits}-bit weights{few} in {model}: good files stay below {found.kl:g}.",
+        level,
     )
-
-
-def _about_logits(logits: LogitQuality) -> list[str]:
-    found = []
-    if logits.scored_tokens < FEW_TOKENS:
-        found.append(
-            f"Only {logits.scored_tokens:,} tokens were scored: the p99 of the KL rests on "
-            f"{max(1, logits.scored_tokens // 100):,} of them. A longer text says more."
-        )
-    if logits.perplexity_change < 0:
-        found.append(
-            "Perplexity is lower than the original's on this text. That makes no better model: "
-            "the KL divergence says how far it moved."
-        )
-    return found

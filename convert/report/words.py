@@ -5,6 +5,7 @@ import math
 from lowbit.convert.quality.record import LogitQuality
 
 MISSING = "\N{EN DASH}"  # in place of a figure that there is none of
+HUGE = 1e9  # figures from here on are powers of ten
 
 
 def plain(name: str) -> str:
@@ -14,7 +15,7 @@ def plain(name: str) -> str:
 
 def size(count: int) -> str:
     """Bytes for people: `5.62 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count} B"
@@ -22,16 +23,14 @@ def size(count: int) -> str:
 
 def percent(share: float, digits: int = 2) -> str:
     """A share as percent: `0.1 %`."""
-    if not math.isfinite(share):
-        return "∞"
-    return f"{100 * share:.{digits}f} %"
+    return f"{number(100 * share, digits)} %" if math.isfinite(share) else "∞"
 
 
 def change(ratio: float) -> str:
     """A relative change in percent, with more digits below a tenth of a percent: `2.06 %`."""
     if not math.isfinite(ratio):
         return "∞"
-    return f"{100 * ratio:.{_digits(ratio)}f} %"
+    return f"{number(100 * ratio, _digits(ratio))} %"
 
 
 def _digits(ratio: float) -> int:
@@ -42,7 +41,38 @@ def kl(value: float) -> str:
     """A divergence in nats with three significant digits: `0.0180`, `0.000104`, `2.10e-06`."""
     if not math.isfinite(value):
         return "∞"
-    return f"{value:.2e}" if 0 < value < 1e-4 else f"{value:#.3g}"
+    return f"{value:.2e}" if 0 < value < 1e-4 or value >= 1000 else f"{value:#.3g}"
+
+
+def kl_with_error(value: float, error: float | None) -> str:
+    """A divergence and its standard error to one digit: `0.0180 ± 0.0003`."""
+    if error is None or not math.isfinite(value) or not 0 < error < math.inf or value < 1e-4:
+        return kl(value)
+    digits = min(7, max(0, -math.floor(math.log10(error))))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def kl_error(logits: LogitQuality) -> str:
+    """`± 0.0003 `: the standard error of the mean KL; empty where it is not known or too small."""
+    shown = kl_with_error(logits.kl_mean, logits.kl_error)
+    return f"{shown[shown.index('±') :]} " if "±" in shown else ""
+
+
+def count(number: int) -> str:
+    """A number of parameters for people: `596 M`, `8.2 B`."""
+    for unit, scale in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if number >= scale:
+            value = number / scale
+            return f"{value:.0f}{unit}" if value >= 99.5 else f"{value:.2g}{unit}"
+    return str(number)
+
+
+def about(number: int) -> str:
+    """A number that is no more than an estimate: `about 31,000`; small ones as they are."""
+    if number < 10_000:
+        return f"{number:,}"
+    unit = 10 ** (len(str(number)) - 2)
+    return f"about {-(-number // unit) * unit:,}"
 
 
 def signed_kl(value: float) -> str:
@@ -55,11 +85,6 @@ def cosine(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
     return f"{value:.5f}" if value < 0.9999 else f"{value:.7f}"
-
-
-def decibels(value: float) -> str:
-    """A signal-to-noise ratio: `19.8 dB`."""
-    return "∞" if value == float("inf") else f"{value:.1f} dB"
 
 
 def token(text: str) -> str:
@@ -75,8 +100,10 @@ def passage(text: str) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A figure with fixed digits, `∞` where it is none: `3.286`."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "∞"
+    """A figure with fixed digits, a power of ten where it is huge, or `∞`: `3.286`."""
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:,.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
 
 
 def perplexity(nll: float) -> str:
@@ -109,7 +136,8 @@ def perplexity_error(logits: LogitQuality) -> str:
     relative = logits.perplexity_change
     if logits.log_ratio_error is None or not math.isfinite(relative):
         return ""
-    return f"± {100 * logits.log_ratio_error * (1 + relative):.{_digits(relative)}f}"
+    error = 100 * logits.log_ratio_error * (1 + relative)
+    return f"± {number(error, _digits(relative))}"
 
 
 def scored(logits: LogitQuality) -> str:

@@ -31,7 +31,7 @@ from lowbit.formats.manifest import Manifest, Source
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
-SERIES = np.random.default_rng(0).normal(0.02, 0.005, size=40)
+SERIES = np.random.default_rng(0).normal(0.04, 0.005, size=40)
 MakeFolder = Callable[..., Path]
 
 
@@ -307,10 +307,35 @@ def test_page(make_folder: MakeFolder) -> None:
     assert page.tags.count("svg") == 1
     assert "circle" in page.tags
     assert HOSTILE in page.words
-    for figure in ("6.00 MB", "9.00 MB", difference_text(found.rows[1]), "0.98000"):
+    for figure in ("6.00 MB", "9.00 MB", difference_text(found.rows[1]), "0.98000", "usable"):
         assert figure in " ".join(page.words.split())
     assert "http:" not in text
     assert "https:" not in text
+
+
+def test_page_names_model_verdicts_and_reasons(make_folder: MakeFolder) -> None:
+    found = compare(
+        [
+            make_folder("near", {}, found=logits(shift=-0.02)),
+            make_folder("far", {}, found=logits(shift=0.5, kl_p99=9.0)),
+            make_folder("unsure", {}, found=logits(kl_error=0.03)),
+        ]
+    )
+    words = " ".join(Tags(comparison_page(found)).words.split())
+    assert "3 packed forms of Qwen/Qwen3-0.6B" in words
+    assert "Minus that of near" in words
+    for row, verdict in zip(found.rows, ("usable", "broken", "not judged"), strict=True):
+        assert f"{row.name} rtn {verdict} 6.00 MB" in words
+        assert f"{row.verdict.title} : {row.verdict.reason}" in words
+    assert [row.verdict.grade for row in found.rows] == ["usable", "broken", None]
+    assert json.loads(json.dumps(found.to_json()))["rows"][1]["verdict"]["grade"] == "broken"
+
+
+def test_local_models_are_named_by_type_and_size(make_folder: MakeFolder) -> None:
+    found = replace(compare([make_folder("a", {})]), source=None)
+    known = replace(found, model_type="qwen3", parameters=5_801_216)
+    assert "form of a qwen3 model of 5.8 M parameters" in comparison_page(known)
+    assert "form of one model" in comparison_page(found)
 
 
 def test_page_of_infinities(make_folder: MakeFolder) -> None:

@@ -48,6 +48,10 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     written = json.loads((packed / "quality.json").read_text())
     assert written == content["quality"]
     assert [kind["name"] for kind in written["logits"]["kinds"]] == ["story.txt", "play.txt"]
+    verdict = content["verdict"]
+    assert (verdict["grade"], verdict["level"], verdict["title"]) == (None, "unknown", "Not judged")
+    assert verdict["reason"].startswith("a verdict takes 4,088 scored tokens and there are ")
+    assert "--eval-text" in verdict["hint"]
     measured = {row["name"]: row["output_error"] for row in written["weights"]}
     assert measured.pop("lm_head") is None
     assert all(0 < error < 0.5 for error in measured.values())
@@ -57,14 +61,15 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     assert again.exit_code == 0, again.output
     assert "gate missed" not in again.stderr
     assert "comparing logits of" in again.stderr
-    assert json.loads((packed / "quality.json").read_text()) == written
+    renewed = json.loads((packed / "quality.json").read_text())
+    assert {**renewed, "measured_on": ""} == {**written, "measured_on": ""}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--gate", "kl_mean<1"), "--gate is for the comparison that --report asks for"),
-        (("--report", "--gate", "kl<1"), "`kl` is no figure; figures are kl_mean, kl_p95"),
+        (("--report", "--gate", "kl<1"), "`kl` is no figure; figures are kl_mean, kl_stderr"),
         (("--report", "--gate", "x.kl_mean<1"), "no evaluation text is named `x`; there is prose"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Reports to render: an INT4 file with every figure, and variations."""
+"""Reports to render, an INT4 file with every figure and variations, and pages to read."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -20,6 +21,61 @@ from lowbit.convert.quality.record import (
 from lowbit.convert.quality.weights import WeightQuality
 
 MakeReport = Callable[..., QualityReport]
+
+
+class Page(HTMLParser):
+    """A page whose tags are in balance: tags, attributes, text, and rows of tables by section."""
+
+    VOID = frozenset({"meta", "img", "br", "hr", "link", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str]]] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.pieces: list[str] = []
+        self.rows: dict[str, list[list[str]]] = {}  # cells in words, by the id of the section
+        self.closed: list[str] = []  # words inside <details>
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.words = "".join(self.pieces)
+        self.text = " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = {name: value or "" for name, value in attrs}
+        self.attributes += found.items()
+        if tag not in self.VOID:
+            self.open.append((tag, found))
+        if tag == "tr":
+            self.rows.setdefault(self._section(), []).append([])
+        if tag in ("td", "th"):
+            self.rows[self._section()][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        inside = [tag for tag, _ in self.open]
+        if "style" in inside:
+            return
+        self.pieces.append(data)
+        if "details" in inside:
+            self.closed.append(data)
+        if "td" in inside or "th" in inside:
+            row = self.rows[self._section()][-1]
+            row[-1] = " ".join(f"{row[-1]} {data}".split())
+
+    def _section(self) -> str:
+        return next(
+            (a["id"] for tag, a in reversed(self.open) if tag == "section" and "id" in a), ""
+        )
+
+
+@pytest.fixture
+def read_page() -> Callable[[str], Page]:
+    return Page
 
 
 def row(
@@ -53,6 +109,7 @@ def logits() -> LogitQuality:
         perplexity_packed=3.354,
         log_ratio_error=0.0008,
         kl_mean=0.018,
+        kl_error=0.0004,
         kl_p95=0.07,
         kl_p99=0.13,
         kl_max=0.68,
@@ -74,11 +131,11 @@ def extras() -> dict[str, Any]:
         "noise": Noise(0.0003, 0.0021, 0.9911),
         "positions": (
             Position(0, 128, 1000, 0.021, 0.94, 1.20, 1.22),
-            Position(128, 2048, 9000, 0.016, 0.95, 1.10, 1.11),
+            Position(128, 2048, 9000, 0.016, 0.95, 1.10, 1.11, 0.0005),
         ),
         "kinds": (
-            TextKind("stories", "ab" * 32, 20440, 3.286, 3.354, 0.018, 0.9427),
-            TextKind("maths", "ef" * 32, 5000, 6.5, 6.6, 0.024, 0.93),
+            TextKind("stories", "ab" * 32, 20440, 3.286, 3.354, 0.018, 0.9427, 0.13, 0.0004),
+            TextKind("maths", "ef" * 32, 5110, 6.5, 6.6, 0.024, 0.93, 0.19, 0.0011),
         ),
         "flips": (
             Flip(
@@ -109,6 +166,7 @@ def make_report(logits: LogitQuality) -> MakeReport:
             rows += (row("lm_head", bits=8, error=0.006, clipped=0.0),)
         sizes = Sizes(5_953_483, 11_828_625, 4.853)
         found = replace(logits, **figures) if measured else None
-        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found)
+        facts = ("lowbit-convert a b", "2026-05-31", None, "qwen3", 5_801_216)
+        return QualityReport("0.1.0", "cd" * 32, sizes, rows, found, *facts)
 
     return make

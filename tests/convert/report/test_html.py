@@ -4,9 +4,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,8 +16,12 @@ from lowbit.convert.report.space import Room
 from lowbit.formats.manifest import Calibration, Manifest, Source, SourceTensor
 from lowbit.formats.tasks import TaskReport, TaskResult
 
+if TYPE_CHECKING:
+    from tests.convert.report.conftest import Page
+
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
+ReadPage = Callable[[str], "Page"]
 
 MANIFEST = Manifest(
     lowbit_version="0.1.0",
@@ -46,49 +49,23 @@ TASKS = TaskReport(
 )
 
 
-class Page(HTMLParser):
-    """Tags in balance, every attribute, and the visible text."""
-
-    VOID = frozenset({"meta", "img", "br", "hr", "link", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.pieces: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-        self.words = "".join(self.pieces)
-        self.text = " ".join(" ".join(self.pieces).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.pieces.append(data)
-
-
-def test_the_first_screen_answers(make_report: MakeReport, extras: dict[str, Any]) -> None:
-    page = Page(render_html(make_report(**extras), MANIFEST, "my-model"))
+def test_the_first_screen_answers(
+    make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
+) -> None:
+    page = read_page(render_html(make_report(**extras), MANIFEST, "my-model"))
     first, _, _ = page.text.partition("What changed against BF16")
     for figure in (
         "my-model",
-        "May this ship? Yes within guidance",
-        "Mean KL 0.0180 nats per token (good 4-bit files stay below 0.03).",
+        "packed from Qwen/Qwen3-0.6B (qwen3, 5.8 M parameters), and compared with it on 2026-05-31",
+        "Verdict Usable Mean KL 0.0180 ± 0.0004 nats per token (usable: up to 0.05).",
+        "As expected of 4-bit weights in a model of 5.8 M parameters: good files stay below 0.03.",
         "moves the original by 0.000300 and changes 0.89 % of its top tokens; packing moves it "
         "60 times as far.",
+        "expected for this size and these bits, 0.03",
+        "Mean KL divergence 0.0180 ± 0.0004 nats per token",
+        "Worst 1 % of tokens 0.130 nats or more; the largest 0.680",
+        "Top token changed 5.73 % of 20,440 predictions",
         "Perplexity +2.07 % 3.286 → 3.354; ± 0.08",
-        "Mean KL divergence 0.0180 nats per token; 99 % below 0.130",
-        "Same top token 94.27 % of 20,440 predictions",
-        "Logit cosine 0.99720",
         "Size 5.95 MB 50.3 % of 11.83 MB",
         "Bits per weight 4.85",
     ):
@@ -96,38 +73,44 @@ def test_the_first_screen_answers(make_report: MakeReport, extras: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("kl", "answer"), [(0.03, "Yes"), (0.05, "With care"), (0.07, "No"), (math.inf, "No")]
+    ("kl", "title"),
+    [(0.006, "Close to the original"), (0.03, "Usable"), (0.07, "Degraded"), (math.inf, "Broken")],
 )
-def test_answers(make_report: MakeReport, kl: float, answer: str) -> None:
-    page = Page(render_html(make_report(kl_mean=kl), None, "m"))
-    assert f"May this ship? {answer} " in page.text
+def test_titles(make_report: MakeReport, kl: float, title: str, read_page: ReadPage) -> None:
+    page = read_page(
+        render_html(make_report(kl_mean=kl, kl_p99=0.05, top1_agreement=0.97), None, "m")
+    )
+    assert f"Verdict {title} Mean KL " in page.text
 
 
-def test_every_section(make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]) -> None:
+def test_every_section(
+    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any], read_page: ReadPage
+) -> None:
     rows = tuple(
         make_row(f"model.layers.{n}.mlp.{kind}_proj", output=0.05 + n / 100)
         for n in range(2)
         for kind in ("up", "down")
     )
     report = replace(make_report(rows, **extras), command="lowbit-convert 'a b' OUT --bits '*=3'")
-    page = Page(render_html(report, MANIFEST, "m", ROOMS, TASKS))
+    page = read_page(render_html(report, MANIFEST, "m", ROOMS, TASKS))
     headings = (
-        "May this ship?",
+        "Verdict",
         "What changed against BF16",
         "Which layers suffer",
         "Where the bytes went",
         "Which tokens flip",
         "Tasks",
         "How it was made",
+        "Where the limits come from",
         "What the figures mean",
     )
     places = [page.text.rindex(heading) for heading in headings[1:]]
     assert places == sorted(places)
     for figure in (
         "KL divergence, 95 % of tokens below 0.0700",
-        "KL divergence, mean nats per token 0.0180 0.000300",
-        "maths 5,000 6.50 → 6.60 +1.54 % 93.00 % 0.0240",
-        "128 to 2,048 9,000 0.0160 95.00 % 3.004 3.034",
+        "KL divergence, mean nats per token 0.0180 ± 0.0004 0.000300",
+        "maths 5,110 6.50 → 6.60 +1.54 % 93.00 % 0.190 0.024 ± 0.001",
+        "128 to 2,048 9,000 0.0160 ± 0.0005 95.00 % 3.004 3.034",
         "Output error, in percent",
         "up_proj INT4 g128 \N{MULTIPLICATION SIGN} 2 5.50 % 10.00 %",
         "MLP INT4 g128 7.00 MB 1.80 MB 60.0 %",
@@ -147,12 +130,14 @@ def test_every_section(make_report: MakeReport, make_row: MakeRow, extras: dict[
         "transformers 5.23.0",
     ):
         assert figure in page.text, figure
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 3
 
 
-def test_nothing_is_fetched_or_run(make_report: MakeReport, extras: dict[str, Any]) -> None:
+def test_nothing_is_fetched_or_run(
+    make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
+) -> None:
     text = render_html(make_report(**extras), MANIFEST, "m", ROOMS, TASKS)
-    page = Page(text)
+    page = read_page(text)
     forbidden = {"script", "link", "iframe", "object", "base", "img", "image", "use"}
     assert not forbidden & set(page.tags)
     identifiers = {value for name, value in page.attributes if name == "id"}
@@ -168,9 +153,9 @@ def test_nothing_is_fetched_or_run(make_report: MakeReport, extras: dict[str, An
 
 
 def test_headings_do_not_skip_and_plots_have_words(
-    make_report: MakeReport, extras: dict[str, Any]
+    make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
 ) -> None:
-    page = Page(render_html(make_report(**extras), MANIFEST, "m", ROOMS, TASKS))
+    page = read_page(render_html(make_report(**extras), MANIFEST, "m", ROOMS, TASKS))
     levels = [int(tag[1]) for tag in page.tags if re.fullmatch(r"h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
@@ -183,7 +168,9 @@ def test_headings_do_not_skip_and_plots_have_words(
 HOSTILE = "</code><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 
 
-def test_hostile_names_stay_text(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_hostile_names_stay_text(
+    make_report: MakeReport, make_row: MakeRow, read_page: ReadPage
+) -> None:
     manifest = Manifest(
         HOSTILE,
         Source(HOSTILE, HOSTILE, HOSTILE, HOSTILE),
@@ -204,7 +191,7 @@ def test_hostile_names_stay_text(make_report: MakeReport, make_row: MakeRow) -> 
         TASKS, harness=HOSTILE, tasks=(replace(TASKS.tasks[0], task=HOSTILE, metric=HOSTILE),)
     )
     rooms = (Room(HOSTILE, HOSTILE, 1, 1, 1.0),)
-    page = Page(render_html(replace(report, command=HOSTILE), manifest, HOSTILE, rooms, tasks))
+    page = read_page(render_html(replace(report, command=HOSTILE), manifest, HOSTILE, rooms, tasks))
     assert not {"script", "img"} & set(page.tags)
     assert not any(name == "onerror" for name, _ in page.attributes)
     assert page.words.count(HOSTILE) > 15
@@ -213,28 +200,30 @@ def test_hostile_names_stay_text(make_report: MakeReport, make_row: MakeRow) -> 
 @pytest.mark.parametrize(
     "name", ["$x^", "_hidden", "model.layers.0.$\\frac{", "名前", "\x00\x1b[31m", "]]>", "--"]
 )
-def test_odd_names(make_report: MakeReport, make_row: MakeRow, name: str) -> None:
+def test_odd_names(
+    make_report: MakeReport, make_row: MakeRow, name: str, read_page: ReadPage
+) -> None:
     rows = (make_row(name), make_row(f"model.layers.0.mlp.{name}"))
-    Page(render_html(make_report(rows), None, name))
+    read_page(render_html(make_report(rows), None, name))
 
 
-def test_without_logits_and_manifest(make_report: MakeReport) -> None:
-    page = Page(render_html(make_report(measured=False), None, "m"))
-    assert "May this ship? Not known yet The logits were not measured." in page.text
+def test_without_logits_and_manifest(make_report: MakeReport, read_page: ReadPage) -> None:
+    page = read_page(render_html(make_report(measured=False), None, "m"))
+    assert "Verdict Not judged The predictions were not measured." in page.text
     assert "Only the weights were compared" in page.text
-    assert "another tool made it" in page.text
+    assert "packed from a local original (qwen3, 5.8 M parameters)" in page.text
     assert "What changed" not in page.text
     assert "svg" not in page.tags
     assert "Weight error, in percent" in page.text
 
 
-def test_without_anything(make_report: MakeReport) -> None:
-    page = Page(render_html(make_report((), measured=False), None, "m"))
+def test_without_anything(make_report: MakeReport, read_page: ReadPage) -> None:
+    page = read_page(render_html(make_report((), measured=False), None, "m"))
     assert "Which layers suffer" not in page.text
     assert "How it was made" in page.text
 
 
-def test_extreme_figures(make_report: MakeReport, make_row: MakeRow) -> None:
+def test_extreme_figures(make_report: MakeReport, make_row: MakeRow, read_page: ReadPage) -> None:
     rows = (make_row("model.layers.0.mlp.up_proj", error=0.0, output=0.0),)
     report = make_report(
         rows,
@@ -248,12 +237,14 @@ def test_extreme_figures(make_report: MakeReport, make_row: MakeRow) -> None:
         log_ratio_error=None,
         noise=Noise(0.0, 0.0, 1.0),
     )
-    page = Page(render_html(report, None, "m"))
+    page = read_page(render_html(report, None, "m"))
     assert "∞" in page.text
     assert "nan" not in page.text
 
 
-def test_infinities(make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]) -> None:
+def test_infinities(
+    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any], read_page: ReadPage
+) -> None:
     """An infinite figure comes back from quality.json as infinity."""
     rows = (make_row("model.layers.0.mlp.up_proj", error=math.inf, output=math.inf),)
     inf = math.inf
@@ -266,7 +257,7 @@ def test_infinities(make_report: MakeReport, make_row: MakeRow, extras: dict[str
         rows, kl_mean=inf, kl_p95=inf, kl_p99=inf, kl_max=inf, cosine_mean=inf, **extras
     )
     text = render_html(report, MANIFEST, "m", ROOMS)
-    assert "May this ship? No" in Page(text).text
+    assert "Verdict Broken" in read_page(text).text
     assert not re.search(r'="[^"]*\b(nan|inf)\b', text)
 
 

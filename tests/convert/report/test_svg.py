@@ -16,6 +16,7 @@ from lowbit.convert.report.svg import (
     Dot,
     Line,
     Rule,
+    around,
     chart,
     linear_axis,
     log_axis,
@@ -73,6 +74,36 @@ def test_decades() -> None:
     assert axis.share(math.sqrt(2e-6 * 3.0)) == pytest.approx(0.5)
     assert axis.share(0.0) == 0.0
     assert axis.share(1e9) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.006, 0.03, ["0.01", "0.02"]),
+        (0.004, 0.06, ["0.005", "0.01", "0.02", "0.05"]),
+        (0.0001, 0.5, ["10⁻⁴", "0.001", "0.01", "0.1"]),
+        (3e-6, 3e-5, ["5·10⁻⁶", "10⁻⁵", "2·10⁻⁵"]),
+    ],
+)
+def test_log_axes_have_ticks_enough(low: float, high: float, ticks: list[str]) -> None:
+    axis = log_axis("y", low, high)
+    assert [name for _, name in axis.ticks] == ticks
+    assert (axis.low, axis.high) == (low, high)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [math.inf], [5e-324, 1e308], [0.01, 0.01]])
+def test_a_log_axis_around_anything(values: list[float]) -> None:
+    axis = log_axis("y", *around(values))
+    assert 0 < axis.low < axis.high < math.inf
+    assert all(0 <= axis.share(value) <= 1 for value in (0.0, 1e-9, 1.0, 1e300))
+
+
+def test_names_of_dots_are_drawn_once_each_off_the_dots() -> None:
+    dots = [Dot(1.0, 1.0, "first", "dot"), Dot(1.0, 1.0, "second", "dot")]
+    root = drawn(*dots, Line(((0.0, 0.0), (1.0, 1.0)), "line"))
+    names = [text for text in root.findall("text") if text.get("class") == "name"]
+    assert sorted(text.text or "" for text in names) == ["first", "second"]
+    assert len({(text.get("x"), text.get("y")) for text in names}) == 2
 
 
 def test_what_is_not_finite_is_not_drawn() -> None:

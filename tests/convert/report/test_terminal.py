@@ -24,14 +24,15 @@ def rendered(report: QualityReport, width: int = 120) -> str:
 def test_headline(make_report: MakeReport) -> None:
     text = rendered(make_report())
     first = text.splitlines()[0]
-    assert "Within guidance: mean KL 0.0180 nats per token" in first
+    assert "Usable: mean KL 0.0180 ± 0.0004 nats per token (usable: up to 0.05)" in first
     for figure in (
         "3.286 → 3.354   +2.07 % ± 0.08",
-        "mean 0.0180   p95 0.0700   p99 0.130   max 0.680 nats",
+        "mean 0.0180 ± 0.0004   p95 0.0700   p99 0.130   max 0.680 nats",
+        "As expected of 4-bit weights in a model of 5.8 M parameters: good files stay below 0.03",
         "94.27 %",
         "mean 0.99720   p1 0.98660",
         "11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight",
-        "a text: 20,440 tokens in 40 windows of 512",
+        "a text: 20,440 tokens in 40 windows of 512, on 2026-05-31",
     ):
         assert figure in text
 
@@ -43,9 +44,36 @@ def test_noise_and_outputs(
     text = rendered(make_report(rows, **extras))
     assert "mean 0.000300   p99 0.00210 nats" in text
     (up,) = (line for line in text.splitlines() if "up_proj" in line)
-    assert " ".join(up.split()) == "up_proj INT4 g128 1 4.12 % 10.00 % 10.00 % 20.0 dB 1.00 %"
+    assert " ".join(up.split()) == "up_proj INT4 g128 1 4.12 % 10.00 % 10.00 % 1.00 %"
     (head,) = (line for line in text.splitlines() if "lm_head" in line)
     assert "\N{EN DASH}" in head
+
+
+def test_reasons_are_told(make_report: MakeReport, extras: dict[str, Any]) -> None:
+    first, maths = extras["kinds"]
+    extras["kinds"] = (first, replace(maths, kl_mean=0.2, top1_agreement=0.8))
+    text = " ".join(rendered(make_report(**extras)).split())
+    assert "Degraded: mean KL 0.0180 ± 0.0004 nats per token, but the mean KL on maths is" in text
+    assert "On maths another token ranks first in 20.00 % of the predictions (degraded" in text
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"perplexity_original": 3481.7}, "Not judged: the original itself cannot read a text"),
+        (
+            {"windows": 2, "scored_tokens": 1022, "kl_error": None},
+            "Not judged: a verdict takes 4,088",
+        ),
+    ],
+)
+def test_no_verdict_says_what_helps(
+    make_report: MakeReport, figures: dict[str, Any], words: str
+) -> None:
+    text = " ".join(rendered(make_report(**figures)).split())
+    assert words in text
+    assert "--eval-text FILE" in text
+    assert "As expected" not in text
 
 
 def test_stays_short_with_many_linears(

@@ -1,0 +1,183 @@
+"""Aspects of a verdict: each figure that may show a loss, judged by itself."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit.convert.quality.record import LogitQuality, Position, TextKind
+from lowbit.convert.quality.uncertainty import LEAST_WINDOWS
+from lowbit.convert.report import words
+from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
+
+PRECISION = 0.1  # standard error that a verdict needs, as a share of the mean KL
+SIGMAS = 2.0  # standard errors that a mean is judged with
+UNREADABLE = 1000.0  # perplexity; trained models have 3 to 100 on text that they can read
+USUAL_WINDOW = 512
+MOST_TIMES = 1e6  # that a precision is missed by
+DRIFT = 2.0  # times the KL of early positions
+
+Scale = Literal["mean", "tail", "flips"]
+
+
+@dataclass(frozen=True, slots=True)
+class Aspect:
+    """A figure and its grade.
+
+    Attributes:
+        text: the figure in words, without capital and full stop.
+        value: the figure itself.
+        judged: the same, two standard errors to the bad side where they are known.
+        scale: which limits it is held to: those of the mean KL, ten times those, or those of flips.
+    """
+
+    text: str
+    value: float
+    judged: float
+    scale: Scale
+
+    @property
+    def grade(self) -> Grade:
+        """The grade, standard errors counted."""
+        return self._grade(self.judged)
+
+    @property
+    def on_the_edge(self) -> bool:
+        """Whether only the standard error makes the grade."""
+        return self._grade(self.value) != self.grade
+
+    def _grade(self, value: float) -> Grade:
+        if self.scale == "flips":
+            return grade_of_flips(value)
+        return grade_of_kl(value, TAIL if self.scale == "tail" else 1.0)
+
+    @property
+    def bound(self) -> str:
+        """The range of the grade: `usable: up to 0.05`."""
+        limit = next((limit for limit in LIMITS if limit.grade == self.grade), LIMITS[-1])
+        if self.scale == "flips":
+            shown = words.percent(limit.flips, 0)
+        else:
+            shown = f"{limit.kl * (TAIL if self.scale == 'tail' else 1.0):g}"
+        return f"{self.grade}: {'above' if self.grade == 'broken' else 'up to'} {shown}"
+
+
+def aspects_of(logits: LogitQuality) -> list[Aspect]:
+    """All aspects of a report, the mean KL of its first text first."""
+    found = [_mean("mean KL", logits.kl_mean, logits.kl_error, " nats per token")]
+    found += _tokens("", logits.kl_p99, logits.top1_agreement)
+    for kind in _other_kinds(logits):
+        if why_not_judged(kind, logits) is None:
+            name = words.plain(kind.name)
+            found.append(_mean(f"the mean KL on {name} is", kind.kl_mean, kind.kl_error))
+            found += _tokens(f"on {name} ", kind.kl_p99, kind.top1_agreement)
+    late = late_position(logits)
+    if late is not None:
+        found.append(_mean(f"the mean KL {_place(late)} is", late.kl_mean, late.kl_error))
+    return found
+
+
+def _mean(name: str, kl: float, error: float | None, unit: str = "") -> Aspect:
+    text = f"{name} {words.kl_with_error(kl, error)}{unit}"
+    return Aspect(text, kl, kl + SIGMAS * (error or 0.0), "mean")
+
+
+def _tokens(where: str, p99: float | None, agreement: float) -> list[Aspect]:
+    changed = 1 - agreement
+    flips = f"{where}another token ranks first in {words.percent(changed)} of the predictions"
+    found = [Aspect(flips, changed, changed, "flips")]
+    if p99 is not None:
+        tail = f"{where}one token in a hundred has a KL above {words.kl(p99)}"
+        found.append(Aspect(tail, p99, p99, "tail"))
+    return found
+
+
+def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> int | None:
+    """Scored tokens that a verdict on a mean KL takes; None where there are enough.
+
+    Enough are those that bring the standard error to 10 % of the mean, or that leave no doubt about
+    the grade.
+
+    Args:
+        kl: the mean.
+        error: its standard error; None where it is not known.
+        tokens: that were scored.
+        least: tokens from which on an error can be known at all.
+    """
+    if error is None or not math.isfinite(kl):
+        return least if tokens < least else None
+    low, high = kl - SIGMAS * error, kl + SIGMAS * error
+    if kl <= 0 or error <= PRECISION * kl or grade_of_kl(low) == grade_of_kl(high):
+        return None
+    times = min(error / PRECISION / kl, MOST_TIMES)  # also where a file has an infinite error
+    return math.ceil(tokens * times**2)
+
+
+def least_tokens(logits: LogitQuality) -> int:
+    """Scored tokens of the 8 windows that a standard error takes.
+
+    A text shorter than a window is cut into one window of its own length, which says nothing of the
+    next text's: those have 512 tokens.
+    """
+    whole = logits.text_tokens > logits.window
+    return LEAST_WINDOWS * ((logits.window if whole else USUAL_WINDOW) - 1)
+
+
+def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
+    """A sentence about a further text that cannot be judged by itself; None where it can."""
+    name = words.plain(kind.name)
+    if not kind.perplexity_original < UNREADABLE:
+        perplexity = words.number(kind.perplexity_original, 0)
+        return (
+            f"The text {name} is left out: the original itself cannot read it (perplexity "
+            f"{perplexity})."
+        )
+    need = needed_tokens(kind.kl_mean, kind.kl_error, kind.tokens, least_tokens(logits))
+    if need is None:
+        return None
+    return (
+        f"The text {name} is left out: of {words.about(need)} tokens that a verdict takes, "
+        f"{kind.tokens:,} were scored."
+    )
+
+
+def left_out(logits: LogitQuality) -> list[str]:
+    """Sentences about the further texts that are not judged."""
+    found = (why_not_judged(kind, logits) for kind in _other_kinds(logits))
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _other_kinds(logits: LogitQuality) -> list[TextKind]:
+    return [kind for kind in logits.kinds if kind.sha256 != logits.text_sha256]
+
+
+def late_position(logits: LogitQuality) -> Position | None:
+    """The last positions beyond ordinary windows that enough was measured at."""
+    least = least_tokens(logits)
+    far = [
+        place
+        for place in logits.positions
+        if place.start >= min(logits.window, USUAL_WINDOW)
+        and needed_tokens(place.kl_mean, place.kl_error, place.tokens, least) is None
+    ]
+    return far[-1] if far else None
+
+
+def drift(logits: LogitQuality) -> str | None:
+    """A sentence where the KL at late positions is surely more than twice that of early ones."""
+    late = late_position(logits)
+    early = [place for place in logits.positions if place.stop <= USUAL_WINDOW]
+    tokens = sum(place.tokens for place in early)
+    if late is None or not tokens:
+        return None
+    before = sum(place.kl_mean * place.tokens for place in early) / tokens
+    if not late.kl_mean - SIGMAS * (late.kl_error or 0.0) > DRIFT * before:
+        return None
+    return (
+        f"The loss grows along the context: the mean KL is {words.kl(before)} at the first "
+        f"{early[-1].stop:,} positions and {words.kl(late.kl_mean)} {_place(late)}. Beyond, it may "
+        f"grow further."
+    )
+
+
+def _place(place: Position) -> str:
+    return f"at positions {place.start:,} to {place.stop:,}"

@@ -1,0 +1,102 @@
+"""Places for the names of points, off the lines, the points and each other."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+CHARACTER = 8.2  # width of one on a phone, where type is largest against the chart
+HEIGHT = 15.0
+NEAR = 8.0  # from the point to its name
+FAR = (24.0, 42.0, 62.0)  # further places, which take a line back to the point
+STEP = 6.0  # between points of a line that a name keeps clear of
+LINED = 9.0  # distance from which on a name has a line back
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle, in the units of the chart."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: "Box") -> float:
+        """Area that two boxes share."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(0.0, width) * max(0.0, height)
+
+    def holds(self, point: Point, margin: float = 0.0) -> bool:
+        """Whether a point lies inside, or no further outside than the margin."""
+        u, v = point
+        inside = self.left - margin <= u <= self.right + margin
+        return inside and self.top - margin <= v <= self.bottom + margin
+
+    def nearest(self, point: Point) -> Point:
+        """The point of the box that is nearest to another."""
+        u, v = point
+        return min(max(u, self.left), self.right), min(max(v, self.top), self.bottom)
+
+
+def place_names(
+    points: Sequence[Point], names: Sequence[str], lines: Sequence[Sequence[Point]], frame: Box
+) -> list[Box]:
+    """A box for every name, the points that are hardest to name first.
+
+    Args:
+        points: of the chart, v downwards.
+        names: one a point.
+        lines: corners of the lines that are drawn.
+        frame: what the names should stay within.
+    """
+    avoided = [*points, *(spot for line in lines for spot in _along(line))]
+    crowded = sorted(range(len(points)), key=lambda n: -_neighbours(points, n))
+    placed: dict[int, Box] = {}
+    for number in crowded:
+        boxes = _candidates(points[number], CHARACTER * len(names[number]))
+        others = list(placed.values())
+        placed[number] = min(
+            boxes, key=lambda box: _cost(box, points[number], avoided, others, frame)
+        )
+    return [placed[number] for number in range(len(points))]
+
+
+def _neighbours(points: Sequence[Point], number: int) -> int:
+    return sum(math.dist(points[number], other) < FAR[-1] for other in points)
+
+
+def _along(line: Sequence[Point]) -> Iterator[Point]:
+    for a, b in pairwise(line):
+        count = max(1, math.ceil(math.dist(a, b) / STEP))
+        for n in range(count + 1):
+            share = n / count
+            yield a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])
+
+
+def _candidates(point: Point, width: float) -> Iterator[Box]:
+    """Boxes around a point: to its sides, above and below, then further away."""
+    u, v = point
+    for distance in (NEAR, *FAR):
+        for across in (1, -1, 0):
+            for down in (-1, 0, 1):
+                if across == 0 and down == 0:
+                    continue
+                left = u + across * distance - (width if across < 0 else 0 if across else width / 2)
+                middle = v + down * (distance if across == 0 or distance > NEAR else 9.0)
+                top = middle - HEIGHT / 2 + (down * HEIGHT / 2 if across == 0 else 0)
+                yield Box(left, top, left + width, top + HEIGHT)
+
+
+def _cost(
+    box: Box, point: Point, avoided: Sequence[Point], others: Sequence[Box], frame: Box
+) -> float:
+    """The badness of a place: outside, over another name, over a point or a line, far away."""
+    area = (box.right - box.left) * (box.bottom - box.top)
+    outside = 1 - box.overlap(frame) / area
+    names = sum(box.overlap(other) for other in others) / area
+    marks = sum(box.holds(spot, 2.0) for spot in avoided)
+    return 100 * outside + 60 * names + 8 * marks + math.dist(box.nearest(point), point) / 10

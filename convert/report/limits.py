@@ -1,0 +1,117 @@
+"""Limits of a verdict, and the measurements that they come from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Grade = Literal["close", "usable", "degraded", "broken"]
+GRADES: tuple[Grade, ...] = ("close", "usable", "degraded", "broken")
+TITLES: Mapping[Grade, str] = {
+    "close": "Close to the original",
+    "usable": "Usable",
+    "degraded": "Degraded",
+    "broken": "Broken",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that a file of some grade loses.
+
+    Attributes:
+        grade: its name.
+        kl: mean, in nats per token.
+        flips: share of tokens whose first choice changes.
+        evidence: files that lie within, with the mean KL and the flips that were published or that
+            we measured.
+    """
+
+    grade: Grade
+    kl: float
+    flips: float
+    evidence: str
+
+
+# Llama-3-8B: the scoreboard of llama.cpp's tools/perplexity/README.md, WikiText-2. Qwen3.5: posts
+# with published GGUF files. The others: measured with this tool.
+LIMITS = (
+    Limit(
+        "close",
+        0.01,
+        0.05,
+        "Llama-3-8B Q8_0 0.0014 (2.3 %) and Q6_K 0.0055 (4.0 %); Qwen3.5-9B and 4B Q8_0 0.0008 and "
+        "0.0028; lowbit INT8 0.0001 to 0.002",
+    ),
+    Limit(
+        "usable",
+        0.05,
+        0.10,
+        "Llama-3-8B Q4_K_M 0.031 (8.1 %) and Q4_K_S 0.043; Qwen3.5-9B Q4_K_M of four publishers "
+        "0.009 to 0.035; Qwen3.5-4B Q4_K_M 0.029",
+    ),
+    Limit(
+        "degraded",
+        0.4,
+        0.30,
+        "Llama-3-8B Q4_0 0.072, Q3_K_M 0.10, Q3_K_S 0.23 and, at the edge, Q2_K 0.33 to 0.45 "
+        "(28.9 %); a 0.5B model at INT4 rounded to nearest 0.21; SmolLM2-135M at INT4, calibrated, "
+        "0.13",
+    ),
+)
+BROKEN = "SmolLM2-135M at INT4 rounded to nearest 0.42, whose sentences fall apart"
+# The largest one percent of the KL against the mean: 5 to 8 times in published logs of 8B models.
+TAIL = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """The mean KL that a good file of some bits reaches in models from a size on.
+
+    Attributes:
+        parameters: smallest model.
+        kl: mean, in nats per token.
+        evidence: the measurement behind it.
+    """
+
+    parameters: float
+    kl: float
+    evidence: str
+
+
+# Small models lose more at the same recipe. Largest models first.
+EXPECTED: Mapping[int, tuple[Expectation, ...]] = {
+    4: (
+        Expectation(3e9, 0.03, "Qwen3.5-4B Q4_K_M 0.029, Llama-3-8B Q4_K_M 0.031"),
+        Expectation(1e9, 0.05, "interpolated between the sizes above and below"),
+        Expectation(3e8, 0.09, "interpolated between the sizes above and below"),
+        Expectation(5e7, 0.14, "SmolLM2-135M at INT4, calibrated, 0.13"),
+        Expectation(0, 0.03, "models of 6 M parameters that know one kind of text 0.007 to 0.018"),
+    ),
+    8: (Expectation(0, 0.003, "Qwen3.5-4B Q8_0 0.0028; lowbit INT8 0.0001 to 0.002"),),
+}
+LEAST_BITS = 4  # fewer are held to the measure of 4: readers do not forgive them
+FAR = 2.0  # times the expectation
+
+
+def grade_of_kl(kl: float, times: float = 1.0) -> Grade:
+    """The grade of a mean KL, or of a percentile with limits so many times as large."""
+    return next((limit.grade for limit in LIMITS if kl <= limit.kl * times), "broken")
+
+
+def grade_of_flips(share: float) -> Grade:
+    """The grade of a share of changed first choices."""
+    return next((limit.grade for limit in LIMITS if share <= limit.flips), "broken")
+
+
+def expectation(bits: int | None, parameters: int | None) -> Expectation | None:
+    """The loss to expect of some bits in a model of some size; None where nothing is known.
+
+    Args:
+        bits: of most weights.
+        parameters: of the model; None if not known, which is held to the strictest measure.
+    """
+    if bits is None:
+        return None
+    rows = EXPECTED.get(max(bits, LEAST_BITS), ())
+    size = float("inf") if parameters is None else parameters
+    return next((row for row in rows if size >= row.parameters), None)

@@ -1,0 +1,88 @@
+"""Packed linears by kind, and those with the largest errors."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.formats.scheme import Scheme
+
+_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """All layers' linears of one kind and scheme.
+
+    Attributes:
+        name: last part of the module name, `q_proj`.
+        scheme: short form, `INT4 g128`.
+        rows: one a layer.
+    """
+
+    name: str
+    scheme: str
+    rows: tuple[WeightQuality, ...]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean relative error."""
+        return fmean(row.relative_l2 for row in self.rows)
+
+    @property
+    def worst(self) -> WeightQuality:
+        """The linear with the largest relative error."""
+        return max(self.rows, key=lambda row: row.relative_l2)
+
+    @property
+    def mean_output_error(self) -> float | None:
+        """Mean relative error of the outputs; None where it was not measured."""
+        found = [row.output_error for row in self.rows if row.output_error is not None]
+        return fmean(found) if found else None
+
+    @property
+    def clipped_share(self) -> float:
+        """Share of clipped weights over all its linears."""
+        clipped = sum(row.clipped_share * row.weights for row in self.rows)
+        return clipped / sum(row.weights for row in self.rows)
+
+
+def scheme_text(row: WeightQuality) -> str:
+    """`INT4 g128`."""
+    return str(Scheme(row.bits, row.group_size))
+
+
+def layer_of(name: str) -> tuple[int | None, str]:
+    """Number of the decoder's layer, None outside of them, and the kind of linear."""
+    if name.startswith("mtp."):  # its layers are no layers of the decoder
+        return None, f"mtp.{name.rpartition('.')[2]}"
+    match = _LAYER.match(name)
+    return (None, name) if match is None else (int(match[1]), match[2].rpartition(".")[2])
+
+
+def kinds(rows: Sequence[WeightQuality]) -> list[Kind]:
+    """Linears grouped by kind and scheme, in the order of the file."""
+    groups: dict[tuple[str, str], list[WeightQuality]] = {}
+    for row in rows:
+        groups.setdefault((layer_of(row.name)[1], scheme_text(row)), []).append(row)
+    return [Kind(name, scheme, tuple(group)) for (name, scheme), group in groups.items()]
+
+
+def worst(
+    rows: Sequence[WeightQuality], count: int, by_output: bool = False
+) -> list[WeightQuality]:
+    """The linears with the largest error of their weights, or of their outputs; largest first."""
+
+    def error(row: WeightQuality) -> float:
+        return (row.output_error or 0.0) if by_output else row.relative_l2
+
+    return sorted(rows, key=lambda row: -error(row))[:count]
+
+
+def main_bits(rows: Sequence[WeightQuality]) -> int | None:
+    """Bits of most of the packed weights; None where nothing is packed."""
+    weights: dict[int, int] = {}
+    for row in rows:
+        weights[row.bits] = weights.get(row.bits, 0) + row.weights
+    return max(weights, key=lambda bits: weights[bits]) if weights else None

@@ -1,0 +1,80 @@
+"""Remarks about a report: its figures in sentences, and what deserves a look."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from lowbit.convert.quality.record import LogitQuality, QualityReport
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.report import words
+from lowbit.convert.report.linears import worst
+
+OUTLIER = 1.5  # times the median error of the same bits
+MUCH_CLIPPING = 0.05
+
+
+def in_words(logits: LogitQuality) -> str:
+    """The effect on predictions, as a sentence."""
+    change = logits.perplexity_change
+    direction = "rises" if change >= 0 else "falls"
+    return (
+        f"It ranks the same token first as the original in {words.percent(logits.top1_agreement)} "
+        f"of predictions, and perplexity {direction} by {words.change(abs(change))}."
+    )
+
+
+def noise_in_words(logits: LogitQuality) -> str:
+    """The loss beside BF16's own, as a sentence; empty where that was not measured."""
+    noise = logits.noise
+    if noise is None:
+        return ""
+    text = (
+        f"BF16 arithmetic alone moves the original by {words.kl(noise.kl_mean)} and changes "
+        f"{words.percent(1 - noise.top1_agreement)} of its top tokens"
+    )
+    if noise.kl_mean <= 0 or logits.kl_mean < 2 * noise.kl_mean:
+        return f"{text}."
+    return f"{text}; packing moves it {logits.kl_mean / noise.kl_mean:,.0f} times as far."
+
+
+def observations(report: QualityReport) -> list[str]:
+    """Sentences about what deserves a look before the file ships; empty where nothing does."""
+    found = [_outliers(rows) for rows in _by_bits(report.weights)]
+    clipped = [row for row in report.weights if row.clipped_share > MUCH_CLIPPING]
+    if clipped:
+        row = max(clipped, key=lambda row: row.clipped_share)
+        others = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""
+        found.append(
+            f"{row.name}{others}: {words.percent(row.clipped_share)} of the weights are clipped, "
+            f"more than the scale search does on ordinary weights."
+        )
+    if report.logits is not None:
+        found += _about_logits(report.logits)
+    return [sentence for sentence in found if sentence]
+
+
+def _by_bits(rows: Sequence[WeightQuality]) -> list[list[WeightQuality]]:
+    bits = sorted({row.bits for row in rows})
+    return [[row for row in rows if row.bits == wanted] for wanted in bits]
+
+
+def _outliers(rows: Sequence[WeightQuality]) -> str:
+    middle = median(row.relative_l2 for row in rows)
+    beyond = [row for row in worst(rows, len(rows)) if row.relative_l2 > OUTLIER * middle]
+    if not beyond:
+        return ""
+    first = beyond[0]
+    others = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+    return (
+        f"{first.name}{others}: relative error {words.percent(first.relative_l2)}, more than "
+        f"{OUTLIER:g} times the median of the {first.bits}-bit linears "
+        f"({words.percent(middle)}); more bits there may pay."
+    )
+
+
+def _about_logits(logits: LogitQuality) -> list[str]:
+    if logits.perplexity_change >= 0:
+        return []
+    return [
+        "Perplexity is lower than the original's on this text. That makes no better model: "
+        "the KL divergence says how far it moved."
+    ]

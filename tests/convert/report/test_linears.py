@@ -1,0 +1,54 @@
+"""Packed linears by kind, layer and error."""
+
+from collections.abc import Callable
+
+import pytest
+
+from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.report.linears import kinds, layer_of, main_bits, worst
+
+MakeReport = Callable[..., QualityReport]
+MakeRow = Callable[..., WeightQuality]
+
+
+def test_most_weights_decide_the_bits(make_report: MakeReport) -> None:
+    report = make_report()
+    assert {row.bits for row in report.weights} == {4, 8}
+    assert main_bits(report.weights) == 4
+    assert main_bits(()) is None
+
+
+def test_kinds_join_layers_and_part_schemes(make_row: MakeRow) -> None:
+    rows = (
+        make_row("model.layers.0.mlp.up_proj", 4, 0.10),
+        make_row("model.layers.1.mlp.up_proj", 8, 0.01),
+        make_row("model.language_model.layers.10.mlp.up_proj", 4, 0.12),
+        make_row("lm_head", 8),
+    )
+    found = kinds(rows)
+    assert [(kind.name, kind.scheme, len(kind.rows)) for kind in found] == [
+        ("up_proj", "INT4 g128", 2),
+        ("up_proj", "INT8 g128", 1),
+        ("lm_head", "INT8 g128", 1),
+    ]
+    assert found[0].mean_error == pytest.approx(0.11)
+    assert found[0].worst is rows[2]
+
+
+def test_worst_come_first(make_row: MakeRow) -> None:
+    rows = tuple(make_row(str(n), error=n / 100) for n in (3, 9, 1, 7))
+    assert [row.name for row in worst(rows, 2)] == ["9", "7"]
+
+
+def test_worst_outputs_come_first(make_row: MakeRow) -> None:
+    rows = (make_row("a", error=0.9), make_row("b", output=0.1), make_row("c", output=0.2))
+    assert [row.name for row in worst(rows, 3, by_output=True)] == ["c", "b", "a"]
+    (kind,) = kinds(tuple(make_row(f"layers.{n}.x.q", output=n / 10) for n in range(3)))
+    assert kind.mean_output_error == pytest.approx(0.1)
+
+
+def test_mtp_layers_are_no_layers_of_the_decoder() -> None:
+    assert layer_of("mtp.layers.0.self_attn.q_proj") == (None, "mtp.q_proj")
+    assert layer_of("mtp.fc") == (None, "mtp.fc")
+    assert layer_of("model.language_model.layers.7.linear_attn.out_proj") == (7, "out_proj")
