@@ -17,8 +17,9 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-HEADLINE: Mapping[str, Callable[[LogitQuality], float]] = {
+HEADLINE: Mapping[str, Callable[[LogitQuality], float | None]] = {
     "kl_mean": lambda logits: logits.kl_mean,
+    "kl_stderr": lambda logits: logits.kl_error,
     "kl_p95": lambda logits: logits.kl_p95,
     "kl_p99": lambda logits: logits.kl_p99,
     "kl_max": lambda logits: logits.kl_max,
@@ -26,8 +27,10 @@ HEADLINE: Mapping[str, Callable[[LogitQuality], float]] = {
     "ppl_change": lambda logits: logits.perplexity_change,
     "cosine": lambda logits: logits.cosine_mean,
 }
-OF_A_TEXT: Mapping[str, Callable[[TextKind], float]] = {
+OF_A_TEXT: Mapping[str, Callable[[TextKind], float | None]] = {
     "kl_mean": lambda kind: kind.kl_mean,
+    "kl_stderr": lambda kind: kind.kl_error,
+    "kl_p99": lambda kind: kind.kl_p99,
     "top1": lambda kind: kind.top1_agreement,
     "ppl_change": lambda kind: kind.perplexity_change,
 }
@@ -67,13 +70,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """What became of a gate."""
+    """The outcomes of a gate's conditions."""
 
     outcomes: tuple[Outcome, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every condition is met."""
+        """True if every condition is met."""
         return all(outcome.met for outcome in self.outcomes)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def check_texts(conditions: Sequence[Condition], names: Collection[str]) -> None
 
 
 def hold(conditions: Sequence[Condition], report: QualityReport) -> GateResult:
-    """What a report's figures say of every condition.
+    """The outcome of every condition on a report's figures.
 
     Raises:
         RequestError: a figure was not measured.
@@ -137,12 +140,17 @@ def hold(conditions: Sequence[Condition], report: QualityReport) -> GateResult:
     outcomes = []
     for condition in conditions:
         found = _figure(condition, report)
+        if found is None:
+            raise RequestError(
+                f"`{condition}`: `{condition.figure}` was not measured, or on too few windows",
+                hint="measure again, on a longer text",
+            )
         met = OPERATORS[condition.operator](found, condition.bound)
         outcomes.append(Outcome(str(condition), found, met))
     return GateResult(tuple(outcomes))
 
 
-def _figure(condition: Condition, report: QualityReport) -> float:
+def _figure(condition: Condition, report: QualityReport) -> float | None:
     if condition.figure == SIZE:
         return report.sizes.bits_per_weight
     if report.logits is None:

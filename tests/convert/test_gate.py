@@ -18,7 +18,7 @@ from lowbit.formats.errors import RequestError
 @pytest.fixture
 def report() -> QualityReport:
     kinds = (
-        TextKind("prose", "ab", 5110, 10.0, 10.2, 0.02, 0.96),
+        TextKind("prose", "ab", 5110, 10.0, 10.2, 0.02, 0.96, 0.2, 0.0007),
         TextKind("notes.txt", "cd", 511, 20.0, 19.0, 0.05, 0.91),
     )
     logits = LogitQuality(
@@ -44,6 +44,7 @@ def report() -> QualityReport:
         torch_version="2",
         transformers_version="5",
         kinds=kinds,
+        kl_error=0.0007,
     )
     return QualityReport("0.1.0", None, Sizes(1, 2, 4.5), (), logits)
 
@@ -52,6 +53,9 @@ def report() -> QualityReport:
     ("text", "found"),
     [
         ("kl_mean<0.03", 0.02),
+        ("kl_stderr<0.001", 0.0007),
+        ("prose.kl_p99<0.3", 0.2),
+        ("prose.kl_stderr<=0.0007", 0.0007),
         ("kl_p95<=0.08", 0.08),
         ("kl_p99 <= .2", 0.2),
         ("kl_max>1", 1.5),
@@ -108,8 +112,11 @@ def test_an_infinite_figure_misses_and_is_null(report: QualityReport) -> None:
         ("kl_mean<", "is not a condition"),
         ("kl_mean<0.03,", "`` is not a condition"),
         ("kl_mean<0.03 top1>0.9", "is no figure|is not a"),
-        ("kl<0.03", "`kl` is no figure; figures are kl_mean, kl_p95, kl_p99, kl_max, top1, "),
-        ("maths.kl_p99<1", "no figure of the text `maths`; figures are kl_mean, top1, ppl_change$"),
+        ("kl<0.03", "`kl` is no figure; figures are kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, "),
+        (
+            "maths.kl_p95<1",
+            "of the text `maths`; figures are kl_mean, kl_stderr, kl_p99, top1, ppl_",
+        ),
         ("kl_mean<nan", "`nan` is not a number"),
         ("kl_mean<inf", "`inf` is not a number"),
         ("top1>95%", "`95%` is not a number"),
@@ -134,6 +141,14 @@ def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:
     single = replace(report, logits=replace(report.logits, kinds=(), text_name="notes.txt"))
     result = hold(parse_gate("notes.txt.kl_mean<0.03"), single)
     assert result.outcomes[0].found == 0.02
+
+
+def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
+    assert report.logits is not None
+    few = replace(report, logits=replace(report.logits, kl_error=None))
+    for condition in ("kl_stderr<1", "notes.txt.kl_p99<1", "notes.txt.kl_stderr<1"):
+        with pytest.raises(RequestError, match="was not measured, or on too few windows"):
+            hold(parse_gate(condition), few)
 
 
 def test_without_logits_only_the_size_is_known(report: QualityReport) -> None:
