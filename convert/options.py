@@ -46,7 +46,7 @@ def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
     try:
         str(value).encode()
     except UnicodeEncodeError:
-        raise click.BadParameter(f"{printable(str(value))!r} is not valid UTF-8.") from None
+        raise click.BadParameter(f"`{printable(str(value))}` is not valid UTF-8.") from None
     return value
 
 
@@ -283,9 +283,11 @@ out_argument = click.argument(
 
 def parse_hub_id(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
     """A repository on the Hub, `owner/name`."""
+    if text is None or ctx.resilient_parsing:
+        return text
     from lowbit.formats.hub import HUB_ID
 
-    if text is not None and not HUB_ID.fullmatch(text):
+    if not HUB_ID.fullmatch(text):
         raise click.BadParameter(f"{text!r} is not of the form OWNER/NAME.")
     return text
 

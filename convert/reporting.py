@@ -23,6 +23,7 @@ from lowbit.convert.verification import check_recorded
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.manifest import read_manifest
 from lowbit.formats.packed import open_packed
+from lowbit.formats.printable import printable
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
@@ -82,7 +83,8 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
     if not paths:
         return default_texts()
     texts = tuple(
-        Text(path.name, path.name, read_text_file(path, "evaluation text")) for path in paths
+        Text(name, name, read_text_file(path, "evaluation text"))
+        for path, name in ((path, printable(path.name)) for path in paths)
     )
     check_names(texts)
     return texts

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lowbit.formats.recipes import Base
     from lowbit.runtime.model import Model
 
+MOST_TEMPERATURE = 1000
+MOST_PENALTY = 100  # beyond it logits overflow
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
 load_options = with_options(
@@ -54,7 +56,7 @@ sampling_options = with_options(
     ),
     click.option(
         "--temperature",
-        type=click.FloatRange(min=0),
+        type=click.FloatRange(0, MOST_TEMPERATURE),
         metavar="T",
         callback=finite,
         show_default="the model's",
@@ -85,7 +87,7 @@ sampling_options = with_options(
     ),
     click.option(
         "--repetition-penalty",
-        type=click.FloatRange(min=0, min_open=True),
+        type=click.FloatRange(1 / MOST_PENALTY, MOST_PENALTY),
         metavar="X",
         callback=finite,
         show_default="the model's",
@@ -93,7 +95,7 @@ sampling_options = with_options(
     ),
     click.option(
         "--presence-penalty",
-        type=float,
+        type=click.FloatRange(-MOST_PENALTY, MOST_PENALTY),
         metavar="X",
         callback=finite,
         show_default="the model's",

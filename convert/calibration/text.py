@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit.convert.text import read_text_file
 from lowbit.formats.checkpoint import CONFIG_FILE, read_json
 from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.printable import printable
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import load_text_tokenizer
 
@@ -80,7 +81,7 @@ def read_calibration(
         name, documents = BUNDLED_NAME, [*files]
     else:
         files = [read_text_file(path, WHAT)]
-        name, documents = path.name, _parse(path, files[0])
+        name, documents = printable(path.name), _parse(path, files[0])
     tokenizer = load_text_tokenizer(folder, "calibration")
     texts = _render(documents, _load_template(folder)) if chat else [_plain(d) for d in documents]
     ids = [id for encoded in tokenizer.encode_all(texts) for id in encoded]

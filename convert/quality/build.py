@@ -16,6 +16,7 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.manifest import MANIFEST_FILE, read_manifest
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, ZERO_POINT
+from lowbit.formats.printable import printable
 from lowbit.formats.tasks import manifest_sha256
 
 STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
@@ -54,7 +55,9 @@ def build_report(
         sizes=measure_sizes(folder, source),
         weights=tuple(weights),
         logits=logits,
-        command=None if manifest is None else command_of(manifest, folder.resolve().name),
+        command=None
+        if manifest is None
+        else command_of(manifest, printable(folder.resolve().name)),
         measured_on=datetime.now(UTC).date().isoformat(),
         original=original or (None if manifest is None else manifest.source.repo),
         model_type=str(config.get("model_type")),

@@ -14,6 +14,7 @@ from lowbit.convert.report.space import where_bytes_went
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.packed import open_packed
+from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks
 
 HTML_FILE = "quality.html"
@@ -54,7 +55,7 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
             be written; then none is.
     """
     packed = open_packed(folder)
-    name = folder.resolve().name
+    name = printable(folder.resolve().name)
     place = _place(folder, place)
     tasks = read_tasks(folder)
     if tasks is not None and not tasks.is_current(folder):
