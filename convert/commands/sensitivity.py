@@ -8,7 +8,7 @@ import click
 from lowbit.convert.options import calibration_file, device_option, parse_size, source_argument
 from lowbit.formats.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, json_option, output_file
+from lowbit.formats.shell.options import Count, json_option
 from lowbit.formats.shell.output import note, print_json
 
 
@@ -26,11 +26,6 @@ def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) ->
     """Refuse, before the measurement, a name that leaves none for the plot."""
     if value is not None and value.suffix == ".svg":
         raise click.BadParameter("it names the JSON file; the plot has its name with .svg.")
-    if value is None or ctx.resilient_parsing:
-        return value
-    there = next(folder for folder in value.absolute().parents if folder.is_dir())
-    for name in (value.name, value.with_suffix(".svg").name):  # folders between are created
-        output_file(ctx, param, value.with_name(name) if there == value.parent else there / name)
     return value
 
 
