@@ -81,8 +81,9 @@ class Headed(Table):
         self.heading = heading
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the heading as a line of its own, then the table."""
-        yield Text(printable(self.heading), style="italic")
+        """Print the heading, where there is one, as a line of its own, then the table."""
+        if self.heading:
+            yield Text(printable(self.heading), style="italic")
         yield from super().__rich_console__(console, options)
 
 

@@ -8,8 +8,9 @@ import pytest
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
+TEXT = str(Path(__file__).parents[2] / "examples" / "data" / "stories-eval.txt")
 OPTIONS = {
-    "--calib": ("--calib", "text.txt"),
+    "--calib": ("--calib", TEXT),
     "--calib-samples": ("--calib-samples", "256"),  # the default, but given
     "--calib-length": ("--calib-length", "9"),
     "--calib-chat": ("--calib-chat",),
@@ -39,7 +40,7 @@ def test_a_target_reads_the_text_alone(
 
 
 def test_a_plan_without_a_target(cli: "Cli", small: Path) -> None:
-    result = cli("plan", small, "--calib", "text.txt")
+    result = cli("plan", small, "--calib", TEXT)
     assert result.exit_code == 2
     assert "--calib is for --target-bpw or --target-size" in result.stderr
 
@@ -48,6 +49,6 @@ def test_verifying_a_folder_that_was_not_calibrated(
     cli: "Cli", tmp_path: Path, small: Path
 ) -> None:
     assert cli(small, tmp_path / "out").exit_code == 0
-    result = cli("verify", tmp_path / "out", "--source", small, "--calib", "text.txt")
+    result = cli("verify", tmp_path / "out", "--source", small, "--calib", TEXT)
     assert result.exit_code == 1
     assert "was not calibrated on a text\n\nhint: leave out --calib" in result.stderr

@@ -23,7 +23,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel") -> P
     """A folder with `source` and its conversion `out`; not to be written to."""
     place = tmp_path_factory.mktemp("origin")
     source = make_model(place / "source")
-    (source / "tokenizer.json").write_text("{}")
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
     convert(source, place / "out")
     return place
 
