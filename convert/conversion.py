@@ -13,7 +13,6 @@ from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.calibration.session import begin
 from lowbit.convert.calibration.store import LayerError
 from lowbit.convert.device import open_device
-from lowbit.convert.disk import disk_errors
 from lowbit.convert.folder import (
     check_apart,
     check_output,
@@ -30,6 +29,7 @@ from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.stream import stream, worker_count
 from lowbit.formats.architectures import read_config
+from lowbit.formats.atomic import disk_errors
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.generation import load_generation_config

@@ -14,7 +14,6 @@ from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.calibration.session import begin
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.device import open_device
-from lowbit.convert.disk import disk_errors
 from lowbit.convert.folder import README, SOURCE_README, check_output, check_small_files, finish
 from lowbit.convert.origin import check_origin
 from lowbit.convert.owned import remove_unfinished_reports
@@ -24,6 +23,7 @@ from lowbit.convert.quality.compare import measure_weights
 from lowbit.convert.quality.record import QualityReport, read_quality
 from lowbit.convert.recipe import Recipe
 from lowbit.convert.verification import Progress, check_recorded
+from lowbit.formats.atomic import disk_errors
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, open_checkpoint
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.hashing import hash_file

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from lowbit.convert.disk import replace_files
 from lowbit.convert.stream import worker_count
 from lowbit.convert.user_folders import user_folder
+from lowbit.formats.atomic import replace_files
 from lowbit.formats.checkpoint import CONFIG_FILE, TensorInfo, open_checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
 from lowbit.formats.files import check_regular, read_bytes

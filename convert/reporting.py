@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
-from lowbit.convert.disk import disk_errors
 from lowbit.convert.finished import Finished
 from lowbit.convert.origin import Ask, Origin, find_origin
 from lowbit.convert.quality.build import build_report
@@ -20,6 +19,7 @@ from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.files import HTML_FILE, check_reports, write_reports
 from lowbit.convert.text import read_text_file
 from lowbit.convert.verification import check_recorded
+from lowbit.formats.atomic import disk_errors
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.manifest import read_manifest
 from lowbit.formats.packed import open_packed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import open_file, read_bytes
+from lowbit.formats.files import open_file, read_bytes, reopen
 from lowbit.formats.strict_json import loads
 
 DTYPES: dict[str, torch.dtype] = {
@@ -143,13 +143,17 @@ class Checkpoint:
 def read_at(path: Path, offset: int, out: Tensor) -> None:
     """Fill a contiguous CPU tensor with the bytes of a file from `offset` on.
 
+    Args:
+        path: of a file whose header has been read.
+        offset: in bytes.
+        out: any dtype and shape.
+
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file ends first, or `open_file` refuses it.
+        CheckpointError: the file ends first, or `reopen` refuses it.
     """
     view = out.view(-1).view(torch.uint8).numpy().data
     done = 0
-    with open_file(path) as file:
+    with reopen(path) as file:
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done:]], offset + done)
             if count == 0:

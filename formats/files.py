@@ -28,17 +28,26 @@ def open_file(path: Path) -> io.BufferedReader:
             may not be read.
     """
     check_regular(path)
+    return reopen(path)
+
+
+def reopen(path: Path) -> io.BufferedReader:
+    """Open a file again that `open_file` has opened before; its links are not looked at twice.
+
+    Raises:
+        CheckpointError: it is not a regular file any more, or may not be read.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise _unreadable(path, error) from None
-    file = os.fdopen(descriptor, "rb")
     try:
         _check_mode(os.fstat(descriptor).st_mode, path)  # of what was opened: it may be another
-    except CheckpointError:
-        file.close()
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
         raise
-    return file
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -130,7 +139,7 @@ def check_inside(path: Path, folder: Path | None = None) -> None:
 
 
 def _in_hub_cache(target: Path, folder: Path) -> bool:
-    """Whether a link leads to a blob: of the folder's own snapshot, or of any repository by hash.
+    """Tell whether a link leads to a blob: of its own snapshot, or of any repository by hash.
 
     Snapshots link to `../../blobs`; `hf download --local-dir` of older releases linked into the
     cache from anywhere.

@@ -13,7 +13,7 @@ GPU_FULL = "OutOfMemoryError"  # torch's, named so that this file need not impor
 
 
 def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError | None:
-    """What a file, an option or the machine has caused; None for anything else, which is a bug.
+    """The error that a file, an option or the machine has caused; None for a bug.
 
     Args:
         error: that reached a command.
@@ -54,17 +54,3 @@ def of_system(
     elif isinstance(error.filename, str | bytes) and not full:  # else the number of an open file
         reason = f"`{os.fsdecode(error.filename)}`: {reason}"
     return ResourceError(reason, hint=full_hint if full else None)
-
-
-def check_writable(path: Path) -> None:
-    """Make sure, before long work, that a file can be written: one beside it is made and removed.
-
-    Raises:
-        ResourceError: it cannot.
-    """
-    attempt = path.with_name(f".{path.name}.attempt")
-    try:
-        attempt.touch()
-        attempt.unlink()
-    except OSError as error:
-        raise ResourceError(f"`{path}` cannot be written: {error.strerror or error}") from None

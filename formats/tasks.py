@@ -5,12 +5,11 @@ conversion in the same folder are told apart. A figure that is not a finite numb
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.atomic import replace_file
 from lowbit.formats.hashing import hash_file
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.records import load_object, record, records
@@ -120,14 +119,5 @@ def write_tasks(folder: Path, report: TaskReport) -> Path:
         ResourceError: the folder cannot be written to.
     """
     path = folder / TASKS_FILE
-    partial = folder / f".{TASKS_FILE}.partial"
-    try:
-        with partial.open("wb") as file:
-            file.write(report.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ResourceError(f"`{path}` cannot be written: {error.strerror or error}") from error
+    replace_file(path, report.to_bytes())
     return path

@@ -19,7 +19,8 @@ class _TimeOverError(Exception):
 def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
     """Stop the block after some time; `re` looks for signals while it searches.
 
-    Signals reach the main thread alone, so a block in another thread runs without a limit.
+    Signals reach the main thread alone, so a block in another thread runs without a limit. So does
+    one where somebody's alarm is running already: there is one for the whole process.
 
     Args:
         what: the work, for the message.
@@ -28,7 +29,8 @@ def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
     Raises:
         FormatError: the time is over.
     """
-    if threading.current_thread() is not threading.main_thread():
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
 
@@ -39,6 +41,7 @@ def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except _TimeOverError:
         raise FormatError(
             f"{what} took longer than {seconds:g} s",
@@ -46,4 +49,4 @@ def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)

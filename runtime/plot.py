@@ -1,13 +1,12 @@
 """A line plot as one SVG file, in colours that read on light and on dark pages."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.atomic import replace_file
 
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 24.0, 60.0, 52.0
@@ -66,16 +65,7 @@ def write_plot(path: Path, svg: str) -> None:
     Raises:
         ResourceError: the place cannot be written to.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(svg)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ResourceError(f"`{path}` cannot be written: {error.strerror or error}") from error
+    replace_file(path, svg.encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from lowbit.convert.budget.sensitivity import RULE, Variant, measure, variants_o
 from lowbit.convert.budget.sets import GROUPS, fused_sets
 from lowbit.convert.calibration.text import CalibrationText, read_calibration
 from lowbit.convert.device import open_device
-from lowbit.convert.disk import attempt
 from lowbit.convert.quality.advice import without_advice
 from lowbit.convert.quality.dequantized import Weights, open_weights
 from lowbit.convert.quality.side import load_side
+from lowbit.formats.atomic import attempt
 from lowbit.formats.checkpoint import CONFIG_FILE
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.hashing import hash_file

@@ -40,8 +40,8 @@ def compare(places: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     the first.
     """
     from lowbit.convert.comparison import compare as compare_folders
-    from lowbit.convert.disk import attempt
     from lowbit.convert.report.comparison import render_comparison, write_comparison
+    from lowbit.formats.atomic import attempt
     from lowbit.formats.shell.tables import results
 
     found = compare_folders(places)

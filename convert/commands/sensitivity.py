@@ -101,8 +101,8 @@ def sensitivity(
     from lowbit.convert.budget.cache import check_file, write_file
     from lowbit.convert.budget.lookup import Settings, find_or_measure
     from lowbit.convert.budget.plot import heat_map
-    from lowbit.convert.disk import attempt
     from lowbit.convert.terminal import progress_bars
+    from lowbit.formats.atomic import attempt
     from lowbit.formats.hub import locate
 
     if out is not None:

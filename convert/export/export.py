@@ -8,7 +8,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from lowbit.convert.disk import disk_errors
 from lowbit.convert.export import awq, gguf, gptq, mlx
 from lowbit.convert.export.gguf_file import Value, read_places, write_gguf
 from lowbit.convert.export.gguf_metadata import metadata
@@ -33,6 +32,7 @@ from lowbit.convert.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.place import partial_of, place_of
 from lowbit.convert.plan import DEFAULT_SHARD_BYTES
 from lowbit.convert.verification import check_recorded
+from lowbit.formats.atomic import disk_errors
 from lowbit.formats.checkpoint import CONFIG_FILE, open_checkpoint
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.manifest import MANIFEST_FILE, json_bytes

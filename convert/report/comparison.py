@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from lowbit.convert.comparison import Comparison, Row
-from lowbit.convert.disk import replace_files
 from lowbit.convert.report import words
 from lowbit.convert.report.limits import LIMITS, Limit
 from lowbit.convert.report.page import render_page
@@ -25,6 +24,7 @@ from lowbit.convert.report.svg import (
     log_axis,
 )
 from lowbit.convert.report.terminal import COLORS
+from lowbit.formats.atomic import replace_files
 from lowbit.formats.shell.tables import plain_table
 
 PLOT_HEIGHT = 320.0

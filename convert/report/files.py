@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from lowbit.convert.disk import check_place, replace_files
 from lowbit.convert.draft import is_untouched_draft, marked
 from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
@@ -11,6 +10,7 @@ from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
+from lowbit.formats.atomic import check_place, replace_files
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.packed import open_packed

@@ -6,7 +6,7 @@ import click
 from click.shell_completion import CompletionItem
 from click_default_group import DefaultGroup
 
-from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_stdout
+from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_broken
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
@@ -41,7 +41,8 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
             farewell(str(error))
             raise click.exceptions.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            leave_stdout()
+            if not leave_broken():
+                raise
             raise click.exceptions.Exit(READER_LEFT) from None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -6,10 +6,11 @@ that takes long.
 
 import importlib
 import os
+import select
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE
@@ -60,11 +61,23 @@ def farewell(left: str = "") -> None:
     print(f"\ninterrupted{'; ' if left else ''}{left}", file=sys.stderr)
 
 
-def leave_stdout() -> None:
-    """Point stdout nowhere after its reader has left, so that no later flush fails."""
+def leave(stream: IO[str]) -> None:
+    """Point a stream nowhere after its reader has left, so that no later flush fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def leave_broken() -> bool:
+    """Leave stdout and stderr as far as their readers have left; True if one has."""
+    streams = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr)}
+    watch = select.poll()
+    for descriptor in streams:
+        watch.register(descriptor, 0)
+    broken = [streams[descriptor] for descriptor, _ in watch.poll(0)]
+    for stream in broken:
+        leave(stream)
+    return bool(broken)
 
 
 def _watch(arrived: list[int]) -> None:
@@ -81,7 +94,7 @@ def _watch(arrived: list[int]) -> None:
         raise KeyboardInterrupt
 
     def insist(number: int, frame: FrameType | None) -> None:
-        if not _is_on_its_way(sys.exception()):
+        if arrived and not _is_on_its_way(sys.exception()):
             interrupt(number, frame)
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -96,14 +109,14 @@ def _watch(arrived: list[int]) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame runs on behalf of an import."""
+    """Tell whether a frame runs on behalf of an import."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
 
 
 def _is_on_its_way(error: BaseException | None) -> bool:
-    """Whether an interrupt is being handled, by what cleans up after it for instance."""
+    """Tell whether an interrupt is being handled, by what cleans up after it for instance."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from lowbit.formats.atomic import check_place
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.shell.failure import Command
-from lowbit.formats.system import check_writable
 
 MOST = 2**31 - 1  # of a count: beyond it nothing can be held, and torch's indices overflow
 
@@ -85,7 +85,7 @@ def output_file(
     if not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder `{value.parent}`.")
     try:
-        check_writable(value)
+        check_place(value)
     except ResourceError as error:
         raise click.BadParameter(f"{error}.") from None
     return value

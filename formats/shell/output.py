@@ -31,7 +31,7 @@ def note(text: str) -> None:
 
 
 def plain() -> bool:
-    """Whether the user asks for text without styles, https://no-color.org."""
+    """Tell whether the user asks for text without styles, https://no-color.org."""
     return bool(os.environ.get("NO_COLOR"))
 
 

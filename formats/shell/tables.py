@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.formats.printable import printable
-from lowbit.formats.shell.entry import leave_stdout
+from lowbit.formats.shell.entry import leave
 from lowbit.formats.shell.output import plain
 
 # Columns into a file or a pipe, which have no edge to fold at. The bound keeps rows of a long name
@@ -50,7 +50,7 @@ class Screen(Console):
     def on_broken_pipe(self) -> None:
         """Print no more to a reader who has left; the command goes on to its end."""
         self.quiet = True
-        leave_stdout()
+        leave(self.file)
 
 
 def results() -> Screen:

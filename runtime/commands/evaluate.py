@@ -78,9 +78,9 @@ def evaluate(
     The results of a packed folder are kept in its tasks.json, where the quality report finds
     them.
     """
+    from lowbit.formats.atomic import check_place
     from lowbit.formats.manifest import MANIFEST_FILE
     from lowbit.formats.shell.tables import progress_bars
-    from lowbit.formats.system import check_writable
     from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
     from lowbit.runtime.evaluate import evaluate as run
     from lowbit.runtime.evaluate import find_tasks
@@ -92,7 +92,7 @@ def evaluate(
         raise click.UsageError("--think and --no-think need --chat.")
     keeps = (Path(name) / MANIFEST_FILE).exists()
     if keeps:
-        check_writable(Path(name) / TASKS_FILE)
+        check_place(Path(name) / TASKS_FILE)
         read_tasks(Path(name))
     manager = find_tasks(names, task_folder)
     model = load_model(name, device, context, threads)

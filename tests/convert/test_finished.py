@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import Result
 
-from lowbit.convert import disk, folder, reporting
+from lowbit.convert import folder, reporting
 from lowbit.convert.quality.measure import Measured, measure_logits
+from lowbit.formats import atomic
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
@@ -72,16 +73,16 @@ def kill_at_file(number: int) -> Kill:
     """While a report file of that number is written: three without logits, three with them."""
 
     def kill(patch: Patch) -> None:
-        write, calls = disk.write_synced, iter(range(100))
+        write, calls = atomic.write_synced, iter(range(100))
 
-        def write_or_die(path: Path, content: bytes) -> None:
+        def write_or_die(path: Path, content: bytes, mode: int = 0o666) -> None:
             if next(calls) == number:
                 path.write_bytes(content[:100])
                 raise Killed
             write(path, content)
 
-        patch.setattr(disk, "write_synced", write_or_die)
-        patch.setattr(disk, "_remove", lambda path: None)  # as where the process is gone
+        patch.setattr(atomic, "write_synced", write_or_die)
+        patch.setattr(atomic, "_remove", lambda path: None)  # as where the process is gone
 
     return kill
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert import convert, disk, reporting
+from lowbit.convert import convert, reporting
 from lowbit.convert.quality.record import read_quality
+from lowbit.formats import atomic
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
@@ -110,16 +111,16 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the disk refuse files: (error number, part of their names, writes that still succeed)."""
 
     def install(code: int, name: str, after: int = 0) -> None:
-        write, left = disk.write_synced, [after]
+        write, left = atomic.write_synced, [after]
 
-        def refused(path: Path, content: bytes) -> None:
+        def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
             if name in path.name:
                 left[0] -= 1
                 if left[0] < 0:
                     raise OSError(code, os.strerror(code), str(path))
             write(path, content)
 
-        monkeypatch.setattr(disk, "write_synced", refused)
+        monkeypatch.setattr(atomic, "write_synced", refused)
 
     return install
 

@@ -24,7 +24,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "read_header": read_header,
     "read_json": read_json,
     "load_object": lambda path: load_object(path, "schema", 1, "hint"),
-    "read_at": lambda path: read_at(path, 0, torch.empty(4)),
 }
 
 
@@ -53,6 +52,14 @@ def test_what_is_no_file_of_the_folder(model: Path, reader: str, plant: Plant) -
     assert SECRET not in message
     assert "secret.txt" not in message
     assert caught.value.__cause__ is None
+
+
+def test_a_file_that_became_another_since_its_header_was_read(model: Path) -> None:
+    os.mkfifo(model / "pipe")
+    (model / "folder").mkdir()
+    for name, kind in (("pipe", "a pipe, expected a regular"), ("folder", "a folder"), ("x", "No")):
+        with pytest.raises(CheckpointError, match=kind):
+            read_at(model / name, 0, torch.empty(4))
 
 
 @pytest.mark.parametrize("name", ["a\0b", "half\ud800", "x" * 300, "a/" * 3000 + "b"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
-from lowbit.formats.system import check_writable, explained
+from lowbit.formats.system import explained
 
 
 def raised(action: Callable[[], object]) -> BaseException:
@@ -70,10 +70,3 @@ def test_our_errors_stay_themselves() -> None:
 
 def test_a_number_of_an_open_file_is_no_name() -> None:
     assert str(explained(IsADirectoryError(errno.EISDIR, "Is a directory", 12))) == "Is a directory"
-
-
-def test_check_writable(tmp_path: Path) -> None:
-    check_writable(tmp_path / "x.json")
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ResourceError, match="cannot be written: No such file"):
-        check_writable(tmp_path / "none" / "x.json")

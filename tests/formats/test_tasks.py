@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ResourceError, match=r"tasks\.json` cannot be written: No space left"):
+    with pytest.raises(ResourceError, match=r"tasks\.json` cannot be written: the disk is full"):
         write_tasks(tmp_path, report(UNKNOWN))
     assert read_tasks(tmp_path) == report(ROW)
     assert [path.name for path in tmp_path.iterdir()] == [TASKS_FILE]

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import Result
 
-from lowbit.convert import disk
 from lowbit.convert.budget import lookup
 from lowbit.convert.budget.plot import heat_map
 from lowbit.convert.budget.record import Row, Sensitivities, read_sensitivities
+from lowbit.formats import atomic
 from lowbit.formats.manifest import read_manifest
 
 if TYPE_CHECKING:
@@ -76,16 +76,16 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the disk be full for files of a name: (part of it, writes that still succeed)."""
 
     def install(name: str, after: int = 0) -> None:
-        write, left = disk.write_synced, [after]
+        write, left = atomic.write_synced, [after]
 
-        def refused(path: Path, content: bytes) -> None:
+        def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
             if name in path.name:
                 left[0] -= 1
                 if left[0] < 0:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             write(path, content)
 
-        monkeypatch.setattr(disk, "write_synced", refused)
+        monkeypatch.setattr(atomic, "write_synced", refused)
 
     return install
 

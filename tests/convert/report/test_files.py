@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert import Recipe, convert, disk
-from lowbit.convert.disk import replace_files
+from lowbit.convert import Recipe, convert
 from lowbit.convert.quality.record import QualityReport, read_quality
 from lowbit.convert.report.files import check_reports, write_reports
+from lowbit.formats import atomic
+from lowbit.formats.atomic import replace_files
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 
@@ -121,14 +122,14 @@ def test_one_file_that_cannot_be_written_leaves_all_as_they_were(
 ) -> None:
     write_reports(packed, make_report())
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
-    write = disk.write_synced
+    write = atomic.write_synced
 
-    def refused(path: Path, content: bytes) -> None:
+    def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
         if name in path.name:
             raise OSError(code, os.strerror(code), str(path))
         write(path, content)
 
-    monkeypatch.setattr(disk, "write_synced", refused)
+    monkeypatch.setattr(atomic, "write_synced", refused)
     for work in (
         lambda: check_reports(packed),
         lambda: write_reports(packed, make_report(measured=False)),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert import disk
+from lowbit.formats import atomic
 from lowbit.formats.errors import ResourceError
 
 OLD, NEW = b"old", b"new content"
@@ -34,20 +34,20 @@ def test_all_files_change_or_none(
             with pytest.raises(
                 ResourceError, match=f"`{paths[fails]}` cannot be written: "
             ) as caught:
-                disk.replace_files(dict.fromkeys(paths, NEW))
+                atomic.replace_files(dict.fromkeys(paths, NEW))
             full = code in (errno.ENOSPC, errno.EDQUOT)
             assert ("the disk is full" in str(caught.value)) == full
             assert (caught.value.hint is not None) == full
         else:
-            disk.replace_files(dict.fromkeys(paths, NEW))
+            atomic.replace_files(dict.fromkeys(paths, NEW))
     assert {path.read_bytes() for path in paths} == {OLD if fails < count else NEW}
     assert sorted(folder.iterdir()) == paths  # nothing is left behind
 
 
 def _refuse(patch: pytest.MonkeyPatch, fails: int, partly: bool, code: int) -> None:
-    write, calls = disk.write_synced, [0]
+    write, calls = atomic.write_synced, [0]
 
-    def refused(path: Path, content: bytes) -> None:
+    def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
         calls[0] += 1
         if calls[0] == fails + 1:
             if partly:
@@ -55,14 +55,14 @@ def _refuse(patch: pytest.MonkeyPatch, fails: int, partly: bool, code: int) -> N
             raise OSError(code, os.strerror(code))
         write(path, content)
 
-    patch.setattr(disk, "write_synced", refused)
+    patch.setattr(atomic, "write_synced", refused)
 
 
 def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
-    disk.check_place(tmp_path / "file", 1000)
+    atomic.check_place(tmp_path / "file", 1000)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_bytes(OLD)
-    disk.check_place(tmp_path / "file", 1000)
+    atomic.check_place(tmp_path / "file", 1000)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [OLD]
 
 
@@ -71,18 +71,34 @@ def test_a_trial_finds_what_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(OLD)
     for place in ("folder", "none/file", "file/below"):
         with pytest.raises(ResourceError, match=f"`{tmp_path / place}` cannot be written: "):
-            disk.check_place(tmp_path / place, 1000)
+            atomic.check_place(tmp_path / place, 1000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_an_attempt_gives_its_failure_back(tmp_path: Path) -> None:
-    assert disk.attempt(lambda: disk.replace_files({tmp_path / "file": NEW})) is None
-    failure = disk.attempt(lambda: (tmp_path / "none" / "file").write_bytes(NEW))
+    assert atomic.attempt(lambda: atomic.replace_files({tmp_path / "file": NEW})) is None
+    failure = atomic.attempt(lambda: (tmp_path / "none" / "file").write_bytes(NEW))
     assert isinstance(failure, ResourceError)
     assert "No such file" in str(failure)
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "x"), ValueError("x")])
 def test_other_errors_pass(error: Exception) -> None:
-    with pytest.raises(type(error)), disk.disk_errors():
+    with pytest.raises(type(error)), atomic.disk_errors():
         raise error
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(OLD)
+    for pid in ("", f".{os.getpid()}"):
+        (tmp_path / f".file{pid}.partial").symlink_to(victim)
+    atomic.check_place(path)
+    atomic.replace_file(path, NEW, 0o600)
+    assert (victim.read_bytes(), path.read_bytes()) == (OLD, NEW)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    path.symlink_to(victim)
+    atomic.replace_file(path, NEW)
+    assert not path.is_symlink()
+    assert victim.read_bytes() == OLD

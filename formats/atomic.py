@@ -26,11 +26,15 @@ def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[No
         raise of_system(error, path, hint) from error
 
 
-def replace_files(contents: Mapping[Path, bytes]) -> None:
+def replace_files(contents: Mapping[Path, bytes], mode: int = 0o666) -> None:
     """Give files their new content; a reader sees the old content or all of the new.
 
     All are written beside their places before the first takes its own, so that a full disk
     changes none.
+
+    Args:
+        contents: of each file.
+        mode: of the files, before the umask.
 
     Raises:
         ResourceError: naming the first file that cannot be written.
@@ -39,7 +43,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     try:
         for path, content in contents.items():
             with disk_errors(path=path):
-                write_synced(partials[path], content)
+                write_synced(partials[path], content, mode)
         for path, partial in partials.items():
             with disk_errors(path=path):
                 partial.replace(path)
@@ -48,15 +52,31 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
             _remove(partial)
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Give one file its new content; see `replace_files`.
+
+    Args:
+        path: of the file.
+        content: all of it.
+        mode: of the file, before the umask.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    replace_files({path: content}, mode)
+
+
+def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a new file and flush it to the disk; nothing that has its name is written through."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def check_place(path: Path, room_bytes: int) -> None:
+def check_place(path: Path, room_bytes: int = 0) -> None:
     """Make sure, before long work, that a file can be written.
 
     Args:
