@@ -41,6 +41,7 @@ from lowbit.runtime import cpu, model, stream  # noqa: F401
 SECONDS = 10
 MEMORY_BYTES = 1 << 30  # beyond a run of the same command on an undamaged folder
 EXIT_CODES = (0, 1, 2, 3)
+REPORT_FILES = {"quality.json", "quality.html", "README.md", "MODEL_CARD.md"}
 TEXT = "Once upon a time there was a small robot who liked to paint. " * 20
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -210,7 +211,7 @@ def faults(ended: Ended, usual_bytes: int, place: Path, before: dict[str, object
     if left - {"out.partial"}:  # which the same command continues
         yield f"left behind: {sorted(left)}"
     changed = before.items() ^ listing(place / "folder").items()
-    names = {name for name, _ in changed} - {"quality.json", "quality.html", "README.md"}
+    names = {name for name, _ in changed} - REPORT_FILES
     if names:
         yield f"changed what it read: {sorted(names)}"
 

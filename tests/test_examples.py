@@ -62,3 +62,11 @@ def test_kills_leave_no_trace() -> None:
     done = run(str(EXAMPLES / "kill_conversions.py"), "--kills", "3", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert "3 identical results" in done.stdout
+
+
+@pytest.mark.slow
+def test_damaged_folders_end_in_a_message() -> None:
+    done = run(str(EXAMPLES / "fuzz_folders.py"), "--runs", "40", "--jobs", "1", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "40 runs" in done.stdout
+    assert ", 0 wrong" in done.stdout
