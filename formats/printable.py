@@ -1,25 +1,45 @@
-"""Text from files made safe to print: control characters shown as escapes."""
+"""Control characters as visible escapes: the one list of what drives a terminal or hides."""
 
 import unicodedata
 
-# Other, control and format: escape sequences, line ends, and marks that reorder the text around
-# them. Zero-width joiners stay, without which emoji and Indic scripts fall apart.
+# Other: control, format (marks that reorder the text around them, or have no shape), surrogates.
+# Separators: line, paragraph. Zero-width joiners stay, without which emoji and Indic scripts fall
+# apart.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-_JOINERS = {"\u200c", "\u200d"}
+_JOINERS = "\u200c\u200d"
+
+_BREAKS = "\u00ad\u200b\u2060"  # soft hyphen; a place to break a line, or none
+_DIRECTIONS = "\u061c\u200e\u200f"  # marks of Arabic and Hebrew, which reorder nothing around them
+_ARABIC_SIGNS = "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd"
+_TAGS = "".join(map(chr, range(0xE0020, 0xE0080)))  # of flags such as Scotland's
+PROSE = "\n\t" + _BREAKS + _DIRECTIONS + _ARABIC_SIGNS + _TAGS  # to keep in running text
 
 
-def printable(text: str) -> str:
+def printable(text: str, keep: str = "") -> str:
     r"""Replace every control character by its escape, `\x1b` for instance, so text is one line.
 
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
+    Args:
+        text: from a file, a model or a user.
+        keep: characters that stay all the same: line ends, or `PROSE`.
+
+    >>> printable("a\x1b[2J\n")
+    'a\\x1b[2J\\n'
+    >>> printable("a\x1b[2J\n", keep="\n")
+    'a\\x1b[2J\n'
     """
-    return "".join(_escape(character) for character in text)
+    if text.isprintable():
+        return text
+    return "".join(_escape(character, keep) for character in text)
 
 
-def _escape(character: str) -> str:
-    if character.isprintable() or character in _JOINERS:
+def _escape(character: str, keep: str) -> str:
+    if character.isprintable() or character in _JOINERS or character in keep:
         return character
-    if unicodedata.category(character) not in _ESCAPED:
-        return character
-    return character.encode("unicode_escape").decode()
+    if unicodedata.category(character) in _ESCAPED or _is_noncharacter(ord(character)):
+        return character.encode("unicode_escape").decode()
+    return character
+
+
+def _is_noncharacter(code: int) -> bool:
+    """Tell if Unicode assigns no character here ever, so that XML forbids it."""
+    return code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF

@@ -7,6 +7,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from lowbit.convert.budget.record import Row, Sensitivities
 from lowbit.convert.budget.sets import inside_layer, layer_number
 from lowbit.convert.report import words
+from lowbit.formats.printable import printable
 
 BITS = 4
 CELL, ROW, LEFT, TOP, BOTTOM = 34, 26, 190, 66, 30
@@ -45,12 +46,12 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
     schemes = " and ".join(dict.fromkeys(str(row.scheme) for row in rows))
     title = f"Mean KL (nats a token) with one set at {schemes}"
     _text(svg, 12, 22, title, attrib={"font-weight": "bold", "font-size": "14"})
-    text = words.plain(sensitivities.text_name)
+    text = printable(sensitivities.text_name)
     _text(svg, 12, 42, f"log10, layer by layer; on {text}")
     for x, column in enumerate(columns):
         _text(svg, LEFT + CELL * x + CELL / 2, TOP - 6, column, middle=True)
     for y, kind in enumerate(kinds):
-        _text(svg, 12, TOP + ROW * y + ROW / 2 + 4, words.plain(kind))
+        _text(svg, 12, TOP + ROW * y + ROW / 2 + 4, printable(kind))
         for x, column in enumerate(columns):
             row = cells.get((kind, column))
             if row is not None:
@@ -59,7 +60,7 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Of every set the row of BITS bits and the largest group."""
+    """Rows of BITS bits and the largest group, one for every set."""
     found: dict[str, Row] = {}
     for row in rows:
         known = found.get(row.name)
@@ -81,7 +82,7 @@ def _cell(svg: Element, row: Row, place: tuple[int, int], scale: tuple[float, fl
     mixed = [round(a + share * (b - a)) for a, b in zip(LOW, HIGH, strict=True)]
     x, y = place
     box = _box(svg, x + 1, y + 1, (CELL - 2, ROW - 2), "#" + "".join(f"{c:02x}" for c in mixed))
-    hint = f"{words.plain(row.name)} {row.scheme}: {words.kl(row.kl)}"
+    hint = f"{printable(row.name)} {row.scheme}: {words.kl(row.kl)}"
     SubElement(box, "title").text = hint
     short = f"{level:.1f}" if math.isfinite(level) else "∞"
     color = PAPER if share > 0.5 else INK

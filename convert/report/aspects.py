@@ -8,6 +8,7 @@ from lowbit.convert.quality.record import LogitQuality, Position, TextKind
 from lowbit.convert.quality.uncertainty import LEAST_WINDOWS
 from lowbit.convert.report import words
 from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
+from lowbit.formats.printable import printable
 
 PRECISION = 0.1  # standard error that a verdict needs, as a share of the mean KL
 SIGMAS = 2.0  # standard errors that a mean is judged with
@@ -42,7 +43,7 @@ class Aspect:
 
     @property
     def on_the_edge(self) -> bool:
-        """Whether only the standard error makes the grade."""
+        """True if only the standard error makes the grade."""
         return self._grade(self.value) != self.grade
 
     def _grade(self, value: float) -> Grade:
@@ -67,7 +68,7 @@ def aspects_of(logits: LogitQuality) -> list[Aspect]:
     found += _tokens("", logits.kl_p99, logits.top1_agreement)
     for kind in _other_kinds(logits):
         if why_not_judged(kind, logits) is None:
-            name = words.plain(kind.name)
+            name = printable(kind.name)
             found.append(_mean(f"the mean KL on {name} is", kind.kl_mean, kind.kl_error))
             found += _tokens(f"on {name} ", kind.kl_p99, kind.top1_agreement)
     late = late_position(logits)
@@ -124,7 +125,7 @@ def least_tokens(logits: LogitQuality) -> int:
 
 def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
     """A sentence about a further text that cannot be judged by itself; None where it can."""
-    name = words.plain(kind.name)
+    name = printable(kind.name)
     if not kind.perplexity_original < UNREADABLE:
         perplexity = words.number(kind.perplexity_original, 0)
         return (

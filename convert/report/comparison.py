@@ -25,6 +25,7 @@ from lowbit.convert.report.svg import (
 )
 from lowbit.convert.report.terminal import COLORS
 from lowbit.formats.atomic import replace_files
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
 
 PLOT_HEIGHT = 320.0
@@ -37,10 +38,10 @@ def render_comparison(console: Console, found: Comparison, page: Path | None = N
     rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
     near = plain_table("", ("folder",), rest)
     for row in found.rows:
-        name = Text(words.plain(row.name))
+        name = Text(printable(row.name))
         loss.add_row(
             name,
-            Text(words.plain(row.method)),
+            Text(printable(row.method)),
             Text(verdict_text(row), COLORS[row.verdict.level]),
             words.size(row.folder_bytes),
             words.kl(row.kl_mean),
@@ -57,7 +58,7 @@ def render_comparison(console: Console, found: Comparison, page: Path | None = N
     console.print(loss, near)
     console.print(
         Text(
-            f"{words.plain(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
+            f"{printable(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
             f"windows of {found.window}; perplexity of the original "
             f"{words.number(found.perplexity_original)}",
             style="dim",
@@ -80,7 +81,7 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int =
 
 
 def _cell(value: str) -> str:
-    return words.plain(value).replace("|", "\\|")
+    return printable(value).replace("|", "\\|")
 
 
 def difference_text(row: Row) -> str:

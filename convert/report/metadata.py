@@ -11,8 +11,8 @@ import yaml
 
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report.source_card import SourceCard
-from lowbit.convert.report.words import plain
 from lowbit.formats.manifest import Manifest
+from lowbit.formats.printable import printable
 from lowbit.formats.tasks import TaskReport
 
 TASK = {"type": "text-generation", "name": "Text generation"}
@@ -37,7 +37,7 @@ def front_matter(
         manifest: names the base model, where it came from the Hub.
         bits: of most of the packed weights.
         source: facts stated about the original.
-        text_only: whether the packed model lacks a vision tower.
+        text_only: the packed model lacks a vision tower.
         report: measured quality.
         tasks: results of tasks.
     """
@@ -114,7 +114,7 @@ def _one_line(value: Any) -> Any:
         return {key: _one_line(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_one_line(inner) for inner in value]
-    return plain(value) if isinstance(value, str) else value
+    return printable(value) if isinstance(value, str) else value
 
 
 def _slug(name: str) -> str:

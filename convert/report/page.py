@@ -56,7 +56,7 @@ def _printable(value: Any) -> Any:
     """A value whose lines are kept and whose other control characters are shown as escapes."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return "\n".join(map(printable, value.split("\n")))
+    return printable(value, keep="\n")
 
 
 def share(value: float, whole: float) -> float:

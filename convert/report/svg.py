@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from markupsafe import Markup
 
 from lowbit.convert.report.labels import LINED, Box, Point, place_names
-from lowbit.convert.report.words import plain
+from lowbit.formats.printable import printable
 
 WIDTH, HEIGHT = 460.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 26.0, 42.0
@@ -21,7 +21,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What a position along one side of a chart means.
+    """The scale along one side of a chart.
 
     Attributes:
         label: with the unit.
@@ -38,7 +38,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, 0 at the low end and 1 at the high end; beyond them, the end."""
+        """A value's place from 0 at the low end to 1 at the high end; beyond them, the end."""
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             value = math.log(max(value, self.low))
@@ -83,7 +83,7 @@ class Dot:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it has a place."""
+        """True if it has a place."""
         return math.isfinite(self.x) and math.isfinite(self.y)
 
 
@@ -168,7 +168,7 @@ def chart(
             "class": "chart",
             "viewBox": f"0 0 {WIDTH:g} {height:g}",
             "role": "img",
-            "aria-label": plain(description),
+            "aria-label": printable(description),
         },
     )
     plane = _Plane(x, y, height - BOTTOM)
@@ -282,4 +282,4 @@ def _circle(root: Element, u: float, v: float, style: str, radius: float) -> Non
 def _text(root: Element, u: float, v: float, words: str, anchor: str, style: str = "tick") -> None:
     attributes = {"x": f"{u:.2f}", "y": f"{v:.2f}", "text-anchor": anchor, "class": style}
     element = SubElement(root, "text", attributes)
-    element.text = plain(words)
+    element.text = printable(words)

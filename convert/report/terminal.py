@@ -11,6 +11,7 @@ from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.remarks import observations
 from lowbit.convert.report.verdict import judge
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
 
 _PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
@@ -33,7 +34,7 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
         if worst_rows and len(report.weights) > worst_rows:
             console.print(_worst(report, worst_rows))
     for sentence in observations(report):
-        console.print(Text.assemble(("! ", "yellow"), words.plain(sentence)))
+        console.print(Text.assemble(("! ", "yellow"), printable(sentence)))
 
 
 def _summary(report: QualityReport) -> Table:
@@ -74,9 +75,9 @@ def _summary(report: QualityReport) -> Table:
         )
     table.add_row("size", size_text(report))
     if logits is not None:
-        when = "" if report.measured_on is None else f", on {words.plain(report.measured_on)}"
+        when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"
         table.add_row(
-            "measured on", Text(f"{words.plain(logits.text_name)}: {words.scored(logits)}{when}")
+            "measured on", Text(f"{printable(logits.text_name)}: {words.scored(logits)}{when}")
         )
     return table
 
@@ -99,7 +100,7 @@ def _kinds(report: QualityReport) -> Table:
         output = kind.mean_output_error
         shown = words.MISSING if output is None else words.percent(output)
         table.add_row(
-            Text(words.plain(kind.name)),
+            Text(printable(kind.name)),
             kind.scheme,
             str(len(kind.rows)),
             *((shown,) if outputs else ()),
@@ -115,7 +116,7 @@ def _worst(report: QualityReport, count: int) -> Table:
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(_PREFIX.sub("", words.plain(row.name))),
+            Text(_PREFIX.sub("", printable(row.name))),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),

@@ -25,6 +25,7 @@ from lowbit.convert.report.limits import (
     expectation,
 )
 from lowbit.convert.report.linears import main_bits
+from lowbit.formats.printable import printable
 
 Level = Literal["good", "caution", "bad", "unknown"]
 LEVELS: tuple[Level, ...] = ("good", "caution", "bad")
@@ -95,7 +96,7 @@ def _refusal(logits: LogitQuality) -> Verdict | None:
     """No verdict on a text that the original cannot read, nor on too few tokens."""
     if not logits.perplexity_original < UNREADABLE:
         return _not_judged(
-            f"the original itself cannot read {words.plain(logits.text_name)} (perplexity "
+            f"the original itself cannot read {printable(logits.text_name)} (perplexity "
             f"{words.number(logits.perplexity_original, 0)}), so the figures say nothing about "
             f"text that it can",
             "measure on text of the kind that the model is for: --eval-text FILE",

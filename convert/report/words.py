@@ -3,14 +3,10 @@
 import math
 
 from lowbit.convert.quality.record import LogitQuality
+from lowbit.formats.printable import printable
 
 MISSING = "\N{EN DASH}"  # in place of a figure that there is none of
 HUGE = 1e9  # figures from here on are powers of ten
-
-
-def plain(name: str) -> str:
-    """A name from a file without characters that steer a terminal or have no shape."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
 
 
 def size(count: int) -> str:
@@ -90,13 +86,13 @@ def cosine(value: float) -> str:
 def token(text: str) -> str:
     """A token or a piece of text with its white space made visible where it is all there is."""
     shown = text.replace("\r", "").replace("\n", "↵").replace("\t", "⇥")
-    return plain(shown) if shown.strip() else shown.replace(" ", "␣") or "∅"
+    return printable(shown) if shown.strip() else shown.replace(" ", "␣") or "∅"
 
 
 def passage(text: str) -> str:
     """A piece of text with its line ends marked and kept."""
     lines = text.replace("\r", "").replace("\t", "    ").split("\n")
-    return "↵\n".join(map(plain, lines))
+    return "↵\n".join(map(printable, lines))
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -122,7 +118,7 @@ def signed(ratio: float) -> str:
 
 
 def tight(text: str) -> str:
-    """The same with no line break between a figure and its percent sign."""
+    """A text with no line break between a figure and its percent sign."""
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
@@ -141,6 +137,6 @@ def perplexity_error(logits: LogitQuality) -> str:
 
 
 def scored(logits: LogitQuality) -> str:
-    """How much was measured: `73,073 tokens in 143 windows of 512`."""
+    """The amount that was measured: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"
