@@ -148,7 +148,9 @@ def shown(value: object) -> str:
 
 
 def _bound(value: float) -> str | None:
-    """A bound in the fewest characters; None where there is none."""
+    """A bound in words: integers in full, others to six digits; None where there is none."""
+    if isinstance(value, int):
+        return str(value)
     if math.isinf(value):
         return None
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e9 else f"{value:g}"
+    return str(int(value)) if value.is_integer() and abs(value) < 1e9 else f"{value:g}"

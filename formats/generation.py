@@ -6,23 +6,16 @@ from pathlib import Path
 from lowbit.formats.checkpoint import read_json
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.fields import Field, read_fields, read_ids
+from lowbit.formats.sampling_ranges import SAMPLING
 
 GENERATION_FILE = "generation_config.json"
 # null is how transformers writes a default that was not set.
 DO_SAMPLE = Field("do_sample", "flag", default=False, nullable=True)
-SAMPLING = (
-    Field("temperature", "number", least=0, default=1.0, nullable=True),
-    Field("top_k", least=0, most=2**22, default=0, nullable=True),
-    Field("top_p", "number", least=0, most=1, exclusive=True, default=1.0, nullable=True),
-    Field("min_p", "number", least=0, most=1, default=0.0, nullable=True),
-    Field("repetition_penalty", "number", least=0, exclusive=True, default=1.0, nullable=True),
-    Field("presence_penalty", "number", default=0.0, nullable=True),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """How a model's makers sample from it.
+    """Sampling that a model's makers advise.
 
     Attributes:
         temperature: 0 for greedy, which a file means with `do_sample` false or a temperature of 0.

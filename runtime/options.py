@@ -1,10 +1,13 @@
 """Options of the commands of `lowbit-run`, and the model that they describe."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
 from lowbit.formats.recipes import GROUP_SIZE
+from lowbit.formats.sampling_ranges import SETTINGS
+from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
     Count,
     at_most_cores,
@@ -19,8 +22,7 @@ if TYPE_CHECKING:
     from lowbit.formats.recipes import Base
     from lowbit.runtime.model import Model
 
-MOST_TEMPERATURE = 1000
-MOST_PENALTY = 100  # beyond it logits overflow
+Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
 load_options = with_options(
@@ -46,6 +48,25 @@ load_options = with_options(
         help="CPU threads, at most as many as there are cores.",
     ),
 )
+
+
+def _sampling_option(name: str, metavar: str, help: str, shown: str = "the model's") -> Decorator:
+    """An option for a sampling setting, with the range that the setting has everywhere."""
+    field = SETTINGS[name]
+    whole = field.kind == "integer"
+    least, most = field.least, field.most
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=Count(int(least), int(most))
+        if whole
+        else click.FloatRange(least, most, min_open=field.exclusive),
+        metavar=metavar,
+        callback=None if whole else finite,
+        show_default=shown,
+        help=help,
+    )
+
+
 sampling_options = with_options(
     click.option(
         "--max-new-tokens",
@@ -54,60 +75,19 @@ sampling_options = with_options(
         show_default="until the context is full",
         help="Stop after N tokens.",
     ),
-    click.option(
-        "--temperature",
-        type=click.FloatRange(0, MOST_TEMPERATURE),
-        metavar="T",
-        callback=finite,
-        show_default="the model's",
-        help="0 takes the likeliest token.",
+    _sampling_option("temperature", "T", "0 takes the likeliest token."),
+    _sampling_option("top_k", "K", "Draw from the K likeliest tokens; 0 is off."),
+    _sampling_option(
+        "top_p", "P", "Draw from the likeliest tokens that reach the probability P together."
     ),
-    click.option(
-        "--top-k",
-        type=Count(0),
-        metavar="K",
-        show_default="the model's",
-        help="Draw from the K likeliest tokens; 0 is off.",
+    _sampling_option(
+        "min_p", "P", "Draw from tokens that are at least P times as likely as the likeliest."
     ),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        metavar="P",
-        callback=finite,
-        show_default="the model's",
-        help="Draw from the likeliest tokens that reach the probability P together.",
+    _sampling_option("repetition_penalty", "X", "Weaken every token that has occurred; 1 is off."),
+    _sampling_option(
+        "presence_penalty", "X", "Subtract X from every token of the output so far; 0 is off."
     ),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1),
-        metavar="P",
-        callback=finite,
-        show_default="the model's",
-        help="Draw from tokens that are at least P times as likely as the likeliest.",
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=click.FloatRange(1 / MOST_PENALTY, MOST_PENALTY),
-        metavar="X",
-        callback=finite,
-        show_default="the model's",
-        help="Weaken every token that has occurred; 1 is off.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=click.FloatRange(-MOST_PENALTY, MOST_PENALTY),
-        metavar="X",
-        callback=finite,
-        show_default="the model's",
-        help="Subtract X from every token of the output so far; 0 is off.",
-    ),
-    click.option(
-        "--seed",
-        type=Count(0, 2**63 - 1),
-        metavar="N",
-        show_default="another each time",
-        help="Make sampling repeatable.",
-    ),
+    _sampling_option("seed", "N", "Make sampling repeatable.", shown="another each time"),
 )
 talk_options = with_options(
     click.option(

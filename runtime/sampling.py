@@ -6,22 +6,22 @@ are exact in any order: the same seed on the same device gives the same tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
 from lowbit.formats.generation import GenerationConfig
+from lowbit.formats.sampling_ranges import SEED, SEEDS, SETTINGS
 
 MASS_BITS = 40  # 2^40 * a vocabulary of 2^18 stays far below 2^63
-SEEDS = 2**63  # seeds are 0 to SEEDS - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; the defaults choose the likeliest.
+    """Settings by which the next token is chosen; the defaults choose the likeliest.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
@@ -43,23 +43,15 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning."""
-        checks = (
-            ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
-            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "finite"),
-            ("seed", self.seed is None or 0 <= self.seed < SEEDS, "between 0 and 2^63 - 1"),
-        )
-        for name, ok, wanted in checks:
-            if not ok:
-                raise RequestError(f"`{name}` must be {wanted}, got {getattr(self, name)}")
+        """Refuse values out of range."""
+        for name, field in SETTINGS.items():
+            value = getattr(self, name)
+            if not field.allows(value) and not (name == SEED.key and value is None):
+                raise RequestError(f"`{name}` must be {field.expected}, got {shown(value)}")
 
     @property
     def penalized(self) -> bool:
-        """Whether tokens that have occurred are treated differently."""
+        """True if tokens that have occurred are treated differently."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
 
@@ -75,37 +67,13 @@ def sampling_defaults(config: GenerationConfig) -> SamplingParams:
     )
 
 
-def with_overrides(
-    defaults: SamplingParams,
-    *,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    seed: int | None = None,
-) -> SamplingParams:
-    """Defaults with the given values put in; None leaves a value as it is."""
-    given: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "seed": seed,
-    }
-    return replace(defaults, **{key: value for key, value in given.items() if value is not None})
-
-
 @dataclass(slots=True)
 class Sampler:
     """The state of sampling one sequence; tensors stay where they are, so a graph can be captured.
 
     Attributes:
         vocabulary: real tokens; ids from here on are padding and never chosen.
-        params: what the tensors were filled from.
+        params: values that fill the tensors.
         knobs: [5] float64: temperature, top_p, min_p, repetition and presence penalty.
         uniforms: [T] float64 in [0, 1), one for each token of the request.
         drawn: [1] int64, how many have been used.
@@ -126,7 +94,7 @@ class Sampler:
 
     @property
     def shape(self) -> tuple[bool, int, bool]:
-        """What decides which operations `sample` runs; a captured graph is good for one shape."""
+        """Settings that choose the operations of `sample`; a captured graph serves one shape."""
         return self.params.temperature == 0.0, self.params.top_k, self.params.penalized
 
     def snapshot(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -131,15 +131,9 @@ def summary(generation: "Generation") -> str:
 
 
 def sampling_of(model: "Model", options: dict[str, Any]) -> "SamplingParams":
-    """Sampling parameters: the model's defaults with the given options put in."""
-    from lowbit.runtime.sampling import with_overrides
-
-    return with_overrides(model.defaults, **options)
-
-
-def opening(system: str | None) -> "list[Message]":
-    """A conversation before its first turn: the system message, where there is one."""
-    return [] if system is None else [{"role": "system", "content": system}]
+    """Sampling parameters: the model's defaults, each replaced by its option if that is given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return replace(model.defaults, **given)
 
 
 def _channel(stream: TextIO, write: Callable[[str], None], wrap: bool) -> Channel:

@@ -12,7 +12,8 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
-from lowbit.runtime.commands.answer import opening, sampling_of, show, summary
+from lowbit.runtime.commands.answer import sampling_of, show, summary
+from lowbit.runtime.conversation.turns import Conversation
 from lowbit.runtime.options import (
     load_model,
     load_options,
@@ -68,10 +69,8 @@ def generate(
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     text = _prompt(prompt)
     model = load_model(name, device, context, threads, quantize)
-    messages = opening(system)
-    messages.append({"role": "user", "content": text})
     stream = model.stream(
-        text if raw else messages,
+        text if raw else Conversation(system).prompt(text),
         sampling=sampling_of(model, sampling),
         max_new_tokens=max_new_tokens,
         stop=stop,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.runtime.conversation import saved
 from lowbit.runtime.conversation.state import Chat, check_thinking, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
@@ -136,19 +137,18 @@ def set_sampling(chat: Chat, argument: str) -> Outcome:
         return Outcome(chat, (_sampling_line(chat),))
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
-    kinds = {field.name: field.type for field in fields(chat.sampling)}
-    if name not in kinds:
-        close = difflib.get_close_matches(name, kinds, n=1)
+    if name not in SETTINGS:
+        close = difflib.get_close_matches(name, SETTINGS, n=1)
         raise RequestError(
             f"there is no sampling parameter `{_quote(name)}`"
             + (f"; did you mean {close[0]}?" if close else ""),
-            hint=f"use {', '.join(kinds)}",
+            hint=f"use {', '.join(SETTINGS)}",
         )
     value: Any
     if name == "seed" and text == OFF:
         value = None
     else:
-        value = _number(name, text, whole=kinds[name] is not float)
+        value = _number(name, text, whole=SETTINGS[name].kind == "integer")
     changed = replace(chat, sampling=replace(chat.sampling, **{name: value}))
     return Outcome(changed, (_sampling_line(changed),))
 
@@ -295,15 +295,7 @@ COMMANDS: Mapping[str, Command] = {
         set_sampling,
         "show or change sampling, for instance: temperature 0.7",
         "[NAME VALUE]",
-        (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "seed",
-        ),
+        tuple(SETTINGS),
     ),
     "retry": Command(retry, "another answer to the last question"),
     "undo": Command(undo, "take back the last question and answer"),

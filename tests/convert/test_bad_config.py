@@ -35,7 +35,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "end": ({"eos_token_id": 384}, "`eos_token_id` must be a token id from 0 to 383"),
 }
 GENERATION: dict[str, tuple[dict[str, Any], str]] = {
-    "temperature": ({"temperature": math.nan}, "`temperature` must be a finite number of at least"),
+    "temperature": ({"temperature": math.nan}, "`temperature` must be a number"),
     "top-k": ({"top_k": 50.0}, "`top_k` must be an integer from 0 to 4194304, got 50.0"),
     "end": ({"eos_token_id": [1, 384]}, "`eos_token_id` must be a token id from 0 to 383, or"),
 }

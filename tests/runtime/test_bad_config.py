@@ -25,7 +25,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "theta": (CONFIG, {"rope_parameters": {"rope_theta": math.inf}}, "`rope_theta` must be"),
     "yarn": (CONFIG, {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope scaling `yarn`"),
     "positions": (CONFIG, {"max_position_embeddings": 10**12}, "`max_position_embeddings` must"),
-    "temperature": (GENERATION, {"temperature": "warm"}, "`temperature` must be a finite number"),
+    "temperature": (GENERATION, {"temperature": "warm"}, "`temperature` must be a number from 0"),
     "top-k": (GENERATION, {"top_k": 50.0}, "`top_k` must be an integer from 0 to"),
     "end": (GENERATION, {"eos_token_id": [4091, 4096]}, "`eos_token_id` must be a token id from 0"),
 }
