@@ -115,13 +115,32 @@ class Model:
             raw: see `encode`.
 
         Raises:
-            RequestError: see `encode`; also a prompt longer than the context.
+            RequestError: see `encode` and `stream_ids`.
+        """
+        ids = self.encode(prompt, thinking=thinking, raw=raw)
+        return self.stream_ids(
+            ids, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw
+        )
+
+    def stream_ids(
+        self,
+        ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+    ) -> Stream:
+        """Text piece by piece after a prompt that `encode` has made; arguments as in `stream`.
+
+        Raises:
+            RequestError: a prompt longer than the context, no room for a token, or an empty stop
+                string.
         """
         if max_new_tokens is not None and max_new_tokens < 1:
             raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
         if not all(stop):
             raise RequestError("a stop string is empty")
-        ids = self.encode(prompt, thinking=thinking, raw=raw)
         self.engine.check(ids)
         request = Request(
             prompt=tuple(ids),

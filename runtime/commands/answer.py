@@ -1,4 +1,4 @@
-"""Print an answer as it is made; what `generate` and `chat` share."""
+"""Print an answer as it is made, for `generate` and `chat`."""
 
 import os
 import sys
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from lowbit.formats.printable import PROSE, printable
+from lowbit.runtime.conversation.listen import showing
+
 if TYPE_CHECKING:
-    from lowbit.runtime.chat import Message
     from lowbit.runtime.conversation.wrap import Wrapper
     from lowbit.runtime.model import Model
     from lowbit.runtime.reasoning import Piece
@@ -25,7 +27,7 @@ class Channel:
 
     Attributes:
         write: prints.
-        terminal: whether a terminal shows the text.
+        terminal: true if a terminal shows the text.
         wrapper: breaks lines at word ends; None leaves them to the terminal.
     """
 
@@ -36,9 +38,7 @@ class Channel:
     def push(self, text: str) -> None:
         """Print the next text, or as much of it as can be placed on its line."""
         if self.terminal:
-            from lowbit.runtime.conversation.wrap import safe
-
-            text = safe(text)
+            text = printable(text, keep=PROSE)
         self.write(text if self.wrapper is None else self.wrapper.push(text))
 
     def end(self) -> None:
@@ -48,8 +48,8 @@ class Channel:
 
 
 @dataclass(slots=True)
-class Screen:
-    """Shows pieces of an answer: the answer on stdout, reasoning before it on stderr.
+class AnswerPrinter:
+    """Prints the pieces of an answer: the answer on stdout, reasoning before it on stderr.
 
     Attributes:
         quiet: show nothing.
@@ -84,8 +84,8 @@ class Screen:
         self._thinking = reasoning
 
 
-def new_screen(quiet: bool, wrap: bool = False) -> Screen:
-    """A screen for one answer.
+def new_printer(quiet: bool, wrap: bool = False) -> AnswerPrinter:
+    """A printer for one answer.
 
     Args:
         quiet: show nothing.
@@ -98,7 +98,7 @@ def new_screen(quiet: bool, wrap: bool = False) -> Screen:
     def think(text: str) -> None:
         console.print(text, style="dim italic", markup=False, emoji=False, soft_wrap=True, end="")
 
-    return Screen(
+    return AnswerPrinter(
         # Without `color`, click takes escape sequences out of what is piped.
         answer=_channel(sys.stdout, lambda text: click.echo(text, nl=False, color=True), wrap),
         reasoning=_channel(sys.stderr, think, wrap),
@@ -107,11 +107,11 @@ def new_screen(quiet: bool, wrap: bool = False) -> Screen:
 
 
 def show(stream: "Stream", quiet: bool, wrap: bool = False) -> "Generation":
-    """Print an answer as it comes; arguments as in `new_screen`."""
-    screen = new_screen(quiet, wrap)
-    for piece in stream.pieces:
-        screen.show(piece)
-    screen.end()
+    """Print an answer as it comes; arguments as in `new_printer`."""
+    printer = new_printer(quiet, wrap)
+    with showing(stream, printer):
+        for piece in stream.pieces:
+            printer.show(piece)
     return stream.generation
 
 

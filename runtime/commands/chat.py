@@ -13,7 +13,8 @@ from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Failure, reported
 from lowbit.formats.shell.options import json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.commands.answer import new_screen, sampling_of, summary
+from lowbit.formats.text.length import MAX_PROMPT_BYTES
+from lowbit.runtime.commands.answer import new_printer, sampling_of, summary
 from lowbit.runtime.options import (
     load_model,
     load_options,
@@ -64,7 +65,8 @@ def chat(
 ) -> None:
     """Talk in the terminal; earlier turns stay in the cache.
 
-    /help lists the commands. Lines that are piped in are answered one by one.
+    /help lists the commands. Lines that are piped in are answered one by one; commands among them
+    touch no file, and the exit code is 1 if a line failed.
     """
     from lowbit.runtime.conversation.state import Chat, check_model
     from lowbit.runtime.conversation.turns import Conversation
@@ -84,30 +86,42 @@ def chat(
     interactive = not as_json and sys.stdin.isatty() and _on_terminal()
     view = _view(interactive, as_json, made)
     ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
-    talk, interrupted = _converse(talk, ask, view)
+    talk, failure = _converse(talk, ask, view)
     if as_json:
         print_json({**_said(talk, made), "quantized_at_load": quantize})
-    if interrupted:
-        raise KeyboardInterrupt
+    if failure is not None:
+        raise failure
 
 
-def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, bool]":
-    """The chat at its end, and whether Ctrl-C ended it."""
+def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseException | None]":
+    """Talk until the end.
+
+    Returns:
+        The chat at its end, and an exception that gives the command its exit code: for Ctrl-C,
+        input that cannot be read, or, where nobody sits at the terminal, a line that failed. Such
+        lines are passed over while the model is whole.
+    """
     from lowbit.runtime.conversation.respond import respond
 
+    failure: BaseException | None = None
     while True:
         try:
             entry = ask(talk)
             if entry is None:
-                return talk, False
+                return talk, failure
             outcome = respond(talk, entry, view)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if view.interactive:  # pressed between an answer and the prompt
                 continue
-            return talk, True
+            return talk, interrupt
+        except RequestError as error:
+            return talk, error
         talk = outcome.chat
-        if outcome.done:
-            return talk, False
+        failed = None if view.interactive else outcome.error
+        if failed is not None:
+            failure = click.exceptions.Exit(1)
+        if outcome.done or not isinstance(failed, RequestError | None):
+            return talk, failure
 
 
 def _said(talk: "Chat", made: "list[Generation]") -> dict[str, Any]:
@@ -132,7 +146,7 @@ def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
     return View(
         note=_show_lines,
         fail=lambda error: Failure(error).show(),
-        new_screen=lambda: new_screen(quiet, wrap=True),
+        new_answer=lambda: new_printer(quiet, wrap=True),
         finished=finished,
         interactive=interactive,
         listening=unseen if interactive else nullcontext,
@@ -142,7 +156,7 @@ def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
 def _show_lines(text: str) -> None:
     """Dim lines, which drive no terminal."""
     for line in text.split("\n"):
-        note(printable(line))
+        note(line)
 
 
 def _on_terminal() -> bool:
@@ -151,18 +165,23 @@ def _on_terminal() -> bool:
 
 def _reading(stream: BinaryIO) -> Ask:
     """Entries from a pipe or file, a line each; blank lines are left out."""
-    from lowbit.runtime.conversation.commands import read_entry
+    from lowbit.runtime.conversation.commands import read_piped
 
-    lines = enumerate(iter(stream.readline, b""), start=1)
+    lines = enumerate(iter(lambda: stream.readline(MAX_PROMPT_BYTES + 1), b""), start=1)
 
     def ask(talk: "Chat") -> "Slash | str | None":
         for number, line in lines:
+            if len(line) > MAX_PROMPT_BYTES:
+                raise RequestError(
+                    f"line {number} of stdin has more than {MAX_PROMPT_BYTES} bytes",
+                    hint="lines end with a line feed; each is a message of its own",
+                )
             try:
                 text = line.decode().rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise RequestError(f"line {number} of stdin is not UTF-8: {error}") from None
             if text.strip():
-                return read_entry(text)
+                return read_piped(text)
         return None
 
     return ask

@@ -39,25 +39,27 @@ class Outcome:
     Attributes:
         notes: lines to show.
         retried: the conversation before the last question, which is to be answered again.
-        done: whether the chat ends.
+        done: the chat ends.
+        error: has been shown already; None where the command or the answer succeeded.
     """
 
     chat: Chat
     notes: tuple[str, ...] = ()
     retried: Conversation | None = None
     done: bool = False
+    error: LowbitError | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A slash command.
+class SlashCommand:
+    """A command that the table `COMMANDS` names.
 
     Attributes:
         run: takes the chat and the argument.
         help: says in one line what the command does.
         argument: name of its argument; empty where it takes none.
         choices: arguments that Tab completes.
-        takes_file: whether Tab completes file names.
+        takes_file: reads or writes the file it names; Tab completes file names.
     """
 
     run: Callable[[Chat, str], Outcome]
@@ -80,13 +82,38 @@ def read_entry(text: str) -> Slash | str:
     return Slash((found["name"] or "").lower(), (found["argument"] or "").strip())
 
 
-def run_command(chat: Chat, slash: Slash) -> Outcome:
+def read_piped(text: str) -> Slash | str:
+    """A slash command or message of a line that nobody typed: any other word is a message.
+
+    Qwen3's own switches, `/no_think Why?` and `/think Why?`, reach the model this way.
+    """
+    entry = read_entry(text)
+    if isinstance(entry, str):
+        return entry
+    command = find_command(entry)
+    switch = command is COMMANDS["think"] and entry.argument
+    if command is None or (switch and entry.argument not in THINKING):
+        return text
+    return entry
+
+
+def find_command(slash: Slash) -> SlashCommand | None:
+    """The command of a name or alias; None where there is none."""
+    return COMMANDS.get(ALIASES.get(slash.name, slash.name))
+
+
+def run_command(chat: Chat, slash: Slash, *, files: bool = True) -> Outcome:
     """Carry out a slash command.
 
+    Args:
+        chat: before the command.
+        slash: the command as it was typed.
+        files: the command may read and write files; piped text, which may be a stranger's, may not.
+
     Raises:
-        RequestError: no such command, a wrong argument, or what the command itself refuses.
+        RequestError: no such command, a wrong argument, or a refusal of the command itself.
     """
-    command = COMMANDS.get(ALIASES.get(slash.name, slash.name))
+    command = find_command(slash)
     if command is None:
         close = difflib.get_close_matches(slash.name, [*COMMANDS, *ALIASES], n=1)
         raise RequestError(
@@ -95,7 +122,15 @@ def run_command(chat: Chat, slash: Slash) -> Outcome:
             hint=f"/help lists the commands; //{_quote(slash.name)} sends it as a message",
         )
     if slash.argument and not command.argument:
-        raise RequestError(f"/{slash.name} takes no argument, got `{_quote(slash.argument)}`")
+        raise RequestError(
+            f"/{slash.name} takes no argument, got `{_quote(slash.argument)}`",
+            hint=f"//{slash.name} sends it as a message",
+        )
+    if command.takes_file and not files:
+        raise RequestError(
+            f"/{slash.name} works in a terminal only: piped text reads and writes no file",
+            hint=f"--json prints the conversation; //{slash.name} sends the line as a message",
+        )
     return command.run(chat, slash.argument)
 
 
@@ -119,7 +154,10 @@ def system(chat: Chat, argument: str) -> Outcome:
 def think(chat: Chat, argument: str) -> Outcome:
     """Show or switch thinking."""
     if argument and argument not in THINKING:
-        raise RequestError(f"/think takes {', '.join(THINKING)}, got `{_quote(argument)}`")
+        raise RequestError(
+            f"/think takes {', '.join(THINKING)}, got `{_quote(argument)}`",
+            hint="//think sends it as a message",
+        )
     if argument:
         check_thinking(chat, THINKING[argument])
         chat = replace(chat, thinking=THINKING[argument])
@@ -287,22 +325,22 @@ def _quote(text: str) -> str:
 
 
 ALIASES = {"clear": "reset", "quit": "exit", "?": "help"}
-COMMANDS: Mapping[str, Command] = {
-    "help": Command(show_help, "this list"),
-    "system": Command(system, "show the system message, set it, or clear it (off)", "[TEXT]"),
-    "think": Command(think, "switch thinking: on, off, default", "[SWITCH]", tuple(THINKING)),
-    "set": Command(
+COMMANDS: Mapping[str, SlashCommand] = {
+    "help": SlashCommand(show_help, "this list"),
+    "system": SlashCommand(system, "show the system message, set it, or clear it (off)", "[TEXT]"),
+    "think": SlashCommand(think, "switch thinking: on, off, default", "[SWITCH]", tuple(THINKING)),
+    "set": SlashCommand(
         set_sampling,
         "show or change sampling, for instance: temperature 0.7",
         "[NAME VALUE]",
         tuple(SETTINGS),
     ),
-    "retry": Command(retry, "another answer to the last question"),
-    "undo": Command(undo, "take back the last question and answer"),
-    "stats": Command(stats, "context in use, speed, sampling"),
-    "save": Command(save, "save the conversation (again)", "[FILE]", takes_file=True),
-    "save!": Command(save_over, "the same, whatever FILE is now", "[FILE]", takes_file=True),
-    "load": Command(load, "go on with a saved conversation", "[FILE]", takes_file=True),
-    "reset": Command(reset, "forget all turns, keep the system message; also /clear"),
-    "exit": Command(leave, "end; also /quit"),
+    "retry": SlashCommand(retry, "another answer to the last question"),
+    "undo": SlashCommand(undo, "take back the last question and answer"),
+    "stats": SlashCommand(stats, "context in use, speed, sampling"),
+    "save": SlashCommand(save, "save the conversation (again)", "[FILE]", takes_file=True),
+    "save!": SlashCommand(save_over, "the same, whatever FILE is now", "[FILE]", takes_file=True),
+    "load": SlashCommand(load, "go on with a saved conversation", "[FILE]", takes_file=True),
+    "reset": SlashCommand(reset, "forget all turns, keep the system message; also /clear"),
+    "exit": SlashCommand(leave, "end; also /quit"),
 }

@@ -3,27 +3,18 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.system import explained
 from lowbit.runtime.conversation.commands import Outcome, Slash, run_command
 from lowbit.runtime.conversation.keyboard import Interrupt, watched
+from lowbit.runtime.conversation.listen import AnswerView, showing
 from lowbit.runtime.conversation.state import Chat, begin_answer, with_room
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
-    from lowbit.runtime.reasoning import Piece
     from lowbit.runtime.stream import Generation, Stream
-
-
-class Screen(Protocol):
-    """Shows one answer."""
-
-    def show(self, piece: "Piece") -> None:
-        """Show a piece."""
-
-    def end(self) -> None:
-        """Finish the answer's last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +24,51 @@ class View:
     Attributes:
         note: shows a line beside the conversation.
         fail: shows an error.
-        new_screen: for one answer.
+        new_answer: makes the view of one answer.
         finished: called with every answer that came to its end.
-        interactive: Ctrl-C stops an answer; else it ends the chat.
+        interactive: somebody sits at the terminal: Ctrl-C stops an answer, and commands may touch
+            files. Otherwise Ctrl-C ends the chat.
         listening: surrounds an answer.
     """
 
     note: Callable[[str], None]
     fail: Callable[[LowbitError], None]
-    new_screen: Callable[[], Screen]
+    new_answer: Callable[[], AnswerView]
     finished: Callable[["Generation"], None]
     interactive: bool
     listening: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def respond(chat: Chat, entry: Slash | str, view: View) -> Outcome:
-    """Carry out a command or answer a message; errors are shown and end nothing.
+    """Carry out a command or answer a message; an error is shown and returned in the outcome.
 
     Raises:
         KeyboardInterrupt: Ctrl-C where nobody sits at the keyboard.
     """
     if isinstance(entry, str):
         asked = replace(chat, conversation=chat.conversation.asked(entry))
-        return Outcome(_answer(asked, chat.conversation, entry, view))
+        return _answer(asked, chat.conversation, entry, view)
     try:
-        outcome = run_command(chat, entry)
+        outcome = run_command(chat, entry, files=view.interactive)
     except LowbitError as error:
         view.fail(error)
-        return Outcome(chat)
+        return Outcome(chat, error=error)
     if outcome.notes:
         view.note("\n".join(outcome.notes))
     question = chat.conversation.last_question()
     if outcome.retried is None or question is None:
         return outcome
-    return Outcome(_answer(outcome.chat, outcome.retried, question, view))
+    return _answer(outcome.chat, outcome.retried, question, view)
 
 
-def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Chat:
-    """The chat with the question answered.
+def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outcome:
+    """Ask the model; the outcome has the chat with the answer, or an error.
 
     Args:
-        chat: what is returned where there is no answer.
-        before: what was said before the question.
-        question: what is asked.
-        view: where the answer is shown.
+        chat: returned as it is where there is no answer.
+        before: conversation before the question.
+        question: last message of the prompt.
+        view: shows the answer.
 
     Raises:
         KeyboardInterrupt: Ctrl-C where nobody sits at the keyboard.
@@ -86,15 +78,18 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Chat
     seen = before
     try:
         with view.listening(), watched() as interrupt:
-            seen = with_room(chat, before, question)
-            stream = begin_answer(chat, seen, question)
+            seen, ids = with_room(chat, before, question)
+            stream = begin_answer(chat, ids)
             if seen.dropped > before.dropped:
                 view.note(_dropped(seen.dropped - before.dropped, chat.model.context))
             made = _listen(stream, parts, interrupt, view)
-    except LowbitError as error:
-        view.fail(error)
+    except (LowbitError, MemoryError, RuntimeError) as error:
+        known = explained(error, gpu_hint="use a smaller --context")
+        if known is None:
+            raise
+        view.fail(known)
         view.note(_without_answer(chat, "there is no answer"))
-        return chat
+        return Outcome(chat, error=known)
     except KeyboardInterrupt:
         if not view.interactive:
             raise
@@ -106,10 +101,12 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Chat
     if not text:
         why = "stopped before the answer began" if made is None else "there was no answer"
         view.note(_without_answer(chat, why))
-        return chat
+        return Outcome(chat)
+    after = seen.answered(question, text)
     if made is None:
         view.note("stopped; what was written is kept, /retry asks again, /undo takes it back")
-    return replace(chat, conversation=seen.answered(question, text))
+        return Outcome(replace(chat, conversation=after))
+    return Outcome(replace(chat, conversation=after, measured=after))
 
 
 def _listen(
@@ -119,24 +116,16 @@ def _listen(
 
     Raises:
         KeyboardInterrupt: Ctrl-C before the first piece, or a second one.
-        ResourceError: the GPU has no memory left.
     """
-    import torch
-
-    screen = view.new_screen()
-    try:
+    answer = view.new_answer()
+    with showing(stream, answer):
         for piece in stream.pieces:
             interrupt.gentle = view.interactive  # from here on, between two tokens
             if not piece.reasoning:
                 parts.append(piece.text)
-            screen.show(piece)
+            answer.show(piece)
             if interrupt.pressed:
                 return None
-    except torch.OutOfMemoryError:
-        raise ResourceError("the GPU ran out of memory", hint="use a smaller --context") from None
-    finally:
-        stream.close()
-        screen.end()
     return stream.generation
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.files import read_bytes
+from lowbit.formats.strict_json import loads
 from lowbit.runtime.conversation.turns import Conversation, Turn
 
 if TYPE_CHECKING:
@@ -58,10 +59,10 @@ def save(
 
     Args:
         path: of the file; an earlier saved conversation there is replaced.
-        conversation: what to save.
+        conversation: turns and system message to save.
         model: name of the model that answered.
-        sampling: how its tokens were chosen.
-        thinking: how its thinking was switched.
+        sampling: settings of the newest answer.
+        thinking: the thinking switch; None where the template decides.
         overwrite: replace a file that is no saved conversation, too.
 
     Raises:
@@ -93,8 +94,8 @@ def load(path: Path) -> Saved:
         RequestError: no such file, or anything but a saved conversation.
     """
     try:
-        content = json.loads(read_bytes(path.resolve(), MAX_BYTES))
-    except (OSError, RuntimeError) as error:  # RecursionError is one of the latter
+        content = loads(read_bytes(path.resolve(), MAX_BYTES))
+    except (OSError, RuntimeError) as error:
         raise RequestError(f"`{path}` cannot be read: {_reason(error)}") from None
     except ValueError as error:
         raise RequestError(f"`{path}` is not valid JSON: {error}") from None
@@ -151,10 +152,6 @@ def _check_message(message: Any, where: str) -> None:
     for value in message.values():
         if not isinstance(value, str):
             raise RequestError(f"{where}: `role` and `content` must be text")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise RequestError(f"{where} holds half a surrogate pair") from None
 
 
 def _check_saved(path: Path) -> None:

@@ -26,6 +26,7 @@ class Chat:
         max_new_tokens: longest answer; None for as many tokens as the context holds.
         stop: strings that end an answer.
         last: the newest answer's tokens and timings.
+        measured: the conversation that `last` ended, whose tokens need not be counted again.
         file: saved to or loaded from last.
     """
 
@@ -37,6 +38,7 @@ class Chat:
     stop: tuple[str, ...] = ()
     conversation: Conversation = field(default_factory=Conversation)
     last: "Generation | None" = None
+    measured: Conversation | None = None
     file: Path | None = None
 
 
@@ -65,36 +67,53 @@ def check_thinking(chat: Chat, thinking: bool | None) -> None:
     chat.model.encode(chat.conversation.prompt("Hi"), thinking=thinking)
 
 
-def with_room(chat: Chat, conversation: Conversation, question: str) -> Conversation:
-    """The conversation with its oldest turns dropped where the context demands it."""
+def with_room(
+    chat: Chat, conversation: Conversation, question: str
+) -> tuple[Conversation, list[int]]:
+    """Drop the oldest turns where the context demands it.
+
+    Returns:
+        The conversation, and the token ids of the prompt that ends with the question.
+
+    Raises:
+        RequestError: the question is much longer than the context, or the template refuses it.
+        CheckpointError: the tokenizer or the template is damaged.
+    """
+    encoded: dict[int, list[int]] = {}  # by the number of messages
 
     def count_tokens(messages: "Sequence[Message]") -> int:
         try:
-            return len(chat.model.encode(messages, thinking=chat.thinking))
-        except RequestError:  # too long; another reason is met again when the answer begins
+            ids = encoded[len(messages)] = chat.model.encode(messages, thinking=chat.thinking)
+        except RequestError:  # too long; any other reason is met again below
             return chat.model.context + 1
+        return len(ids)
 
-    return fitted(conversation, question, count_tokens, chat.model.context, chat.max_new_tokens)
+    seen = fitted(conversation, question, count_tokens, chat.model.context, chat.max_new_tokens)
+    messages = seen.prompt(question)
+    ids = encoded.get(len(messages))
+    return seen, chat.model.encode(messages, thinking=chat.thinking) if ids is None else ids
 
 
-def begin_answer(chat: Chat, conversation: Conversation, question: str) -> "Stream":
-    """The answer to a question, which has not begun yet.
+def begin_answer(chat: Chat, ids: "Sequence[int]") -> "Stream":
+    """Set up the answer to a prompt; nothing runs before its first piece.
 
     Raises:
-        RequestError: the question does not fit the context, or the template refuses it.
+        RequestError: the prompt does not fit the context.
     """
-    return chat.model.stream(
-        conversation.prompt(question),
-        sampling=chat.sampling,
-        max_new_tokens=chat.max_new_tokens,
-        stop=chat.stop,
-        thinking=chat.thinking,
+    return chat.model.stream_ids(
+        ids, sampling=chat.sampling, max_new_tokens=chat.max_new_tokens, stop=chat.stop
     )
 
 
 def used_tokens(chat: Chat) -> int | None:
-    """Tokens that the next prompt begins with; None where the template cannot render them."""
-    conversation = chat.conversation
+    """Tokens of the context in use; None where the template cannot render the conversation.
+
+    After an answer they are its prompt and its tokens, reasoning included. After a command that
+    changed the conversation they are the tokens that the next prompt begins with.
+    """
+    conversation, last = chat.conversation, chat.last
+    if last is not None and conversation is chat.measured:
+        return len(last.prompt_token_ids) + len(last.token_ids)
     if conversation.dropped == len(conversation.turns):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""Text made safe for a terminal, and wrapped at word ends as it comes."""
+"""Wrap text at word ends as it comes."""
 
 import unicodedata
 from collections.abc import Callable
@@ -9,27 +9,9 @@ from wcwidth import wcswidth
 TAB = 8  # columns between a terminal's tab stops
 FENCES = ("```", "~~~")
 HANGUL = range(0xAC00, 0xD7A4)  # its words end at spaces, unlike Han and kana
-REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 # Categories that no line begins with: closing punctuation, modifiers, marks, joiners.
 NEVER_FIRST = frozenset({"Pe", "Pf", "Po", "Lm", "Mn", "Mc", "Me", "Cf"})
 NEVER_LAST = frozenset({"Ps", "Pi"})
-
-
-def safe(text: str) -> str:
-    r"""Escape what drives a terminal or reorders its text; line ends and tabs stay.
-
-    >>> safe("red: \x1b[31m\n")
-    'red: \\x1b[31m\n'
-    """
-    return "".join(_escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
-    if character in "\n\t" or character.isprintable():
-        return character
-    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in REORDERING:
-        return character.encode("unicode_escape").decode()
-    return character
 
 
 @dataclass(slots=True)
@@ -58,7 +40,7 @@ class Wrapper:
         self._limit = self.width()
 
     def push(self, text: str) -> str:
-        """Take the next text, which is safe for a terminal; returns the text to print now."""
+        """Take the next text, whose control characters are escaped; return the text to print."""
         for character in text:
             if character == "\n":
                 self._end_line()

@@ -1,5 +1,6 @@
 """`lowbit-run chat` in a terminal of its own, and from a pipe."""
 
+import io
 import json
 import os
 import pty
@@ -10,11 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
 
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli import main
+from lowbit.runtime.commands import chat
 from lowbit.runtime.conversation.wrap import Wrapper
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
@@ -129,20 +134,104 @@ def test_ctrl_c_while_loading_ends_with_130(run: Run, monkeypatch: pytest.Monkey
     assert "Traceback" not in result.stderr
 
 
-def test_lines_of_a_pipe_are_messages_and_commands(run: Run, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
-    stdin = f"Tell me a story\r\n\n/stats\n/undo\n/retry\nHi\n/save {saved}\n/exit\nnever\n"
+def test_lines_of_a_pipe_are_messages_and_commands(run: Run) -> None:
+    stdin = (
+        "Tell me a story\r\n\n/stats\n/undo\n/set temperature 0.5\n/system x\nHi\n/retry\n/exit\nno"
+    )
     result = run(MODEL, *GREEDY, stdin=stdin)
     assert result.exit_code == 0, result.stderr
-    assert len(result.stdout.splitlines()) >= 2
+    assert len(result.stdout.splitlines()) >= 3
     assert "context: " in result.stderr
     assert "taken back: Tell me a story" in result.stderr
-    assert "no question yet" in result.stderr
-    assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
-    again = run(MODEL, *GREEDY, "--json", stdin=f"/load {saved}\nAnd then?\n")
-    talk = json.loads(again.stdout)
-    assert len(talk["messages"]) == 4
-    assert len(talk["turns"]) == 1
+    assert "temperature 0.5" in result.stderr
+
+
+@pytest.mark.parametrize("line", ["/no_think Why?", "/think Why?", "/unknown", "/", "//save x"])
+def test_a_word_that_is_no_command_reaches_the_model_from_a_pipe(run: Run, line: str) -> None:
+    result = run(MODEL, *GREEDY, "--json", stdin=f"{line}\n")
+    assert result.exit_code == 0, result.stderr
+    talk = json.loads(result.stdout)
+    assert talk["messages"][0] == {"role": "user", "content": line.replace("//", "/")}
+
+
+FILE_COMMANDS = ["/save {}", "/save! {}", "/SAVE! {}", "/load {}", "/save", "/load"]
+
+
+@pytest.mark.parametrize("line", FILE_COMMANDS)
+def test_piped_text_touches_no_file(run: Run, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    result = run(MODEL, *GREEDY, "--json", stdin=f"Hi\n{line.format(path)}\nGo on\n")
+    assert result.exit_code == 1
+    name = line.split()[0].lower()
+    assert f"Error: {name} works in a terminal only" in result.stderr
+    assert len(json.loads(result.stdout)["messages"]) == 4
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["precious"]
+
+
+# A line, and true if the lines after it are answered.
+FAILING = {
+    "a question that is too long": ("word " * 3000, True),
+    "a much longer question": ("word " * 100_000, True),
+    "a command that fails": ("/undo\n/undo", True),
+    "a wrong argument": ("/set top_k -1", True),
+    "a line that is not UTF-8": (b"\xff", False),
+    "an endless line": (b"\0" * 1_000_001, False),
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("line", "goes_on"), FAILING.values(), ids=FAILING.keys())
+def test_a_line_that_fails_is_shown_and_gives_exit_code_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: str | bytes, goes_on: bool, as_json: bool
+) -> None:
+    monkeypatch.setattr("lowbit.runtime.commands.chat.MAX_PROMPT_BYTES", 1_000_000)
+    data = line.encode() if isinstance(line, str) else line
+    options = ("--json",) if as_json else ()
+    result = run(MODEL, *GREEDY, *options, stdin=b"Hi\n" + data + b"\nGo on\n")
+    assert result.exit_code == 1
+    assert result.stderr.count("Error: ") == 1
+    if as_json:
+        assert len(json.loads(result.stdout)["turns"]) == 1 + goes_on
+    else:
+        assert result.stdout
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_broken_model_ends_a_piped_chat_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    load = lowbit.load
+
+    def broken(*arguments: Any, **options: Any) -> lowbit.Model:
+        model = load(*arguments, **options)
+        model.engine.decoder.embedding.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr("lowbit.runtime.model.load", broken)
+    result = run(MODEL, *GREEDY, *(("--json",) if as_json else ()), stdin="Hi\nGo on\n")
+    assert result.exit_code == 1
+    assert result.stderr.count("NaN or infinite") == 1
+    if as_json:
+        assert json.loads(result.stdout)["turns"] == []
+
+
+def test_an_endless_line_is_read_no_further_than_a_prompt_can_be_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    class Endless(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            assert size is not None
+            assert size > 0
+            asked.append(size)
+            return b"\0" * size
+
+    monkeypatch.setattr(chat, "MAX_PROMPT_BYTES", 1000)
+    with pytest.raises(RequestError, match="line 1 of stdin has more than 1000 bytes"):
+        chat._reading(Endless())(cast(Any, None))
+    assert asked == [1001]
 
 
 def test_no_history_is_kept_of_a_pipe(

@@ -38,6 +38,7 @@ class ScriptedModel:
     template: str | None = "template"
     answers: list[Answer] = field(default_factory=list)
     asked: list[list[Message]] = field(default_factory=list)
+    encoded: list[tuple[list[Message], bool | None]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
@@ -45,14 +46,16 @@ class ScriptedModel:
             raise RequestError("thinking cannot be switched")
         if not messages:
             raise RequestError("the conversation is empty")
-        return [0] * sum(len(message["content"]) + 2 for message in messages)
+        self.encoded.append((list(messages), thinking))
+        # The first token leads `stream_ids` back to the messages.
+        return [len(self.encoded) - 1] * sum(len(message["content"]) + 2 for message in messages)
 
-    def stream(self, messages: Sequence[Message], **options: Any) -> ScriptedStream:
-        prompt = self.encode(messages)
+    def stream_ids(self, prompt: Sequence[int], **options: Any) -> ScriptedStream:
         if len(prompt) > self.context:
             raise RequestError(f"the prompt has {len(prompt)} tokens, the context {self.context}")
-        self.asked.append(list(messages))
-        self.options = options
+        messages, thinking = self.encoded[prompt[0]]
+        self.asked.append(messages)
+        self.options = options | {"thinking": thinking}
         answer = self.answers.pop(0) if self.answers else ["fine"]
         text = "".join(part for part in answer if isinstance(part, str))
         timings = Timings(len(prompt), 0, 0.1, 0.1, 10.0)

@@ -1,13 +1,14 @@
 """Turns of a chat stay in the model's cache after every command that leaves them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
-from lowbit.runtime.conversation.state import Chat
+from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
 from tests.runtime.conversation.conftest import Shown
 
@@ -37,6 +38,25 @@ def test_undo_and_retry_reuse_the_turns_before() -> None:
         assert prompts[1] <= made.timings.reused_tokens < made.timings.prompt_tokens
     assert len({made.seed for made in retried.finished}) == 2
     assert len(chat.conversation.turns) == 3
+
+
+def test_a_prompt_becomes_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = lowbit.Model.encode
+    lengths: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> list[int]:
+        ids = encode(*arguments, **options)
+        lengths.append(len(ids))
+        return ids
+
+    monkeypatch.setattr(lowbit.Model, "encode", counted)
+    chat = new_chat("tiny-qwen3")
+    for entry in ("Tell me a story.", "Go on.", Slash("retry"), "And then?"):
+        chat, shown = say(chat, entry)
+        made = shown.finished[-1]
+        assert used_tokens(chat) == made.timings.prompt_tokens + len(made.token_ids)
+        assert lengths == [made.timings.prompt_tokens]
+        lengths.clear()
 
 
 def test_a_repeated_question_takes_the_steps_of_last_time() -> None:

@@ -15,6 +15,7 @@ from lowbit.runtime.conversation.commands import (
     Outcome,
     Slash,
     read_entry,
+    read_piped,
     run_command,
 )
 from lowbit.runtime.conversation.state import Chat
@@ -55,6 +56,24 @@ def test_commands_are_told_from_messages(text: str, entry: Slash | str) -> None:
     assert read_entry(text) == entry
 
 
+def test_piped_words_that_are_no_commands_are_messages() -> None:
+    for text in ("/no_think Why?", "/think Why?", "/think ON", "/nonsense", "/", "/hlp", "/etc/x"):
+        assert read_piped(text) == text
+    for text in ("/think", "/think on", "/think default", "/save! x", "/?", "/quit", "/set", "Hi"):
+        assert read_piped(text) == read_entry(text)
+    assert read_piped("//save x") == "/save x"
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
+def test_only_files_are_out_of_reach_of_piped_text(new_chat: NewChat, name: str) -> None:
+    chat = replace(new_chat()[0], conversation=Conversation(turns=TWO))
+    if name in ("save", "save!", "load"):
+        with pytest.raises(RequestError, match=f"/{name} works in a terminal only"):
+            run_command(chat, Slash(name), files=False)
+    else:
+        run_command(chat, Slash(name), files=False)
+
+
 @given(st.text())
 def test_a_message_is_what_was_typed_but_for_the_second_slash(text: str) -> None:
     entry = read_entry(text)
@@ -75,10 +94,10 @@ def test_a_message_is_what_was_typed_but_for_the_second_slash(text: str) -> None
         ("/set warmth 3", "no sampling parameter `warmth`"),
         ("/set temprature 3", "did you mean temperature?"),
         ("/set temperature hot", "`temperature` must be a number, got `hot`"),
-        ("/set temperature nan", "`temperature` must be at least 0, got nan"),
-        ("/set temperature -1", "`temperature` must be at least 0"),
+        ("/set temperature nan", "`temperature` must be a number from 0 to 1000, got NaN"),
+        ("/set temperature -1", "`temperature` must be a number from 0 to 1000, got -1.0"),
         ("/set top_k 1.5", "`top_k` must be a whole number"),
-        ("/set seed -1", "`seed` must be between"),
+        ("/set seed -1", "`seed` must be an integer from 0 to 9223372036854775807, got -1"),
         ("/set top_p", "`top_p` must be a number, got ``"),
         ("/save", "no file is named"),
         ("/load", "no file is named"),

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats.errors import CheckpointError
+from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import View, respond
-from lowbit.runtime.conversation.state import Chat
+from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from lowbit.runtime.reasoning import Piece
 from tests.runtime.conversation.conftest import Answer, NewChat, Shown
@@ -127,6 +127,50 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(new_chat: NewChat, sh
     assert len(shown.notes) < 10  # room for several turns is made at once
 
 
+def test_a_turn_encodes_its_prompt_once(new_chat: NewChat, shown: Shown) -> None:
+    chat, model = new_chat()
+    entries: list[Slash | str] = ["How old?", "Why?", RETRY, "And?"]
+    for number, entry in enumerate(entries, start=1):
+        chat = step(chat, shown.view(), entry)
+        used = used_tokens(chat)
+        assert len(model.encoded) == number, entry
+        last = shown.finished[-1]
+        assert used == len(last.prompt_token_ids) + len(last.token_ids)
+    chat = step(chat, shown.view(), UNDO)
+    assert used_tokens(chat) == len(model.encode(chat.conversation.seen()))
+
+
+def test_an_answer_after_a_drop_begins_with_a_prompt_that_was_counted(
+    new_chat: NewChat, shown: Shown
+) -> None:
+    chat, model = new_chat(context=400)
+    turns = tuple(Turn(f"question {number}", "fine") for number in range(30))
+    chat = step(replace(chat, conversation=Conversation(turns=turns)), shown.view(), "Why?")
+    prompts = [messages for messages, _ in model.encoded]
+    assert len(prompts) > 2
+    assert all(prompts.count(messages) == 1 for messages in prompts)
+    assert model.asked == [[*chat.conversation.prompt("x")[:-3], prompts[0][-1]]]
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+def test_an_error_is_in_the_outcome(
+    new_chat: NewChat, shown: Shown, failure: Answer, interactive: bool
+) -> None:
+    chat, _ = new_chat(failure)
+    outcome = respond(chat, "Why?", shown.view(interactive))
+    assert type(outcome.error) in (CheckpointError, ResourceError)
+    assert shown.text.endswith("\n")  # the view was ended
+    assert isinstance(respond(chat, UNDO, shown.view(interactive)).error, RequestError)
+    assert respond(chat, "Why?", shown.view(interactive)).error is None
+
+
+def test_a_bug_is_no_failed_answer(new_chat: NewChat, shown: Shown) -> None:
+    chat, _ = new_chat([RuntimeError("shapes differ")])
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        respond(chat, "Why?", shown.view())
+
+
 def test_a_question_that_does_not_fit_is_an_error(new_chat: NewChat, shown: Shown) -> None:
     chat, model = new_chat(context=100)
     chat = step(chat, shown.view(), "short", "long " * 40)
@@ -139,13 +183,13 @@ def test_a_question_that_does_not_fit_is_an_error(new_chat: NewChat, shown: Show
 
 def test_answers_that_were_cut_say_why(new_chat: NewChat, shown: Shown) -> None:
     chat, model = new_chat(["much text"])
-    stream = model.stream
+    stream_ids = model.stream_ids
 
     def cut(*args: object, **options: object) -> object:
-        made = stream(*args, **options)  # type: ignore[arg-type]
+        made = stream_ids(*args, **options)  # type: ignore[arg-type]
         return replace(made, generation=replace(made.generation, finish_reason="length"))
 
-    model.stream = cut  # type: ignore[method-assign, assignment]
+    model.stream_ids = cut  # type: ignore[method-assign, assignment]
     step(chat, shown.view(), "Talk")
     assert shown.notes == [
         "cut: the context of 200 tokens is full; the next question drops the oldest turns, "

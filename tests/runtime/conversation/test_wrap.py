@@ -1,7 +1,6 @@
-"""Words wrapped as they come, against a reading of the whole text; escapes made visible."""
+"""Words wrapped as they come, against a reading of the whole text."""
 
 import re
-import unicodedata
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wcwidth import wcswidth
 
-from lowbit.runtime.conversation.wrap import Wrapper, safe
+from lowbit.runtime.conversation.wrap import Wrapper
 
 LATIN = st.sampled_from(["a", "story", "of,", "some-one", "naïve", "e\u0301tude", "x" * 12])
 EMOJI = ("👩\u200d👩\u200d👧", "🇩🇪", "👍🏽", "\u2764\ufe0f")
@@ -153,36 +152,3 @@ def test_a_resized_terminal_is_seen_at_the_next_line() -> None:
     width = 5
     shown += wrapper.push("four five six ") + wrapper.finish()
     assert shown == "one two\nthree four\nfive\nsix "
-
-
-@given(st.text())
-def test_nothing_that_is_safe_drives_a_terminal(text: str) -> None:
-    shown = safe(text)
-    for character in shown:
-        assert character in "\n\t" or unicodedata.category(character) not in (
-            "Cc",
-            "Cs",
-            "Zl",
-            "Zp",
-        )
-    assert not set(shown) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-    if text.isprintable():
-        assert shown == text
-    shown.encode()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("\x1b[2J", "\\x1b[2J"),
-        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
-        ("\x9b31m", "\\x9b31m"),
-        ("back\x08\x7f\r", "back\\x08\\x7f\\r"),
-        ("a\tb\n", "a\tb\n"),
-        ("\u0645\u06cc\u200c\u0634\u0648\u062f", "\u0645\u06cc\u200c\u0634\u0648\u062f"),
-        ("👩\u200d👧", "👩\u200d👧"),
-        ("a\u202eb", "a\\u202eb"),
-    ],
-)
-def test_escapes_are_shown(text: str, expected: str) -> None:
-    assert safe(text) == expected
