@@ -2,28 +2,31 @@
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, stdev
+
+import torch
 
 from lowbit.convert.quality.record import LogitQuality
-from lowbit.convert.quality.uncertainty import LEAST_WINDOWS
+from lowbit.convert.quality.uncertainty import mean_error
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of the mean KL, in nats: how much larger the second's is, and its standard error."""
+    """The second model's mean KL minus the first's, in nats, and its standard error."""
 
     mean: float
     standard_error: float
 
 
 def paired_difference(first: LogitQuality, second: LogitQuality) -> Difference | None:
-    """How much more the second of two packed models diverges than the first, window by window.
+    """The mean KL of the second of two packed models minus the first's, paired window by window.
 
     Windows that are hard for one are hard for the other, so the error of their difference is much
-    smaller than that of either mean.
+    smaller than that of either mean. It is estimated as that of a mean: neighbouring windows that
+    resemble each other count as less.
 
     Returns:
-        None where the two were not measured on the same windows, or on fewer than 8.
+        None where the two were not measured on the same windows, or on fewer than 8, or where a
+        KL is infinite.
     """
     series = (first.window_series, second.window_series)
     same = (first.text_sha256, first.window, first.windows) == (
@@ -31,7 +34,10 @@ def paired_difference(first: LogitQuality, second: LogitQuality) -> Difference |
         second.window,
         second.windows,
     )
-    if not same or len(series[0]) < LEAST_WINDOWS:
+    if not same or len(series[0]) != len(series[1]):
         return None
     differences = [b.kl - a.kl for a, b in zip(*series, strict=True)]
-    return Difference(fmean(differences), stdev(differences) / math.sqrt(len(differences)))
+    error = mean_error(torch.tensor(differences, dtype=torch.float64))
+    # The series of a long text averages neighbours, by ones and twos: the mean is not its mean.
+    mean = second.kl_mean - first.kl_mean
+    return None if error is None or not math.isfinite(mean) else Difference(mean, error)
