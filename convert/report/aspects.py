@@ -42,9 +42,9 @@ class Aspect:
         return self._grade(self.judged)
 
     @property
-    def on_the_edge(self) -> bool:
-        """True if only the standard error makes the grade."""
-        return self._grade(self.value) != self.grade
+    def plain_grade(self) -> Grade:
+        """The grade of the figure itself, standard errors left out."""
+        return self._grade(self.value)
 
     def _grade(self, value: float) -> Grade:
         if self.scale == "flips":

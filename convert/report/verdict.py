@@ -1,6 +1,6 @@
 """The verdict on a packed file: how close it is, and whether its size and bits explain the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +85,7 @@ def judge(report: QualityReport) -> Verdict:
         expected=expected,
         notes=(
             *(f"{words.sentence(a.text).rstrip('.')} ({a.bound})." for a in others),
-            *(_edge(a) for a in (worst,) if a.on_the_edge),
+            *_close_call(found, worst.grade),
             *(() if growing is None else (growing,)),
             *left_out(logits),
         ),
@@ -125,11 +125,15 @@ def _reason(first: Aspect, worst: Aspect) -> str:
     return f"{first.text}, but {worst.text} ({worst.bound})"
 
 
-def _edge(aspect: Aspect) -> str:
-    return (
-        f"The grade is a close call: {aspect.text} lies within two standard errors of the next "
-        f"better one. More text may lift it."
-    )
+def _close_call(found: Sequence[Aspect], grade: Grade) -> list[str]:
+    """A sentence where no aspect is of the worst grade but for its standard error."""
+    plain = max((aspect.plain_grade for aspect in found), key=GRADES.index)
+    if plain == grade:
+        return []
+    return [
+        f"The grade is a close call: it would be {plain} without the two standard errors that are "
+        f"added to each mean. More text may lift it."
+    ]
 
 
 def measure(report: QualityReport) -> Expectation | None:

@@ -70,7 +70,7 @@ CASES: list[tuple[Figures, str | None, str, str]] = [
     ({"kl_mean": math.inf, "kl_error": None}, "broken", "bad", "broken: above 0.4"),
     # its standard error
     ({"kl_mean": 0.0099, "kl_error": 0.0002}, "usable", "good", "The grade is a close call"),
-    ({"kl_mean": 0.0480, "kl_error": 0.0015}, "degraded", "caution", "two standard errors"),
+    ({"kl_mean": 0.0480, "kl_error": 0.0015}, "degraded", "caution", "be usable without the two"),
     ({"kl_mean": 0.0280, "kl_error": 0.0015}, "usable", "caution", "Worse than expected"),
     ({"kl_error": 0.0011}, None, "unknown", "a verdict takes about 39,000 scored tokens"),
     ({"kl_error": 0.0008}, "close", "good", "0.0080 ± 0.0008"),
@@ -230,6 +230,37 @@ def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: 
         assert now[1] >= before[1]
         before = now
     assert before == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("figures", "call"),
+    [
+        ({"kl_mean": 0.0099, "kl_error": 0.0002}, "would be close without"),
+        ({"kl_mean": 0.0480, "kl_error": 0.0015}, "would be usable without"),
+        # another aspect is of that grade, whatever its error
+        ({"kl_mean": 0.0480, "kl_error": 0.0015, "top1_agreement": 0.89}, None),
+        ({"kl_mean": 0.0480, "kl_error": 0.0015, "kl_p99": 0.6}, None),
+        ({"kl_mean": 0.0099, "kl_error": 0.0002, **with_kinds(kind(kl_mean=0.03))}, None),
+        (places(0.03) | {"kl_mean": 0.0099, "kl_error": 0.0002}, None),
+        # all aspects of that grade are on the edge
+        (
+            {
+                "kl_mean": 0.0480,
+                "kl_error": 0.0015,
+                **with_kinds(kind(kl_mean=0.0490, kl_error=0.002)),
+            },
+            "would be usable without",
+        ),
+        # worse ones only count
+        ({"kl_mean": 0.0099, "kl_error": 0.0002, "kl_p99": 0.6}, None),
+    ],
+)
+def test_more_text_may_lift_a_grade_that_only_errors_make(
+    make_report: MakeReport, make_row: MakeRow, figures: Figures, call: str | None
+) -> None:
+    said = " ".join(judge(report_of(make_report, make_row, figures)).notes)
+    assert ("More text may lift it" in said) == (call is not None), said
+    assert call is None or call in said
 
 
 def test_limits_widen() -> None:
