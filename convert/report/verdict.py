@@ -19,6 +19,7 @@ from lowbit.convert.report.limits import (
     FAR,
     GRADES,
     LEAST_BITS,
+    SMALLEST,
     TITLES,
     Expectation,
     Grade,
@@ -43,11 +44,12 @@ class Verdict:
 
     Attributes:
         grade: the absolute one, whatever size and bits; None where nothing is judged.
-        level: for colours: the worse of the grade and of what size and bits lead to expect.
+        level: for colours: the worse of the grade and of what size and bits lead to expect; of
+            files that are close or usable, at most caution.
         title: the grade in words.
         reason: what decides, without capital and full stop.
-        expected: the loss beside that of good files of this size and bits, as a sentence; empty
-            where there is no measure.
+        expected: the loss beside that of good files of this size and bits, or that the model is
+            too small to be held to any, as a sentence; empty where the bits have no measure.
         notes: further findings that count, and texts that do not, as sentences.
         hint: what helps where nothing is judged; empty otherwise.
     """
@@ -74,12 +76,10 @@ def judge(report: QualityReport) -> Verdict:
     worst = max(found, key=lambda aspect: GRADES.index(aspect.grade))
     expected, level = _beside_others(report, found[0])
     growing = drift(logits)
-    levels: list[Level] = [GRADE_LEVELS[worst.grade], level]
-    levels += [] if growing is None else ["caution"]
     others = [a for a in found[1:] if a is not worst and a.grade == worst.grade != found[0].grade]
     return Verdict(
         grade=worst.grade,
-        level=max(levels, key=LEVELS.index),
+        level=_level(worst.grade, level, growing is not None),
         title=TITLES[worst.grade],
         reason=_reason(found[0], worst),
         expected=expected,
@@ -90,6 +90,14 @@ def judge(report: QualityReport) -> Verdict:
             *left_out(logits),
         ),
     )
+
+
+def _level(grade: Grade, beside: Level, grows: bool) -> Level:
+    """The colour: never red under a title that reads well, whatever was expected."""
+    own = GRADE_LEVELS[grade]
+    if own == "good" and beside != "good":
+        return "caution"
+    return max(own, beside, "caution" if grows else "good", key=LEVELS.index)
 
 
 def _refusal(logits: LogitQuality) -> Verdict | None:
@@ -149,8 +157,10 @@ def size_of(report: QualityReport) -> int | None:
 def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
     found, bits, size = measure(report), main_bits(report.weights), size_of(report)
-    if found is None or bits is None:
+    if bits is None:
         return "", "good"
+    if found is None:
+        return _no_measure(bits, size), "good"
     ratio = mean.judged / found.kl
     level: Level = "good" if ratio <= 1 else "caution" if ratio <= FAR else "bad"
     start = {"good": "As expected", "caution": "Worse than expected"}.get(
@@ -161,4 +171,14 @@ def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
     return (
         f"{start} of {bits}-bit weights{few} in {model}: good files stay below {found.kl:g}.",
         level,
+    )
+
+
+def _no_measure(bits: int, size: int | None) -> str:
+    """A sentence about a model too small for the measures of its bits; empty if they have none."""
+    if size is None or expectation(bits, None) is None:
+        return ""
+    return (
+        f"There is no expectation of {bits}-bit weights in a model of {words.count(size)} "
+        f"parameters: expectations start at {words.count(SMALLEST)}."
     )

@@ -52,13 +52,14 @@ TASKS = TaskReport(
 def test_the_first_screen_answers(
     make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
 ) -> None:
-    page = read_page(render_html(make_report(**extras), MANIFEST, "my-model"))
+    report = replace(make_report(**extras), parameters=8_190_000_000)
+    page = read_page(render_html(report, MANIFEST, "my-model"))
     first, _, _ = page.text.partition("What changed against BF16")
     for figure in (
         "my-model",
-        "packed from Qwen/Qwen3-0.6B (qwen3, 5.8 M parameters), and compared with it on 2026-05-31",
+        "packed from Qwen/Qwen3-0.6B (qwen3, 8.2 B parameters), and compared with it on 2026-05-31",
         "Verdict Usable Mean KL 0.0180 ± 0.0004 nats per token (usable: up to 0.05).",
-        "As expected of 4-bit weights in a model of 5.8 M parameters: good files stay below 0.03.",
+        "As expected of 4-bit weights in a model of 8.2 B parameters: good files stay below 0.03.",
         "moves the original by 0.000300 and changes 0.89 % of its top tokens; packing moves it "
         "60 times as far.",
         "expected for this size and these bits, 0.03",

@@ -9,8 +9,8 @@ import pytest
 
 from lowbit.convert.quality.record import Position, QualityReport, TextKind
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, TAIL
-from lowbit.convert.report.verdict import judge, size_of
+from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
+from lowbit.convert.report.verdict import Verdict, judge, size_of
 
 MakeReport = Callable[..., QualityReport]
 MakeRow = Callable[..., WeightQuality]
@@ -181,13 +181,25 @@ def test_cases(
         (4, 135_000_000, 0.13, "caution", "As expected"),
         (4, 135_000_000, 0.293, "bad", "Far worse than expected"),
         (4, 135_000_000, 0.42, "bad", "Far worse"),
-        (4, 5_800_000, 0.018, "good", "As expected of 4-bit weights in a model of 5.8 M param"),
-        (4, 5_800_000, 0.097, "bad", "Far worse"),
+        (4, 50_000_000, 0.139, "caution", "As expected"),
+        (
+            4,
+            49_999_999,
+            0.139,
+            "caution",
+            "no expectation of 4-bit weights in a model of 50 M",
+        ),
+        (4, 5_800_000, 0.018, "good", "no expectation of 4-bit weights in a model of 5.8 M"),
+        (4, 5_800_000, 0.097, "caution", "expectations start at 50 M"),
         (3, LARGE, 0.02, "good", "of 3-bit weights (held to the measure of 4 bits)"),
         (2, LARGE, 0.2, "bad", "Far worse than expected of 2-bit weights"),
         (8, LARGE, 0.0025, "good", "As expected of 8-bit weights"),
         (8, LARGE, 0.004, "caution", "Worse than expected of 8-bit weights"),
-        (8, 5_800_000, 0.02, "bad", "Far worse than expected of 8-bit weights"),
+        (8, LARGE, 0.0065, "caution", "Far worse than expected of 8-bit weights"),  # but close
+        (8, LARGE, 0.02, "caution", "Far worse than expected of 8-bit weights"),  # but usable
+        (8, LARGE, 0.06, "bad", "Far worse than expected of 8-bit weights"),
+        (8, 5_800_000, 0.02, "good", "no expectation of 8-bit weights in a model of 5.8 M"),
+        (6, 5_800_000, 0.02, "good", ""),
         (6, LARGE, 0.001, "good", ""),
         (6, LARGE, 0.06, "caution", ""),
     ],
@@ -216,6 +228,33 @@ def test_size_never_makes_a_grade_milder(
     assert len({verdict.grade for verdict in found}) == 1
     if found[0].grade in ("degraded", "broken"):
         assert "good" not in {verdict.level for verdict in found}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+def test_no_size_has_a_stricter_measure_than_a_larger_one(
+    make_report: MakeReport, make_row: MakeRow, bits: int
+) -> None:
+    """The colour of one loss never gets worse as models get smaller."""
+    order = ("good", "caution", "bad")
+
+    def judged(kl: float, size: int) -> Verdict:
+        return judge(report_of(make_report, make_row, {"kl_mean": kl}, bits, size))
+
+    sizes = [int(2e10 * 0.8**step) for step in range(40)]  # down to 3 M
+    for kl in (0.002, 0.0065, 0.02, 0.045, 0.06, 0.09, 0.2, 0.3):
+        levels = [order.index(judged(kl, size).level) for size in sizes]
+        assert levels == sorted(levels, reverse=True), (kl, levels)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+def test_no_title_that_reads_well_is_red(
+    make_report: MakeReport, make_row: MakeRow, bits: int
+) -> None:
+    for step in range(120):
+        for size in (LARGE, 135_000_000, 5_800_000):
+            figures = places(0.03) | {"kl_mean": 1e-4 * 1.08**step, "kl_error": None}
+            found = judge(report_of(make_report, make_row, figures, bits, size))
+            assert found.level != "bad" or found.grade in ("degraded", "broken"), found
 
 
 def test_more_loss_is_never_a_better_verdict(make_report: MakeReport, make_row: MakeRow) -> None:
@@ -271,7 +310,7 @@ def test_limits_widen() -> None:
         assert [row.parameters for row in rows] == sorted(
             (r.parameters for r in rows), reverse=True
         )
-        assert rows[-1].parameters == 0
+        assert rows[-1].parameters == SMALLEST
     # The guidance that larger models were held to before has not become laxer.
     assert EXPECTED[4][0].kl <= 0.03
     assert all(row.kl <= 0.003 for row in EXPECTED[8])
