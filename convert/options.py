@@ -252,7 +252,8 @@ eval_text_option = click.option(
     multiple=True,
     metavar="FILE",
     show_default="200 kB of WikiText-2, then maths and code",
-    help="Text to compare logits on; the first gives the headline figures (repeatable).",
+    help="Text to compare logits on; the first gives the headline figures (repeatable). The report "
+    "quotes a few lines of it.",
 )
 gate_option = click.option(
     "--gate",

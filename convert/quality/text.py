@@ -38,7 +38,7 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Of its UTF-8 bytes."""
+        """SHA-256 of the UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
@@ -58,7 +58,7 @@ class EvalText:
 
     @property
     def windows(self) -> Tensor:
-        """[windows, window] int64, one after the other; what does not fill one is left out."""
+        """Consecutive windows [windows, window] int64; a rest that fills none is left out."""
         return _cut(self.ids, self.window, len(self.ids))
 
     def long_windows(self, context: int) -> Tensor:
@@ -77,6 +77,11 @@ def default_texts() -> tuple[Text, ...]:
         Text(name, title, (folder / file).read_text(encoding="utf-8"))
         for name, title, file in BUNDLED
     )
+
+
+def bundled_hashes() -> frozenset[str]:
+    """SHA-256 of the bundled texts; any other text is one of the user's own."""
+    return frozenset(text.sha256 for text in default_texts())
 
 
 def check_names(texts: Sequence[Text]) -> None:

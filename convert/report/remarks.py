@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from statistics import median
 
+from lowbit.convert.quality.flips import BEFORE
 from lowbit.convert.quality.record import LogitQuality, QualityReport
+from lowbit.convert.quality.text import bundled_hashes
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import worst
@@ -18,7 +20,7 @@ def in_words(logits: LogitQuality) -> str:
     direction = "rises" if change >= 0 else "falls"
     return (
         f"It ranks the same token first as the original in {words.percent(logits.top1_agreement)} "
-        f"of predictions, and perplexity {direction} by {words.change(abs(change))}."
+        f"of predictions, and perplexity {direction} by {words.percent(abs(change))}."
     )
 
 
@@ -48,7 +50,7 @@ def observations(report: QualityReport) -> list[str]:
             f"more than the scale search does on ordinary weights."
         )
     if report.logits is not None:
-        found += _about_logits(report.logits)
+        found += [_lower_perplexity(report.logits), _quoted(report.logits)]
     return [sentence for sentence in found if sentence]
 
 
@@ -71,10 +73,29 @@ def _outliers(rows: Sequence[WeightQuality]) -> str:
     )
 
 
-def _about_logits(logits: LogitQuality) -> list[str]:
+def _lower_perplexity(logits: LogitQuality) -> str:
     if logits.perplexity_change >= 0:
-        return []
-    return [
+        return ""
+    return (
         "Perplexity is lower than the original's on this text. That makes no better model: "
         "the KL divergence says how far it moved."
+    )
+
+
+def _quoted(logits: LogitQuality) -> str:
+    """A sentence where the report quotes texts of the user's own, which may be private."""
+    hashes = {kind.name: kind.sha256 for kind in logits.kinds}
+    bundled = bundled_hashes()
+    own = [
+        flip.kind
+        for flip in logits.flips
+        if hashes.get(flip.kind, logits.text_sha256) not in bundled
     ]
+    if not own:
+        return ""
+    passages = "a passage" if len(own) == 1 else f"{len(own)} passages"
+    return (
+        f"quality.json and quality.html quote {passages} of {', '.join(dict.fromkeys(own))}, of up "
+        f"to {BEFORE} characters each. Where that text is private, measure on another "
+        f"(--eval-text) before you publish them."
+    )

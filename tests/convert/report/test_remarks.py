@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lowbit.convert.quality.record import LogitQuality, Noise, QualityReport
+import pytest
+
+from lowbit.convert.quality.record import Flip, LogitQuality, Noise, QualityReport, TextKind
+from lowbit.convert.quality.text import default_texts
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.convert.report.remarks import noise_in_words, observations
 
@@ -39,3 +42,28 @@ def test_clipping_and_lower_perplexity(make_report: MakeReport, make_row: MakeRo
     assert len(found) == 2
     assert "20.00 % of the weights are clipped" in found[0]
     assert "lower than the original" in found[1]
+
+
+def flip(kind: str) -> Flip:
+    return Flip(kind, "before", "a", "b", "c", 0.6, 0.2, 2.3)
+
+
+def test_quotes_of_own_texts_are_told(make_report: MakeReport) -> None:
+    (sentence,) = observations(make_report(flips=(flip("notes.txt"), flip("notes.txt"))))
+    assert "quote 2 passages of notes.txt, of up to 80 characters each" in sentence
+    assert "before you publish" in sentence
+    assert observations(make_report(flips=())) == []
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_quotes_of_bundled_texts_are_not_told(make_report: MakeReport, first: int) -> None:
+    texts = default_texts()
+    flips = tuple(flip(text.name) for text in texts)
+    kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95) for t in texts)
+    sha256 = texts[first].sha256
+    assert observations(make_report(text_sha256=sha256, kinds=kinds, flips=flips)) == []
+    assert observations(make_report(text_sha256=sha256, flips=flips[:1])) == []
+    # A text of the user's own may have the name of a bundled one.
+    own = (*kinds[:2], replace(kinds[2], sha256="ef" * 32))
+    (sentence,) = observations(make_report(text_sha256=sha256, kinds=own, flips=flips))
+    assert "quote a passage of code," in sentence
