@@ -92,7 +92,7 @@ def difference_text(row: Row) -> str:
     if not (math.isfinite(mean) and error > 0):
         return words.signed_kl(mean)
     digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two of the error
-    return f"{mean:+.{digits}f} ± {error:.{digits}f}"
+    return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
 
 
 def perplexity_text(row: Row) -> str:

@@ -22,17 +22,6 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{number(100 * share, digits)} %" if math.isfinite(share) else "∞"
 
 
-def change(ratio: float) -> str:
-    """A relative change in percent, with more digits below a tenth of a percent: `2.06 %`."""
-    if not math.isfinite(ratio):
-        return "∞"
-    return f"{number(100 * ratio, _digits(ratio))} %"
-
-
-def _digits(ratio: float) -> int:
-    return 2 if abs(ratio) >= 0.001 else 4
-
-
 def kl(value: float) -> str:
     """A divergence in nats with three significant digits: `0.0180`, `0.000104`, `2.10e-06`."""
     if not math.isfinite(value):
@@ -77,10 +66,8 @@ def signed_kl(value: float) -> str:
 
 
 def cosine(value: float) -> str:
-    """A cosine, to the digit where it differs from one."""
-    if not math.isfinite(value):
-        return "not finite"
-    return f"{value:.5f}" if value < 0.9999 else f"{value:.7f}"
+    """A cosine: `0.99718`."""
+    return f"{value:z.5f}" if math.isfinite(value) else "not finite"
 
 
 def token(text: str) -> str:
@@ -99,7 +86,7 @@ def number(value: float, digits: int = 3) -> str:
     """A figure with fixed digits, a power of ten where it is huge, or `∞`: `3.286`."""
     if not math.isfinite(value):
         return "∞"
-    return f"{value:,.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
+    return f"{value:z,.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
 
 
 def perplexity(nll: float) -> str:
@@ -113,8 +100,9 @@ def sentence(text: str) -> str:
 
 
 def signed(ratio: float) -> str:
-    """A relative change with its sign: `+2.06 %`."""
-    return f"{'+' if ratio >= 0 else ''}{change(ratio)}"
+    """A relative change with its sign: `+2.06 %`; `+0.00 %` where it rounds to none."""
+    shown = percent(ratio)
+    return shown if shown.startswith("-") else f"+{shown}"
 
 
 def tight(text: str) -> str:
@@ -133,7 +121,7 @@ def perplexity_error(logits: LogitQuality) -> str:
     if logits.log_ratio_error is None or not math.isfinite(relative):
         return ""
     error = 100 * logits.log_ratio_error * (1 + relative)
-    return f"± {number(error, _digits(relative))}"
+    return f"± {number(error, 2)}"
 
 
 def scored(logits: LogitQuality) -> str:

@@ -1,0 +1,44 @@
+"""Figures in words: one number of decimals for all figures of a kind, and no negative zero."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit.convert.report import words
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [
+        (0.0206, "+2.06 %"),
+        (-0.000366, "-0.04 %"),
+        (0.00099, "+0.10 %"),
+        (-0.00001, "+0.00 %"),
+        (0.0, "+0.00 %"),
+        (-0.5, "-50.00 %"),
+        (12.3456, "+1,234.56 %"),
+        (math.inf, "+∞"),
+    ],
+)
+def test_changes(ratio: float, shown: str) -> None:
+    assert words.signed(ratio) == shown
+
+
+@given(st.floats(-0.999, 1e6))
+def test_changes_have_two_decimals(ratio: float) -> None:
+    sign, figure = words.signed(ratio)[0], words.signed(ratio)[1:].removesuffix(" %")
+    assert len(figure.partition(".")[2]) == 2
+    rounded = float(figure.replace(",", ""))
+    assert rounded == pytest.approx(abs(100 * ratio), abs=0.0051)
+    assert (sign == "-") == (ratio < 0 and rounded > 0)
+
+
+@given(st.floats(-1.0, 1.0))
+def test_cosines_have_five_decimals(value: float) -> None:
+    assert len(words.cosine(value).partition(".")[2]) == 5
+
+
+def test_a_cosine_that_is_no_number() -> None:
+    assert words.cosine(math.nan) == "not finite"
