@@ -20,9 +20,9 @@ class Difference:
 def paired_difference(first: LogitQuality, second: LogitQuality) -> Difference | None:
     """The mean KL of the second of two packed models minus the first's, paired window by window.
 
-    Windows that are hard for one are hard for the other, so the error of their difference is much
-    smaller than that of either mean. It is estimated as that of a mean: neighbouring windows that
-    resemble each other count as less.
+    Windows that are hard for one are hard for the other, and the difference of the two is steadier
+    than either. Its error is estimated like that of a mean: neighbouring windows that resemble each
+    other count as less.
 
     Returns:
         None where the two were not measured on the same windows, or on fewer than 8, or where a

@@ -51,7 +51,7 @@ def render_comparison(console: Console, found: Comparison, page: Path | None = N
             name,
             f"{row.bits_per_weight:.2f}",
             words.kl(row.kl_p99),
-            words.percent(row.top1_agreement, 1),
+            words.percent(row.top1_agreement),
             perplexity_text(row),
             words.cosine(row.logit_cosine),
         )

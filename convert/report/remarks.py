@@ -96,6 +96,6 @@ def _quoted(logits: LogitQuality) -> str:
     passages = "a passage" if len(own) == 1 else f"{len(own)} passages"
     return (
         f"quality.json and quality.html quote {passages} of {', '.join(dict.fromkeys(own))}, of up "
-        f"to {BEFORE} characters each. Where that text is private, measure on another "
-        f"(--eval-text) before you publish them."
+        f"to {BEFORE} characters each. Where that text is private, measure on another before you "
+        f"publish them."
     )

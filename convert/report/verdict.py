@@ -48,9 +48,10 @@ class Verdict:
             files that are close or usable, at most caution.
         title: the grade in words.
         reason: what decides, without capital and full stop.
-        expected: the loss beside that of good files of this size and bits, or that the model is
-            too small to be held to any, as a sentence; empty where the bits have no measure.
-        notes: further findings that count, and texts that do not, as sentences.
+        expected: the loss beside that of good files of this size and bits, as a sentence; empty
+            where there is no measure.
+        notes: further findings that count, texts that do not, and a size without measure, as
+            sentences.
         hint: what helps where nothing is judged; empty otherwise.
     """
 
@@ -88,6 +89,7 @@ def judge(report: QualityReport) -> Verdict:
             *_close_call(found, worst.grade),
             *(() if growing is None else (growing,)),
             *left_out(logits),
+            *_too_small(report),
         ),
     )
 
@@ -157,10 +159,8 @@ def size_of(report: QualityReport) -> int | None:
 def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
     """The loss beside that of good files of the same bits and size: a sentence and its level."""
     found, bits, size = measure(report), main_bits(report.weights), size_of(report)
-    if bits is None:
+    if found is None or bits is None:
         return "", "good"
-    if found is None:
-        return _no_measure(bits, size), "good"
     ratio = mean.judged / found.kl
     level: Level = "good" if ratio <= 1 else "caution" if ratio <= FAR else "bad"
     start = {"good": "As expected", "caution": "Worse than expected"}.get(
@@ -174,11 +174,12 @@ def _beside_others(report: QualityReport, mean: Aspect) -> tuple[str, Level]:
     )
 
 
-def _no_measure(bits: int, size: int | None) -> str:
-    """A sentence about a model too small for the measures of its bits; empty if they have none."""
-    if size is None or expectation(bits, None) is None:
-        return ""
-    return (
-        f"There is no expectation of {bits}-bit weights in a model of {words.count(size)} "
-        f"parameters: expectations start at {words.count(SMALLEST)}."
-    )
+def _too_small(report: QualityReport) -> list[str]:
+    """A sentence about a model that only its size leaves without an expectation."""
+    bits, size = main_bits(report.weights), size_of(report)
+    if size is None or measure(report) is not None or expectation(bits, None) is None:
+        return []
+    return [
+        f"The loss to expect is only known of models from {words.count(SMALLEST)} parameters on; "
+        f"this one has {words.count(size)}."
+    ]

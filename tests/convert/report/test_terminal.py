@@ -28,7 +28,7 @@ def test_headline(make_report: MakeReport) -> None:
     for figure in (
         "3.286 → 3.354   +2.07 % ± 0.08",
         "mean 0.0180 ± 0.0004   p95 0.0700   p99 0.130   max 0.680 nats",
-        "There is no expectation of 4-bit weights in a model of 5.8 M parameters",
+        "The loss to expect is only known of models from 50 M parameters on; this one has 5.8 M.",
         "94.27 %",
         "mean 0.99720   p1 0.98660",
         "11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight",

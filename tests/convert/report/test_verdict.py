@@ -182,15 +182,9 @@ def test_cases(
         (4, 135_000_000, 0.293, "bad", "Far worse than expected"),
         (4, 135_000_000, 0.42, "bad", "Far worse"),
         (4, 50_000_000, 0.139, "caution", "As expected"),
-        (
-            4,
-            49_999_999,
-            0.139,
-            "caution",
-            "no expectation of 4-bit weights in a model of 50 M",
-        ),
-        (4, 5_800_000, 0.018, "good", "no expectation of 4-bit weights in a model of 5.8 M"),
-        (4, 5_800_000, 0.097, "caution", "expectations start at 50 M"),
+        (4, 49_999_999, 0.139, "caution", ""),
+        (4, 5_800_000, 0.018, "good", ""),
+        (4, 5_800_000, 0.097, "caution", ""),
         (3, LARGE, 0.02, "good", "of 3-bit weights (held to the measure of 4 bits)"),
         (2, LARGE, 0.2, "bad", "Far worse than expected of 2-bit weights"),
         (8, LARGE, 0.0025, "good", "As expected of 8-bit weights"),
@@ -198,7 +192,7 @@ def test_cases(
         (8, LARGE, 0.0065, "caution", "Far worse than expected of 8-bit weights"),  # but close
         (8, LARGE, 0.02, "caution", "Far worse than expected of 8-bit weights"),  # but usable
         (8, LARGE, 0.06, "bad", "Far worse than expected of 8-bit weights"),
-        (8, 5_800_000, 0.02, "good", "no expectation of 8-bit weights in a model of 5.8 M"),
+        (8, 5_800_000, 0.02, "good", ""),
         (6, 5_800_000, 0.02, "good", ""),
         (6, LARGE, 0.001, "good", ""),
         (6, LARGE, 0.06, "caution", ""),
@@ -244,6 +238,17 @@ def test_no_size_has_a_stricter_measure_than_a_larger_one(
     for kl in (0.002, 0.0065, 0.02, 0.045, 0.06, 0.09, 0.2, 0.3):
         levels = [order.index(judged(kl, size).level) for size in sizes]
         assert levels == sorted(levels, reverse=True), (kl, levels)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", [50_000_000, 49_999_999, 5_800_000])
+def test_a_size_without_measure_is_told(
+    make_report: MakeReport, make_row: MakeRow, bits: int, size: int
+) -> None:
+    said = " ".join(judge(report_of(make_report, make_row, {}, bits, size)).notes)
+    measured = size >= 50_000_000 or bits not in (2, 3, 4, 8)
+    assert ("only known of models from 50 M parameters on" in said) != measured
+    assert size != 5_800_000 or measured or "this one has 5.8 M." in said
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6, 8])
