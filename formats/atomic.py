@@ -9,6 +9,8 @@ from pathlib import Path
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.system import FREE_SPACE, of_system
 
+MAX_NAME = 56  # characters of a name that are kept beside it: 4 bytes each, of 255
+
 
 @contextmanager
 def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[None]:
@@ -108,7 +110,7 @@ def attempt(write: Callable[[], object]) -> ResourceError | None:
 
 
 def _partial_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name[:MAX_NAME]}.{os.getpid()}.partial")
 
 
 def _remove(partial: Path) -> None:

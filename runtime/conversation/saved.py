@@ -1,13 +1,12 @@
 """Conversations in files: one JSON object with the messages, the model's name, the sampling."""
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit.formats.atomic import replace_file
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.files import read_bytes
 from lowbit.formats.strict_json import loads
@@ -66,7 +65,8 @@ def save(
         overwrite: replace a file that is no saved conversation, too.
 
     Raises:
-        RequestError: the file is something else, or cannot be written.
+        RequestError: the file is something else.
+        ResourceError: it cannot be written.
     """
     content = {
         KEY: VERSION,
@@ -82,7 +82,7 @@ def save(
             _check_saved(path)
         elif path.exists() and not path.is_file():
             raise RequestError(f"`{path}` is not a regular file")
-        _replace(path, data)
+        replace_file(path, data, 0o600)
     except (OSError, RuntimeError) as error:
         raise RequestError(f"`{path}` cannot be written: {_reason(error)}") from None
 
@@ -163,22 +163,6 @@ def _check_saved(path: Path) -> None:
             f"nothing was saved: `{path}` is there and is no saved conversation",
             hint="give another name; /save! replaces the file all the same",
         ) from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Give a file new content at once."""
-    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def _reason(error: Exception) -> str:

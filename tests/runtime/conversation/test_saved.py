@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.conversation.saved import MAX_BYTES, load, path_of, save
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from lowbit.runtime.sampling import SamplingParams
@@ -144,7 +144,7 @@ def test_folders_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
             load(path)
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "no" / "folder", Path("/dev/null")):
         for overwrite in (False, True):
-            with pytest.raises(RequestError):
+            with pytest.raises(LowbitError):
                 write(path, Conversation(), overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
@@ -168,7 +168,7 @@ def test_a_failing_disk_leaves_the_earlier_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", failing)
-    with pytest.raises(RequestError, match="No space left on device"):
+    with pytest.raises(ResourceError, match="No space left on device"):
         write(tmp_path / "talk.json", Conversation())
     assert load(tmp_path / "talk.json").conversation == talk
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
