@@ -17,6 +17,7 @@ from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.files import open_file, read_text
 from lowbit.formats.hub import OTHER_WEIGHTS
 from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.text.settings import MAX_SETTINGS_BYTES
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
 
@@ -179,7 +180,7 @@ def check_small_files(source: Path) -> list[str]:
     names = small_files(source)
     for name in names:
         if name in READ_JSON:
-            read_json(source / name)
+            read_json(source / name, MAX_SETTINGS_BYTES)
         elif fnmatchcase(name, TEMPLATES):
             read_text(source / name)
     if TOKENIZER_FILE in names:

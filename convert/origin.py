@@ -17,7 +17,7 @@ from threading import Lock
 from lowbit.convert.stream import worker_count
 from lowbit.convert.user_folders import user_folder
 from lowbit.formats.atomic import replace_files
-from lowbit.formats.checkpoint import CONFIG_FILE, TensorInfo, open_checkpoint
+from lowbit.formats.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
 from lowbit.formats.files import check_regular, read_bytes
 from lowbit.formats.hashing import hash_file, hash_tensor
@@ -25,7 +25,6 @@ from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest, Source, SourceTensor
 
 TOKENIZER_FILE = "tokenizer.json"
-MAX_CONFIG_BYTES = 10_000_000
 NAME_IT = "name it with --source, a folder or a Hub id"
 
 Ask = Callable[[str], str]  # a question for the user -> the answer

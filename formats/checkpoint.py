@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import open_file, read_bytes, reopen
-from lowbit.formats.strict_json import loads
+from lowbit.formats.files import MAX_TEXT_BYTES, open_file, read_bytes, reopen
+from lowbit.formats.strict_json import loads, object_of
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -39,6 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"  # of a header, where no tensor can stand
+MAX_CONFIG_BYTES = 5_000_000  # of config.json, which may list 50,000 modules that stay dense
 MAX_HEADER_BYTES = 64_000_000  # the safetensors library reads 100 MB, which parsed take 2 GB
 MAX_SIZE = 2**63 - 1  # of a dimension or an offset
 MAX_DIMENSIONS = 64
@@ -241,7 +242,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
             names = ", ".join(f"`{other.name}`" for other in others)
             raise CheckpointError(f"`{folder}` holds several indexes: {names}")
         path = others[0]
-    shards = read_json(path).get("weight_map")
+    shards = read_json(path, MAX_TEXT_BYTES).get("weight_map")
     if not isinstance(shards, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in shards.values()
     ):
@@ -363,20 +364,20 @@ def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: in
         raise CheckpointError(f"`{file}` has {size - end} bytes that no tensor names")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file of a model folder.
+
+    Args:
+        path: of the file.
+        max_bytes: longest file that is read.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or does not hold a JSON object.
     """
     try:
-        content = loads(read_bytes(path))
+        raw = read_bytes(path, max_bytes)
     except FileNotFoundError:
         raise CheckpointError(
             f"`{path.parent}` is not a checkpoint: it has no {path.name}"
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"`{path}` is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"`{path}` does not hold a JSON object")
-    return content
+    return object_of(raw, path)

@@ -54,7 +54,7 @@ class Field:
         return f"{noun} from {low} to {high}"
 
     def allows(self, value: object) -> bool:
-        """Whether a value has the type and lies in the range."""
+        """Tell whether a value has the type and lies in the range."""
         if self.kind == "flag" or isinstance(value, bool):
             return self.kind == "flag" and isinstance(value, bool)
         if self.kind == "text":

@@ -15,7 +15,7 @@ DO_SAMPLE = Field("do_sample", "flag", default=False, nullable=True)
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """Sampling that a model's makers advise.
+    """Sampling parameters that the makers of a model recommend.
 
     Attributes:
         temperature: 0 for greedy, which a file means with `do_sample` false or a temperature of 0.

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from lowbit.formats import strict_json
 from lowbit.formats.errors import FormatError
 from lowbit.formats.files import read_bytes
-from lowbit.formats.strict_json import loads
 
 Row = TypeVar("Row")
 
@@ -61,12 +61,7 @@ def load_versioned(
 def _versioned(
     raw: bytes, path: Path, version_key: str, known: Sequence[int], hint: str
 ) -> tuple[int, dict[str, Any]]:
-    try:
-        content = loads(raw)
-    except ValueError as error:
-        raise FormatError(f"`{path}` is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"`{path}` does not hold a JSON object")
+    content = strict_json.object_of(raw, path, FormatError)
     found = content.pop(version_key, None)
     if type(found) is not int or found not in known:
         what = version_key.replace("_", " ")
@@ -118,7 +113,7 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a field's type: no bool for an int, no text for a list.
+    """Tell whether a value is of a field's type: no bool for an int, no text for a list.
 
     Numbers that cannot be computed with do not fit: NaN, and integers beyond 64 bits.
     """

@@ -1,11 +1,20 @@
 """JSON that others wrote, read strictly: one reading, bounded memory, text that can be written."""
 
+import gc
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, compress
+from pathlib import Path
 from typing import Any
 
+from lowbit.formats.errors import CheckpointError, LowbitError
+
 MAX_DEPTH = 64  # of objects and lists; config.json has 4, a tokenizer 8
-MAX_CONTAINERS = 2_000_000  # of 60 bytes and more each; a large tokenizer has 500,000
+# A value takes up to 300 bytes in memory. Gemma's tokenizer has 1,800,000; a header, 8 a tensor.
+MAX_VALUES = 2_000_000
+_CONTAINERS = frozenset((dict, list))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -16,19 +25,51 @@ def loads(raw: bytes) -> Any:
         raw: UTF-8.
 
     Raises:
-        ValueError: not JSON, a key that stands twice in an object, half a surrogate pair, or
-            objects nested too deeply or too many.
+        ValueError: not JSON, a key that stands twice in an object, half a surrogate pair, objects
+            nested too deeply, or more values than memory is meant for.
     """
-    if raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
-        raise ValueError(f"more than {MAX_CONTAINERS} objects and lists")
+    values = sum(raw.count(sign) for sign in (b",", b"[", b"{"))  # at least; commas in text too
+    if values > MAX_VALUES:
+        raise ValueError(f"{values} values, expected at most {MAX_VALUES}")
     try:
-        content = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
+        with _without_collection():
+            content = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
-    _check_depth(content)
-    if _SURROGATE.search(raw):
-        _check_unicode(content)
+    _check(content, unicode=_SURROGATE.search(raw) is not None)
     return content
+
+
+def object_of(raw: bytes, path: Path, error: type[LowbitError] = CheckpointError) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Args:
+        raw: content of the file.
+        path: of the file, for messages.
+        error: class of the exceptions.
+
+    Raises:
+        LowbitError: an `error`; `loads` refuses the file, or it holds something else.
+    """
+    try:
+        content = loads(raw)
+    except ValueError as reason:
+        raise error(f"`{path}` is not valid JSON: {reason}") from None
+    if not isinstance(content, dict):
+        raise error(f"`{path}` does not hold a JSON object")
+    return content
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Stop the garbage collector: a parser makes no garbage, and the search doubles its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -42,25 +83,32 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_depth(content: Any) -> None:
-    """Refuse what a writer of JSON, or a walk over it, could not follow."""
-    level = [content] if isinstance(content, dict | list) else []
-    for _ in range(MAX_DEPTH):
+def _check(content: Any, unicode: bool) -> None:
+    """Refuse depth that a writer of JSON, or a walk over it, could not follow.
+
+    Args:
+        content: parsed JSON.
+        unicode: also refuse text that UTF-8 cannot hold.
+    """
+    items = [content]
+    for _ in range(MAX_DEPTH + 1):
+        if unicode:
+            _check_unicode(items)
+        level = list(compress(items, map(_CONTAINERS.__contains__, map(type, items))))
         if not level:
             return
-        level = [
-            item
-            for container in level
-            for item in (container.values() if isinstance(container, dict) else container)
-            if isinstance(item, dict | list)
-        ]
-    if level:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        items = list(chain.from_iterable(x.values() if type(x) is dict else x for x in level))
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
-def _check_unicode(content: Any) -> None:
-    """Refuse text that UTF-8 cannot hold."""
+def _check_unicode(items: list[Any]) -> None:
+    """Refuse half a surrogate pair in texts and in keys of objects."""
     try:
-        json.dumps(content, ensure_ascii=False).encode()
+        for item in items:
+            if isinstance(item, str):
+                item.encode()
+            elif isinstance(item, dict):
+                for name in item:
+                    name.encode()
     except UnicodeEncodeError:
         raise ValueError("half a surrogate pair stands for a character") from None

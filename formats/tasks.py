@@ -67,7 +67,7 @@ class TaskReport:
     tasks: tuple[TaskResult, ...]
 
     def is_current(self, folder: Path) -> bool:
-        """Whether these are results of the checkpoint that the folder holds now."""
+        """Tell whether these are results of the checkpoint that the folder holds now."""
         return self.manifest_sha256 == manifest_sha256(folder)
 
     def to_json(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps run as CUDA graphs."""
+        """True if steps run as CUDA graphs."""
         return self.tokens.is_cuda
 
     def decode(self, steps: int) -> Tensor:

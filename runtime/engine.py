@@ -52,7 +52,7 @@ class Engine:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps run as CUDA graphs."""
+        """True if steps run as CUDA graphs."""
         return self.token.is_cuda
 
     def room(self, prompt: int) -> int:
@@ -273,7 +273,7 @@ def _record(sent: "Sequence[torch.cuda.Event]", position: int) -> None:
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids two sequences share."""
+    """Number of leading ids that two sequences share."""
     for index, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return index

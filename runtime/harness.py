@@ -39,7 +39,7 @@ def language_model(
 
         @property
         def eot_token_id(self) -> int:
-            """What stands before a text without context."""
+            """Token that stands before a text without context."""
             if prefix_id is None:
                 raise RequestError(
                     "the task has texts without context, which begin with a token that "
@@ -58,7 +58,7 @@ def language_model(
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = True
         ) -> list[tuple[float, bool]]:
-            """Of continuations after contexts, with whether each is the greedy one."""
+            """Log-likelihoods of continuations after contexts, and whether each is greedy."""
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
             return found
 
@@ -75,7 +75,7 @@ def language_model(
         def loglikelihood_rolling(
             self, requests: list[Any], disable_tqdm: bool = True
         ) -> list[float]:
-            """Of whole texts, in windows that share nothing."""
+            """Log-likelihoods of whole texts, in windows that share nothing."""
             sums = []
             for done, request in enumerate(requests, start=1):
                 windows = get_rolling_token_windows(

@@ -21,7 +21,7 @@ MASS_BITS = 40  # 2^40 * a vocabulary of 2^18 stays far below 2^63
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings by which the next token is chosen; the defaults choose the likeliest.
+    """Parameters that choose the next token; the defaults choose the likeliest.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
@@ -94,7 +94,7 @@ class Sampler:
 
     @property
     def shape(self) -> tuple[bool, int, bool]:
-        """Settings that choose the operations of `sample`; a captured graph serves one shape."""
+        """Key of the operations that `sample` runs; a captured graph is good for one key."""
         return self.params.temperature == 0.0, self.params.top_k, self.params.penalized
 
     def snapshot(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model: how likely a text is, and how a text goes on."""
+"""The two requests of an evaluation: the likelihood of a text, and its continuation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is.
+    """Log-likelihood of a continuation.
 
     Attributes:
         log_likelihood: sum of the natural logarithms of its tokens' probabilities.
-        greedy: whether every token is the likeliest at its place.
-        truncated: whether the beginning of the context was left out.
+        greedy: true if every token is the likeliest at its place.
+        truncated: true if the beginning of the context was left out.
     """
 
     log_likelihood: float
@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a task wants a text to go on.
+    """Settings by which a task lets a text go on.
 
     Attributes:
         stops: strings that end it.
@@ -53,10 +53,10 @@ class Continuation:
 
 
 def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> Score:
-    """How likely a continuation is after a context.
+    """Log-likelihood of a continuation after a context.
 
-    Tokens that do not fit are left out at the beginning of the context. What the last call has
-    in common with this one is not run again.
+    Tokens that do not fit are left out at the beginning of the context. A prefix that this call
+    shares with the last one is not run again.
 
     Args:
         model: loaded; what its cache holds of another conversation is dropped.
@@ -101,7 +101,7 @@ def _score_rows(logits: Tensor, ids: Sequence[int]) -> tuple[float, bool]:
 
 
 def read_continuation(settings: Mapping[str, Any], seed: int) -> Continuation:
-    """What a task's `generation_kwargs` ask for.
+    """Settings from the `generation_kwargs` of a task.
 
     Args:
         settings: with `until`, `max_gen_toks`, `do_sample`, `temperature` and so on.

@@ -36,7 +36,7 @@ WIDE_BITS = 8
 
 
 def served(scheme: Scheme) -> Scheme:
-    """What a linear is served as: INT4 with zero points as INT8, whose codes hold q - z exactly."""
+    """Scheme that serves a linear: INT8 for INT4 with zero points, as its codes hold q - z."""
     return scheme if scheme.symmetric else Scheme(WIDE_BITS, scheme.group_size)
 
 

@@ -72,7 +72,7 @@ def part_of(config: Mapping[str, Any], name: str) -> Part:
 
 
 def is_carried(config: Mapping[str, Any], name: str) -> bool:
-    """Whether a tensor belongs to a part that is taken along unchecked: the vision tower."""
+    """Tell whether a tensor belongs to the vision tower, which is copied unchecked."""
     return part_of(config, name) == "vision"
 
 
@@ -85,7 +85,7 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head shares the embedding's weight.
+    """Tell whether the head shares the embedding's weight.
 
     Raises:
         UnsupportedModelError: no flag, or an outer and a nested one that disagree.

@@ -162,7 +162,7 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head shares the embedding's weight.
+    """Tell whether the head shares the embedding's weight.
 
     transformers reads the outer key for the model with its vision tower and the inner one for the
     decoder alone, and takes false for one that is absent.
@@ -199,7 +199,7 @@ def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
 
 
 def prefix_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """What decoder tensors are named below: as in the checkpoint, or as on the hub without one."""
+    """Prefix of the names of decoder tensors: the checkpoint's, or without names the hub's."""
     nested = TEXT in config
     if names:
         nested = any(name.startswith(NESTED_PREFIX) for name in names)

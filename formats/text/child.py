@@ -1,10 +1,12 @@
 """The process that renders chat templates and runs tokenizers that only a limit can trust.
 
-`worker.py` starts this file as a script: it imports nothing of lowbit, reads one JSON job a line
-and writes one JSON reply a line. A timer of the kernel ends the process when a job takes too long,
-so no job needs to be watched. Argument: a JSON object with `path` (sys.path) and `memory_bytes`.
+`worker.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line when it
+is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of the kernel
+ends the process when a job takes too long, so no job needs to be watched. Argument: a JSON object
+with `path` (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 """
 
+import contextlib
 import json
 import resource
 import signal
@@ -15,7 +17,10 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 Job = dict[str, Any]
-TEMPLATE_JOBS = ("compile", "render")
+LIBRARIES = {  # modules of each; jinja2 imports some of its own late
+    "jinja2": ("jinja2.sandbox", "jinja2.ext", "jinja2.debug", "jinja2.constants"),
+    "tokenizers": ("tokenizers",),
+}
 MAX_MESSAGE = 300  # characters of an error that are passed on
 
 
@@ -23,7 +28,8 @@ class JobError(Exception):
     """A job that failed.
 
     Attributes:
-        kind: `syntax`, `memory`, `output` or `failed`, as in `worker.WorkerError`.
+        kind: `syntax`, `memory`, `output` or `failed`, as in `worker.WorkerError`; `start` for a
+            process that cannot do any job.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -34,32 +40,60 @@ class JobError(Exception):
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    options = json.loads(sys.argv[1])
+    try:
+        prepare(json.loads(sys.argv[1]))
+    except BaseException as error:  # MemoryError too
+        write(refusal(JobError("start", str(error_of(error)))))
+        return
+    write(b"{}")
+    serve: Callable[[Job], Any] = Handler()
+    for line in sys.stdin.buffer:
+        write(reply(serve, line))
+
+
+def prepare(options: dict[str, Any]) -> None:
+    """Take on the limits and import what the jobs need."""
     sys.path[:] = options["path"]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore or block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"],) * 2)
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(limit, (0, 0))
-    serve: Callable[[Job], Any] = Handler()
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(reply(serve, line) + b"\n")
-        sys.stdout.buffer.flush()
+    limit(resource.RLIMIT_AS, options["memory_bytes"])
+    limit(resource.RLIMIT_CORE, 0)
+    for module in LIBRARIES[options["library"]]:
+        import_module(module)
+    limit(resource.RLIMIT_FSIZE, 0)  # from here on: an import may store its bytecode
+
+
+def limit(kind: int, most: int) -> None:
+    """Lower a limit of this process, where the system has such a limit: macOS lacks RLIMIT_AS."""
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (most, most))
+
+
+def write(line: bytes) -> None:
+    """Send a line to the parent."""
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def reply(serve: Callable[[Job], Any], line: bytes) -> bytes:
     """Run a job; an exception of any kind becomes a reply."""
     try:
         job = json.loads(line)
-        import_module("jinja2.sandbox" if job["do"] in TEMPLATE_JOBS else "tokenizers")
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         result = {"value": serve(job)}
         return json.dumps(result).encode()
     except BaseException as error:  # MemoryError, panics of tokenizers, what a template raises
-        failure = error_of(error)
-        return json.dumps({"error": failure.kind, "message": str(failure)}).encode()
+        return refusal(error_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def refusal(error: JobError) -> bytes:
+    """The reply that reports a failure."""
+    return json.dumps({"error": error.kind, "message": str(error)}).encode()
 
 
 def error_of(error: BaseException) -> JobError:
@@ -78,7 +112,7 @@ def error_of(error: BaseException) -> JobError:
 
 
 class Handler:
-    """What the process keeps between jobs: the last template, and the tokenizer."""
+    """Jobs, and the template and the tokenizer that the process keeps between them."""
 
     def __init__(self) -> None:
         """Nothing is compiled or loaded yet."""

@@ -1,21 +1,18 @@
 """tokenizer_config.json and the files that older models keep beside it, in one typed reading."""
 
-import gc
-import json
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files import read_bytes
+from lowbit.formats.strict_json import object_of
 
 SETTINGS_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # older models
 ADDED_TOKENS_FILE = "added_tokens.json"  # older models
-MAX_SETTINGS_BYTES = 16_000_000  # ten times what 25,000 listed tokens take
-MAX_VALUES = 3_000_000  # of a JSON file: 500 MB as objects; Gemma's tokenizer has 1,800,000
+MAX_SETTINGS_BYTES = 10_000_000  # twice what 25,000 listed tokens take
 NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 ADDED_FLAGS = {  # of an added token, and what is meant where one is left out
     "single_word": False,
@@ -28,7 +25,7 @@ ADDED_FLAGS = {  # of an added token, and what is meant where one is left out
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a model folder says about its tokenizer outside tokenizer.json.
+    """Special and added tokens of a model folder, and its template, from outside tokenizer.json.
 
     Attributes:
         special_tokens: `bos_token`, `eos_token` and so on, as text.
@@ -60,7 +57,7 @@ def read_settings(folder: Path) -> Settings:
         config = config | older
         path = folder / SPECIAL_TOKENS_FILE if older else path
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
-    candidates = {key: value for key, value in config.items() if key.endswith("_token")}
+    candidates = {key: value for key, value in config.items() if _is_token(key, value)}
     if isinstance(extra, dict):
         candidates |= extra
     special = {
@@ -82,44 +79,13 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
     """A JSON object from a file; None where there is no such file.
 
     Raises:
-        CheckpointError: not a regular file of the folder, too long, or not a JSON object.
+        CheckpointError: not a regular file of the folder, too long, or no JSON object.
     """
     try:
         data = read_bytes(path, max_bytes)
     except FileNotFoundError:
         return None
-    return parse_object(data, path)
-
-
-def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds.
-
-    Raises:
-        CheckpointError: it holds something else, or so many values that they take gigabytes.
-    """
-    values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
-    if values > MAX_VALUES:
-        raise CheckpointError(f"`{path}` has {values} values, expected at most {MAX_VALUES}")
-    try:
-        with _without_collection():
-            content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"`{path}` does not hold a JSON object")
-    return content
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Leave garbage to its counts: a parser makes none, and looking for it takes twice its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return object_of(data, path)
 
 
 def _listed_tokens(listed: Any, path: Path) -> dict[int, dict[str, Any]]:
@@ -167,6 +133,16 @@ def _extra_tokens(extra: Any, path: Path) -> list[str]:
         raise CheckpointError(f"`{path}`: extra_special_tokens is not a list")
     texts = [_text("a token of extra_special_tokens", value, path) for value in extra]
     return [text for text in texts if text is not None]
+
+
+def _is_token(key: str, value: Any) -> bool:
+    """Tell whether an entry names a special token, as transformers does.
+
+    A standard name always does; another one, if its value could be a token.
+    """
+    if isinstance(value, dict):
+        value = value.get("content")
+    return key in NAMES or (key.endswith("_token") and isinstance(value, str))
 
 
 def _text(key: str, value: Any, path: Path) -> str | None:

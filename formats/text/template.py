@@ -35,8 +35,7 @@ class ChatTemplate:
     def prepare(self) -> None:
         """Start the process and let it compile the template, without waiting for it.
 
-        Raises:
-            ResourceError: no process can be started.
+        A failure is left to the first `render`.
         """
         self.worker.post({"do": "compile", "source": self.source})
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.files import read_bytes
+from lowbit.formats.strict_json import object_of
 from lowbit.formats.text.components import is_linear
 from lowbit.formats.text.length import TooLongError
-from lowbit.formats.text.settings import parse_object, read_settings
+from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.vocabulary import check_vocabulary, complete
 from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
 
@@ -183,7 +184,7 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
     """
     path = folder / TOKENIZER_FILE
     data = _read(path, purpose)
-    content = parse_object(data, path)
+    content = object_of(data, path)
     changed = complete(content, read_settings(folder), path)
     longest = check_vocabulary(content, path)
     byte_level = _is_byte_level(content)
@@ -193,7 +194,7 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
     if not is_linear(content):
         allowed = seconds + LOAD_SECONDS_PER_BYTE * len(data)
         prelude = {"do": "load", "tokenizer": json.dumps(content), "seconds": allowed}
-        worker = Worker(seconds, WORKER_BYTES, prelude)
+        worker = Worker(seconds, WORKER_BYTES, "tokenizers", prelude)
         content, changed = _vocabulary_only(content), True
     data = json.dumps(content).encode() if changed else data
     del content, ids  # before the library reads the same once more
@@ -219,7 +220,7 @@ def read_tokenizer(folder: Path, purpose: str) -> dict[str, Any]:
         CheckpointError: see `load_text_tokenizer`.
     """
     path = folder / TOKENIZER_FILE
-    content = parse_object(_read(path, purpose), path)
+    content = object_of(_read(path, purpose), path)
     check_vocabulary(content, path)
     return content
 

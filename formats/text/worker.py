@@ -3,6 +3,7 @@
 A chat template or a regular expression can loop for ever or fill the memory, and neither can be
 stopped inside this process. The child (`child.py`) has limits of time and memory and none of the
 environment's secrets; it is started once, and answers a job in a fraction of a millisecond.
+No failure to start it is blamed on the file: that is a ResourceError.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ MEMORY_BYTES = 512 << 20  # of address space; Python and jinja2 take 40 MB of it
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")
 CHILD = Path(__file__).with_name("child.py")
 
+Library = Literal["jinja2", "tokenizers"]
 Kind = Literal["syntax", "failed", "memory", "output", "time", "died"]
 
 
@@ -48,12 +50,14 @@ class Worker:
     Attributes:
         seconds: a job may take, unless it says otherwise.
         memory_bytes: of address space that the child may have.
+        library: that does the jobs; the child imports it when it starts.
     """
 
     def __init__(
         self,
         seconds: float = SECONDS,
         memory_bytes: int = MEMORY_BYTES,
+        library: Library = "jinja2",
         prelude: Mapping[str, Any] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -61,25 +65,31 @@ class Worker:
         Args:
             seconds: see the class.
             memory_bytes: see the class.
+            library: see the class.
             prelude: job that comes first whenever the process has been started; it may name its
                 own `seconds`.
         """
         self.seconds = seconds
         self.memory_bytes = memory_bytes
+        self.library = library
         self._prelude = prelude
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Worker] | None = None
+        self._ready = False  # the child has said that it can do jobs
         self._unread = 0  # replies to jobs that nobody waits for
 
     def post(self, job: Mapping[str, Any]) -> None:
         """Begin a job whose reply nobody wants, to have its result ready for the next one.
 
+        No failure is reported here: the next `ask` meets it again.
+
         Raises:
-            ResourceError: the process cannot be started.
+            TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
-        with self._lock, contextlib.suppress(WorkerError):
-            self._send(_line(job, self.seconds))
+        line = _line(job, self.seconds)
+        with self._lock, contextlib.suppress(WorkerError, ResourceError), self._whole():
+            self._send(line)
             self._unread += 1
 
     def ask(self, job: Mapping[str, Any], seconds: float | None = None) -> Any:
@@ -95,19 +105,24 @@ class Worker:
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
         """
         line = _line(job, self.seconds if seconds is None else seconds)
-        with self._lock:
-            try:
-                self._send(line)
-                while self._unread:
-                    self._receive()
-                    self._unread -= 1
-                reply = json.loads(self._receive())
-            except BaseException:  # an interrupt too leaves the pipes between two jobs
-                self._stop()
-                raise
+        with self._lock, self._whole():
+            self._send(line)
+            while self._unread:
+                self._receive()
+                self._unread -= 1
+            reply = self._receive()
         if "error" in reply:
             raise WorkerError(reply["error"], reply["message"])
         return reply["value"]
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End the process if an exception, or an interrupt, leaves half a line in its pipes."""
+        try:
+            yield
+        except BaseException:
+            self._stop()
+            raise
 
     def _send(self, line: bytes) -> None:
         if self._process is not None and not self._unread and self._process.poll() is not None:
@@ -116,23 +131,45 @@ class Worker:
             self._start()
         process = self._process
         if process is None or process.stdin is None:
-            raise WorkerError("died", "it could not be started")
+            raise ResourceError("no process can be started")
         try:
             process.stdin.write(line)
             process.stdin.flush()
         except BrokenPipeError:
+            self._check_ready()
             raise self._ended() from None
 
-    def _receive(self) -> bytes:
-        if self._process is None or self._process.stdout is None:
-            raise WorkerError("died", "it could not be started")
-        line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
+    def _receive(self) -> dict[str, Any]:
+        self._check_ready()
+        line = self._read()
+        if line is None:
             raise self._ended()
-        return line
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _read(self) -> bytes | None:
+        """The child's next line; None if it has ended."""
+        if self._process is None or self._process.stdout is None:
+            return None
+        line = self._process.stdout.readline()
+        return line if line.endswith(b"\n") else None
+
+    def _check_ready(self) -> None:
+        """Wait for the child's first line, which says that it can do jobs."""
+        if self._ready:
+            return
+        line = self._read()
+        reason = str(self._ended()) if line is None else json.loads(line).get("message")
+        if reason is not None:
+            raise ResourceError(f"the process that runs {self.library} cannot start: {reason}")
+        self._ready = True
 
     def _start(self) -> None:
-        options = {"path": [p for p in sys.path if p], "memory_bytes": self.memory_bytes}
+        options = {
+            "path": [p for p in sys.path if p],
+            "library": self.library,
+            "memory_bytes": self.memory_bytes,
+        }
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         try:
             process = subprocess.Popen(
@@ -147,14 +184,14 @@ class Worker:
             )
         except OSError as error:
             raise ResourceError(f"no process can be started: {error.strerror}") from None
-        self._process, self._unread = process, 0
+        self._process, self._ready, self._unread = process, False, 0
         self._end = weakref.finalize(self, _end, process)
         if self._prelude is not None:
             self._send(_line(self._prelude, self.seconds))
             self._unread += 1
 
     def _ended(self) -> WorkerError:
-        """Why the process is gone."""
+        """The error that tells how the process ended."""
         code = self._process.wait() if self._process is not None else 0
         self._stop()
         if code == -signal.SIGALRM:

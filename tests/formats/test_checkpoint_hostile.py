@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats.checkpoint import open_checkpoint, parse_header, read_header
+from lowbit.formats.checkpoint import (
+    MAX_CONFIG_BYTES,
+    open_checkpoint,
+    parse_header,
+    read_header,
+)
 from lowbit.formats.errors import CheckpointError
 
 WriteRaw = Callable[..., Path]
@@ -63,6 +69,11 @@ def test_bad_config(folder: Path, content: bytes, words: str) -> None:
     refused(folder, "config.json`", words)
 
 
+def test_config_that_is_too_long(folder: Path) -> None:
+    os.truncate(folder / "config.json", MAX_CONFIG_BYTES + 1)
+    refused(folder, "config.json` has", f"expected at most {MAX_CONFIG_BYTES}")
+
+
 def test_no_safetensors(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"x")
     error = refused(folder, "it holds no .safetensors file")
@@ -108,6 +119,12 @@ class TestIndex:
         refused(folder, "`a` is in both `s1.safetensors` and `s2.safetensors`")
         self.write(folder, {"a": "s1.safetensors", "b": "s2.safetensors"})
         refused(folder, "`a` is in both")
+
+    def test_may_be_longer_than_a_config(self, folder: Path) -> None:
+        self.write(folder, {"a": "s1.safetensors"})
+        with (folder / INDEX).open("a") as file:
+            file.write(" " * MAX_CONFIG_BYTES)
+        assert open_checkpoint(folder).tensors.keys() == {"a"}
 
     @pytest.mark.parametrize(
         "file", ["../s1.safetensors", "/etc/passwd", "x/s1.safetensors", "./s1.safetensors", "."]

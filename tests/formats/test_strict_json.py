@@ -1,13 +1,17 @@
 """Strict JSON: what any parser reads alike is read, everything else is a ValueError."""
 
+import contextlib
+import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats.strict_json import MAX_CONTAINERS, MAX_DEPTH, loads
+from lowbit.formats.errors import CheckpointError, FormatError, LowbitError
+from lowbit.formats.strict_json import MAX_DEPTH, MAX_VALUES, loads, object_of
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 JSON = st.recursive(
@@ -74,7 +78,45 @@ def test_a_whole_surrogate_pair() -> None:
     assert loads(b'"\\ud83d\\ude00"') == "\U0001f600"
 
 
-def test_too_many_objects_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [b"[", b"0,", b'{"":', b'"",', b"[],", b"[{"])
+def test_too_many_values_are_not_parsed(pieces: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("parsed"))
-    with pytest.raises(ValueError, match=f"more than {MAX_CONTAINERS} objects and lists"):
-        loads(b"[" * (MAX_CONTAINERS + 1))
+    with pytest.raises(ValueError, match=f"values, expected at most {MAX_VALUES}"):
+        loads(pieces * (MAX_VALUES + 1))
+
+
+def test_a_header_of_very_many_tensors_is_read() -> None:
+    entry = b'{"dtype":"BF16","shape":[1,2,3],"data_offsets":[0,12]}'
+    raw = b"{" + b",".join(b'"%d":%b' % (name, entry) for name in range(200_000)) + b"}"
+    assert len(loads(raw)) == 200_000
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("raw", [b"{}", b"{", b'{"a":1,"a":1}'])
+def test_the_collector_is_left_as_it_was(raw: bytes, enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ValueError):
+            loads(raw)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("error", [CheckpointError, FormatError])
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"[]", "does not hold a JSON object"),
+        (b"5", "does not hold a JSON object"),
+        (b"{", "is not valid JSON: Expecting property name"),
+        (b'{"\xff": 1}', "is not valid JSON: 'utf-8' codec"),
+        (b'{"a": 1, "a": 2}', "is not valid JSON: the key `a` stands twice"),
+    ],
+)
+def test_a_file_without_an_object_is_named(
+    raw: bytes, reason: str, error: type[LowbitError]
+) -> None:
+    with pytest.raises(error, match=f"`m/x.json` {reason}"):
+        object_of(raw, Path("m/x.json"), error)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.text.settings import Settings, read_settings
+from lowbit.formats.text.settings import NAMES, Settings, read_settings
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN = {"content": "<x>", "special": True}
@@ -46,13 +46,27 @@ def test_special_tokens_are_text(tmp_path: Path) -> None:
     assert found.named == ("E", "P", "I", "A")
 
 
+@pytest.mark.parametrize("value", [5, 0.5, ["E"], {"text": "E"}, {"content": 5}, {}, None, True])
+def test_another_key_that_is_no_token_is_left_alone(value: Any, tmp_path: Path) -> None:
+    config = {"eos_token": "E", "max_image_token": value, "tokens_per_token": value}
+    (tmp_path / FILES[0]).write_text(json.dumps(config))
+    assert read_settings(tmp_path).special_tokens == {"eos_token": "E"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_key_that_stands_twice_is_refused(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text('{"<x>": 1, "<x>": 1}')
+    with pytest.raises(CheckpointError, match=f"{file}` is not valid JSON: the key `<x>` stands"):
+        read_settings(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
         (0, [], "does not hold a JSON object"),
         (0, {"eos_token": 5}, "eos_token is not text, got 5"),
         (0, {"eos_token": {"text": "E"}}, "eos_token is not text, got None"),
-        (0, {"eos_token": ["E"]}, "eos_token is not text"),
+        *((0, {name: ["E"]}, f"{name} is not text") for name in NAMES),
         (0, {"added_tokens_decoder": []}, "added_tokens_decoder is not an object"),
         (0, {"added_tokens_decoder": {"x": TOKEN}}, "has the id 'x'"),
         (0, {"added_tokens_decoder": {"-1": TOKEN}}, "has the id '-1'"),

@@ -66,7 +66,7 @@ def test_a_process_that_was_killed_between_two_jobs_is_replaced(worker: Worker) 
 def test_an_interrupt_leaves_no_reply_behind(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Worker) -> bytes:
+    def interrupted(self: Worker) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -94,6 +94,25 @@ def test_the_process_ends_with_its_worker() -> None:
     del worker
     gc.collect()
     assert ends(pid)
+
+
+@pytest.mark.parametrize("begin", ["post", "ask"])
+def test_an_interrupt_leaves_no_half_line_behind(
+    begin: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Worker, line: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(line[:9])
+        self._process.stdin.flush()
+        raise KeyboardInterrupt
+
+    assert worker.ask(job("old")) == "old"
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(worker, begin)(job("old"))
+    assert worker.ask(job("new")) == "new"
 
 
 @pytest.mark.parametrize("source", ["a", ENDLESS], ids=["idle", "busy"])
