@@ -1,4 +1,4 @@
-"""What a conversion will do, from headers and config alone: nothing is left to chance later."""
+"""Plan of a conversion, from headers and config alone: nothing is left to chance later."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ from lowbit.formats.architectures import (
     untied,
 )
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import TensorInfo
+from lowbit.formats.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError
-from lowbit.formats.manifest import Fate
+from lowbit.formats.manifest import Fate, json_bytes
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, packed_shapes
 from lowbit.formats.quantization_config import (
@@ -152,7 +152,8 @@ def make_plan(
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
-        CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype.
+        CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype; or the
+            result's config.json would be longer than readers allow.
         QuantizationError: the source is quantized already, or the recipe does not fit.
     """
     method = method_of(config)
@@ -177,9 +178,21 @@ def make_plan(
     out_config = untied(config) if schemes.get("lm_head") else dict(config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
+    _check_length(out_config)
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
     return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
+
+
+def _check_length(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json that no reader would take: indented it is longer than the source's."""
+    length = len(json_bytes(config))
+    if length > MAX_CONFIG_BYTES:
+        raise CheckpointError(
+            f"{CONFIG_FILE} of the result would have {length} bytes, expected at most "
+            f"{MAX_CONFIG_BYTES}",
+            hint=f"remove from {CONFIG_FILE} the keys that do not describe the model",
+        )
 
 
 def check_tensors(

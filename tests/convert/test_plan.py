@@ -1,5 +1,6 @@
 """The fate of every tensor, sizes and verdicts, from headers and config alone."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
-from lowbit.formats.checkpoint import TensorInfo
+from lowbit.formats.checkpoint import MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.scheme import Scheme
 
@@ -61,6 +62,14 @@ def plan_of(config: Mapping[str, Any], recipe: Recipe, with_head: bool = True) -
 @pytest.fixture
 def tied(small_config: "Config") -> "Config":
     return {**small_config, "tie_word_embeddings": True}
+
+
+def test_a_config_that_no_reader_would_take_is_not_written(small_config: "Config") -> None:
+    rows = [0] * (MAX_CONFIG_BYTES // 3)
+    assert len(json.dumps(small_config | {"rows": rows}, separators=(",", ":"))) < MAX_CONFIG_BYTES
+    with pytest.raises(CheckpointError, match=r"config\.json of the result would have") as caught:
+        plan_of(small_config | {"rows": rows}, Recipe())
+    assert caught.value.hint is not None
 
 
 def test_every_tensor_has_one_fate(small_config: "Config") -> None:
