@@ -171,8 +171,8 @@ class TextTokenizer:
 def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECONDS) -> TextTokenizer:
     """Read the tokenizer of a model folder.
 
-    What tokenizer.json says about truncation, padding and dropout belongs to training, and is left
-    out; tokens that only tokenizer_config.json lists are added. transformers does the same.
+    Truncation, padding and dropout of tokenizer.json belong to training and are left out; tokens
+    that only tokenizer_config.json lists are added. transformers does the same.
 
     Args:
         folder: with tokenizer.json.
