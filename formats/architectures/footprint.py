@@ -1,4 +1,4 @@
-"""What one sequence takes in memory beside the weights: keys and values, and recurrent states."""
+"""Memory that one sequence takes beside the weights: keys and values, and recurrent states."""
 
 from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.dense import DenseConfig

@@ -43,7 +43,7 @@ class TensorSpec:
 
     @property
     def quantizable(self) -> bool:
-        """Whether a recipe may quantize it."""
+        """Tell whether a recipe may quantize it."""
         return self.role in QUANTIZABLE
 
     @property
