@@ -63,7 +63,7 @@ CONFIG = {
     "layer_types": ["full_attention"] * 2,
     "eos_token_id": 258,
 }
-# What is damaged, the command, and its arguments after the folder.
+# Folder to damage, command, and its arguments.
 COMMANDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("source", "convert", ("{folder}", "{out}")),
     ("source", "convert", ("{folder}", "{out}", "--report", "--eval-text", "{text}")),
@@ -194,7 +194,7 @@ def _wait(child: int, started: float) -> tuple[int | None, int]:
 
 
 def faults(ended: Ended, usual_bytes: int, place: Path, before: dict[str, object]) -> Iterator[str]:
-    """What a run may not do."""
+    """Faults of a run, in words."""
     if ended.code is None:
         yield f"not finished after {SECONDS} s"
     elif ended.code not in EXIT_CODES:

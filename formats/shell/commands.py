@@ -10,7 +10,7 @@ from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
-    """What stands below the list of commands.
+    """Text below the list of commands.
 
     Args:
         program: `lowbit-run`.
