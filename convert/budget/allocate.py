@@ -1,4 +1,4 @@
-"""Which scheme each fused set gets under a budget of bits or bytes."""
+"""Choose the scheme of each fused set under a budget of bits or bytes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What was chosen.
+    """Result of a choice under a budget.
 
     Attributes:
         recipe: an ordinary recipe that says so.
@@ -111,7 +111,7 @@ def _candidates(
     sets: Sequence[FusedSet],
     rows: Sequence[Row],
 ) -> list[list[_Candidate]]:
-    """What each set may get.
+    """Choices of each set.
 
     Raises:
         FormatError: a set without sensitivities.
@@ -136,10 +136,10 @@ def _candidates(
 
 
 def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
-    """What a recipe says of a set that it names.
+    """Scheme that a recipe states for a set; None where it leaves the set as stored.
 
     Raises:
-        QuantizationError: it names only a part of it.
+        QuantizationError: the recipe names only a part of the set.
     """
     schemes = {recipe.scheme_of(spec) for spec in members}
     named = [spec for spec in members if any(o.matches(spec) for o in recipe.overrides)]

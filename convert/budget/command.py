@@ -23,7 +23,7 @@ from lowbit.formats.hub import locate
 
 @dataclass(frozen=True, slots=True)
 class TargetRequest:
-    """What was asked for.
+    """Request of a budget.
 
     Attributes:
         target: the budget.

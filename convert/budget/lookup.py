@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How sensitivities are measured.
+    """Settings of a measurement of sensitivities.
 
     Attributes:
         calib: text to measure on; the bundled calibration text when None.
@@ -55,7 +55,7 @@ class Found:
     Attributes:
         sensitivities: of the checkpoint.
         file: that holds them.
-        is_new: whether they have just been measured.
+        is_new: true if they have just been measured.
         failure: why they could not be kept in the file; to be told once they are shown.
     """
 
@@ -71,7 +71,7 @@ def find_or_measure(
     progress: Progress,
     note: Callable[[str], None] | None = None,
 ) -> Found:
-    """What each precision of each fused set of an original costs.
+    """Sensitivities of an original: the KL that each precision of each fused set costs.
 
     The cache knows them by all that they depend on: weights, configuration, text, group sizes and
     versions. The device is not part of that: devices differ by rounding alone.

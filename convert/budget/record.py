@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """What each precision of each set costs, and what it was measured on.
+    """KL that each precision of each set costs, and the model and text it was measured on.
 
     Attributes:
         lowbit_version: of this tool.

@@ -196,7 +196,7 @@ def _quantized(
 
 
 def _rounded(weight: Tensor, scheme: Scheme, each: BlockMap) -> Tensor:
-    """What a weight [N, K] float32 reads as once it is quantized."""
+    """A weight [N, K] float32, quantized and dequantized."""
     out = torch.empty_like(weight)
 
     def fill(rows: slice) -> None:

@@ -39,7 +39,7 @@ class FusedSet:
 
     @property
     def weights(self) -> int:
-        """How many it has."""
+        """Number of weights in the set."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
@@ -78,7 +78,7 @@ def layer_number(name: str) -> int | None:
 
 
 def inside_layer(name: str) -> str:
-    """What follows the number of the layer; the whole name of what is in none."""
+    """Part of a name after the layer's number; the whole name outside of layers."""
     match = LAYER.search(name)
     return name if match is None else name[match.end() :]
 

@@ -1,1 +1,1 @@
-"""How close a packed checkpoint is to its source: weights and logits."""
+"""Distance of a packed checkpoint from its source: weights and logits."""

@@ -1,4 +1,4 @@
-"""What transformers advises for speed is not for the readers of a report."""
+"""Silence the advice on speed that transformers logs: a report's reader has no use for it."""
 
 import logging
 from collections.abc import Iterator

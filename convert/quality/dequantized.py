@@ -40,7 +40,7 @@ class Weights:
 
     @property
     def name(self) -> str:
-        """Of the folder, for messages."""
+        """Name of the folder, for messages."""
         return self.checkpoint.folder.name
 
     def packed_schemes(self) -> Mapping[str, Scheme]:

@@ -33,7 +33,7 @@ Advance = Callable[[int], None]  # weights times tokens done since the last call
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came out of a pass.
+    """Results of a pass.
 
     Attributes:
         figures: of the packed model against the original.
@@ -85,7 +85,7 @@ def compare(
 
 
 def work(side: Side, windows: Tensor, noisy: int = 0) -> int:
-    """What `compare` advances by in all."""
+    """Total work that `compare` reports as progress, in weights times tokens."""
     layers = sum(_weights(layer) for layer in side.layers)
     weights = layers + side.vocabulary * side.hidden_size
     return weights * (2 * windows.numel() + windows[:noisy].numel())
@@ -191,7 +191,7 @@ def pass_through(
 
 
 def scored_states(side: Side, hidden: Tensor) -> Tensor:
-    """What the head sees of the tokens that have a successor: [windows * (T - 1), h].
+    """Inputs of the head for the tokens that have a successor: [windows * (T - 1), h].
 
     Overwrites hidden.
     """

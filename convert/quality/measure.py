@@ -1,4 +1,4 @@
-"""A packed checkpoint against its original on texts: what a quality report says of the logits."""
+"""A packed checkpoint against its original on texts: the logit figures of a quality report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What texts tell of a packed model.
+    """Figures of a packed model on texts.
 
     Attributes:
         logits: against the original's.

@@ -1,4 +1,4 @@
-"""How far one set of logits is from another, per token, with the vocabulary seen in blocks.
+"""Distance of one set of logits from another, per token, with the vocabulary read in blocks.
 
 A head of 150,000 rows is never held whole and neither are its logits: every figure is a sum over
 the vocabulary that blocks of it add to, kept in FP64. With p = softmax(a), q = softmax(b),
@@ -46,11 +46,11 @@ class TokenFigures:
 
     @property
     def agree(self) -> Tensor:
-        """Whether both rank the same token first."""
+        """Mask [tokens] of the tokens where both models rank the same token first."""
         return self.top_original == self.top_packed
 
     def part(self, tokens: slice) -> "TokenFigures":
-        """Those of some of the tokens."""
+        """The figures of some of the tokens."""
         return TokenFigures(*(getattr(self, field.name)[tokens] for field in fields(self)))
 
 
@@ -179,7 +179,7 @@ def positions(figures: TokenFigures, length: int) -> tuple[Position, ...]:
 
 
 def noise(figures: TokenFigures) -> Noise:
-    """What the figures of the original in BF16 against itself say."""
+    """Summary of the figures of the original in BF16 against itself in FP32."""
     return Noise(
         kl_mean=float(figures.kl.mean()),
         kl_p99=percentile(figures.kl, 0.99),

@@ -1,4 +1,4 @@
-"""What a linear's outputs lose: the packed weights on the inputs that the original's get."""
+"""Output error of linears: the packed weights on the inputs that the original's get."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ Call = tuple[Tensor, Tensor]  # input, output
 
 @contextmanager
 def recorded_linears(layer: torch.nn.Module) -> Iterator[dict[str, list[Call]]]:
-    """What every linear of a layer is called with and returns while the context is open, by name.
+    """Record the inputs and outputs of every linear of a layer, by name, until the context closes.
 
     Inputs that linears share are held once.
     """

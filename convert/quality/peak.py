@@ -1,4 +1,4 @@
-"""How much memory comparing logits takes, said and checked before it begins."""
+"""Peak memory of comparing logits, estimated and checked before it begins."""
 
 import math
 import re

@@ -43,7 +43,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What BF16 alone does: the original computed in BF16 against itself in FP32, same windows."""
+    """Loss of BF16 alone: the original computed in BF16 against FP32, on the same windows."""
 
     kl_mean: float
     kl_p99: float
@@ -202,7 +202,7 @@ class LogitQuality:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the packed folder weighs.
+    """Size of the packed folder.
 
     Attributes:
         folder_bytes: all its files, reports aside.

@@ -1,4 +1,4 @@
-"""How close packed weights are to their source, accumulated block by block."""
+"""Error of packed weights against their source, accumulated block by block."""
 
 import math
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class Box:
         return max(0.0, width) * max(0.0, height)
 
     def holds(self, point: Point, margin: float = 0.0) -> bool:
-        """Whether a point lies inside, or no further outside than the margin."""
+        """True if a point lies inside, or no further outside than the margin."""
         u, v = point
         inside = self.left - margin <= u <= self.right + margin
         return inside and self.top - margin <= v <= self.bottom + margin

@@ -1,4 +1,4 @@
-"""Where the bytes went: parts of the model by precision, before and after."""
+"""Bytes by part of the model and precision, before and after packing."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SMALL = 0.005  # of the folder: parts below share a row
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one part of the model takes in one precision.
+    """Bytes of one part of the model in one precision.
 
     Attributes:
         part: of the model, in words.
@@ -97,7 +97,7 @@ def _source_bytes(packed: PackedCheckpoint) -> dict[str, int]:
 
 
 def _joined(rooms: list[Room]) -> list[Room]:
-    """The same with what is small in one row at the end."""
+    """Rooms with the small ones joined in one row at the end."""
     small = [room for room in rooms if room.share < SMALL]
     if len(small) < 2:
         return rooms
