@@ -46,11 +46,13 @@ def publish_folder(
         bars = sys.stderr.isatty() and not quiet
         return publish(api, parcel, private, revision, bars)
     except KeyboardInterrupt:
-        again = _command(folder, repo, revision, stated or Statement())
+        again = _command(folder, repo, private, revision, stated or Statement())
         raise KeyboardInterrupt(f"`{again}` continues") from None
 
 
-def _command(folder: Path, repo: str, revision: str | None, stated: Statement) -> str:
+def _command(
+    folder: Path, repo: str, private: bool | None, revision: str | None, stated: Statement
+) -> str:
     """The push that continues an interrupted one, as a line for a shell."""
     options = {
         "--revision": revision,
@@ -58,4 +60,6 @@ def _command(folder: Path, repo: str, revision: str | None, stated: Statement) -
         "--license": stated.license,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    if private is not None:
+        given.insert(0, "--private" if private else "--public")
     return shlex.join(["lowbit-convert", "push", str(folder), repo, *given])

@@ -219,9 +219,11 @@ def test_an_interrupted_push_continues(
         upload(*args, **options)
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", interrupted)
-    result = cli("push", pristine, REPO)
+    options = ([], ["--private"], ["--public"])[when % 3]
+    result = cli("push", pristine, REPO, *options)
     assert result.exit_code == 130
-    assert f"interrupted; `lowbit-convert push {pristine} {REPO}` continues" in result.stderr
+    again = " ".join(["lowbit-convert push", str(pristine), REPO, *options])
+    assert f"interrupted; `{again}` continues" in result.stderr
     assert puts(hub) == when // 2
     assert all("config.json" not in names for names in commits(hub))
     monkeypatch.setattr(HfApi, "preupload_lfs_files", upload)
