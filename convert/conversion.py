@@ -47,6 +47,7 @@ from lowbit.formats.manifest import (
 )
 from lowbit.formats.shards import index_json
 
+OTHER_WORK = "finish it with the command that began it, or start over with --overwrite"
 Phase = Literal["calibrate", "distill", "check", "convert", "verify"]
 # Phase, done and in all: layers and steps of calibration, bytes of everything else.
 Progress = Callable[[Phase, int, int], None]
@@ -134,7 +135,7 @@ def convert(
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    with open_journal(partial, digest, overwrite, files) as journal:
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)

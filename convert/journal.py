@@ -1,4 +1,4 @@
-"""What an interrupted conversion has finished, tensor by tensor, beside its half-filled shards."""
+"""The journal of a working folder: finished tensors, written down beside half-filled shards."""
 
 import fcntl
 import json
@@ -58,19 +58,23 @@ class Journal:
 
 @contextmanager
 def open_journal(
-    folder: Path, digest: str, overwrite: bool, files: Collection[str] = ()
+    folder: Path, digest: str, overwrite: bool, files: Collection[str], hint: str
 ) -> Iterator[Journal]:
-    """The journal of a folder, with what earlier runs of the same plan finished.
+    """Open and lock the journal of a folder, with the steps that earlier runs finished.
+
+    Work of another plan is finished tensors or calibrated layers. Layers without a readable
+    journal stay: the run that calibrates reads in each file which plan it is of.
 
     Args:
         folder: where the shards are built.
         digest: of the plan.
         overwrite: whether to throw away what a run of another plan finished.
         files: names that this run will write beside `ALWAYS_OURS`.
+        hint: what a user can do about work of another plan.
 
     Raises:
         ResourceError: another conversion is writing to the folder, one of another plan has
-            finished tensors there, or somebody else put something there.
+            done work there, or somebody else put something there.
     """
     with (folder / JOURNAL_FILE).open("a+b") as file:
         try:
@@ -85,12 +89,16 @@ def open_journal(
         _check_owned(folder, named.union(files))
         finished = [_finished(row) for row in rows if "step" in row]
         if begun.get("plan") != digest:
-            if "plan" in begun and finished and not overwrite:
-                raise ResourceError(
-                    f"`{folder}` holds an interrupted conversion with another recipe or source, "
-                    "or by another release",
-                    hint="finish it with the command that began it, or start over with --overwrite",
-                )
+            calibrated = list(folder.glob(f"{CALIBRATED}*"))
+            if "plan" in begun and (finished or calibrated):
+                if not overwrite:
+                    raise ResourceError(
+                        f"`{folder}` holds an interrupted conversion with another recipe or "
+                        "source, or by another release",
+                        hint=hint,
+                    )
+                for path in calibrated:
+                    path.unlink()
             finished, good = [], 0
         # A line cut short by a crash would swallow the next one.
         file.truncate(good)

@@ -44,6 +44,7 @@ LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx
 # The card speaks of the packed folder; a GGUF file has its tokenizer inside.
 NOT_EXPORTED = ("README.md",)
 LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
+OTHER_WORK = "finish it with the command that began it, or choose another output folder"
 NO_MANIFEST = f"the source has no {MANIFEST_FILE}: nothing says whether its bytes are right"
 
 
@@ -125,7 +126,7 @@ def export(
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     written = [*carried, f"{place.name}.gguf"]
-    with open_journal(partial, f"export {target}", overwrite=False, files=written):
+    with open_journal(partial, f"export {target}", False, written, OTHER_WORK):
         for stale in partial.iterdir():
             if stale.name != JOURNAL_FILE:
                 stale.unlink()

@@ -15,12 +15,13 @@ from lowbit.convert.calibration.method import Method
 from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.calibration.store import PREFIX
 from lowbit.convert.conversion import Conversion, convert
+from lowbit.convert.export.export import export
 from lowbit.convert.place import partial_of
 from lowbit.convert.quality.dequantized import open_weights
 from lowbit.convert.quality.logits import load_layer
 from lowbit.convert.quality.side import load_side
 from lowbit.convert.recipe import Override, Recipe
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.manifest import read_manifest
 from lowbit.formats.scheme import Scheme
 
@@ -63,6 +64,41 @@ def calibrated(tmp_path: Path, text: Path) -> Make:
         return convert(source, tmp_path / name, recipe, calibration=request, overwrite=True)
 
     return make
+
+
+@pytest.mark.parametrize("other", ["recipe", "calibration", "export"])
+def test_another_command_leaves_finished_layers_alone(
+    tiny: Path, tmp_path: Path, text: Path, other: str
+) -> None:
+    out = tmp_path / "out"
+    gptq = Recipe(method=Method.parse("gptq"))
+    request = CalibrationRequest(text, 2, LENGTH)
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if phase == "calibrate" and list(partial_of(out).glob(f"{PREFIX}*")):
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        convert(tiny, out, gptq, calibration=request, progress=stop)
+    layers = {path.name: path.read_bytes() for path in partial_of(out).glob(f"{PREFIX}*")}
+    assert layers
+    if other == "export":
+        convert(tiny, tmp_path / "packed", Recipe(head="bf16"))
+    commands: dict[str, Callable[[], object]] = {
+        "recipe": lambda: convert(tiny, out),
+        "calibration": lambda: convert(
+            tiny, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
+        ),
+        "export": lambda: export(tmp_path / "packed", out, "mlx"),
+    }
+    with pytest.raises(ResourceError, match="holds an interrupted conversion") as caught:
+        commands[other]()
+    assert caught.value.hint is not None
+    assert ("--overwrite" in caught.value.hint) == (other != "export")
+    assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
+    if other == "recipe":
+        done = convert(tiny, out, overwrite=True)
+        assert not list(done.folder.glob(f"{PREFIX}*"))
 
 
 @pytest.mark.slow
