@@ -26,6 +26,7 @@ from lowbit.formats.manifest import MANIFEST_FILE, Manifest, Source, SourceTenso
 
 TOKENIZER_FILE = "tokenizer.json"
 NAME_IT = "name it with --source, a folder or a Hub id"
+NAME_ANOTHER = "this is another model; name the folder or Hub id that was converted"
 
 Ask = Callable[[str], str]  # a question for the user -> the answer
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
@@ -40,12 +41,14 @@ class Origin:
         manifest: of the packed folder, None where it has none to check a candidate by.
         guessed: True where they were found, and not named by anybody.
         repo: Hub id of the original, where it has been fetched.
+        hint: what to do where none of them is the original.
     """
 
     candidates: tuple[Path, ...]
     manifest: Manifest | None
     guessed: bool = False
     repo: str | None = None
+    hint: str = NAME_IT
 
     def confirmed(self, progress: Progress) -> Path:
         """The first candidate whose tensors have the hashes of lowbit.json.
@@ -71,7 +74,7 @@ class Origin:
                     remember(self.manifest.source, folder)
                 return folder
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
-        raise FormatError(f"{refused[0]}{more}", hint=NAME_IT)
+        raise FormatError(f"{refused[0]}{more}", hint=self.hint)
 
 
 def find_origin(
@@ -92,7 +95,7 @@ def find_origin(
         CheckpointError: the original is not known, or cannot be fetched.
     """
     if given is not None:
-        return _located(given, None, manifest)
+        return _located(given, None, manifest, NAME_ANOTHER)
     if manifest is not None and manifest.source.repo is not None:
         return _located(manifest.source.repo, manifest.source.commit, manifest)
     known = None if manifest is None else recall(manifest.source)
@@ -102,14 +105,16 @@ def find_origin(
             return Origin(found, manifest, guessed=True)
     if ask is not None:
         answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
-        return _located(answer, None, manifest)
+        return _located(answer, None, manifest, NAME_ANOTHER)
     lost = "" if known is None else f"; it was `{known}`, which is not there any more, or changed"
     raise CheckpointError(f"`{folder}` does not say where its original is{lost}", hint=NAME_IT)
 
 
-def _located(source: str, revision: str | None, manifest: Manifest | None) -> Origin:
+def _located(
+    source: str, revision: str | None, manifest: Manifest | None, hint: str = NAME_IT
+) -> Origin:
     found = locate(source, revision)
-    return Origin((found.folder,), manifest, repo=found.repo)
+    return Origin((found.folder,), manifest, repo=found.repo, hint=hint)
 
 
 def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Path]:
@@ -117,10 +122,10 @@ def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterat
     here = folder.resolve()
     beside: Sequence[Path] = ()
     with suppress(OSError):
-        beside = sorted(path for path in here.parent.iterdir() if path.resolve() != here)
-    tried = set()
+        beside = sorted(here.parent.iterdir())
+    tried = {here}
     for path in (*([] if known is None else [known]), *beside):
-        with suppress(LowbitError, OSError):
+        with suppress(LowbitError, OSError, RuntimeError):  # the last of a loop of links
             if path.resolve() not in tried and (path / CONFIG_FILE).exists():
                 tried.add(path.resolve())
                 _check_headers(manifest, path)

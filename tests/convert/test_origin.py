@@ -185,6 +185,14 @@ def test_two_that_are_both_wrong_are_refused(packed: Path, source: Path) -> None
         found(packed)
 
 
+def test_a_loop_of_links_beside_is_passed_over(packed: Path, source: Path) -> None:
+    (packed.parent / "a-loop").symlink_to("a-loop")
+    (packed.parent / "a-pair").symlink_to("b-pair")
+    (packed.parent / "b-pair").symlink_to("a-pair")
+    right = source.rename(packed.parent / "right")
+    assert found(packed) == right
+
+
 def test_absent(packed: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not say where its original is$") as caught:
         found(packed)
@@ -197,8 +205,9 @@ def test_what_the_user_names_is_checked_too(
     packed: Path, source: Path, how: str, change: Change
 ) -> None:
     change(source)
-    with pytest.raises((CheckpointError, FormatError)):
+    with pytest.raises((CheckpointError, FormatError)) as caught:
         found(packed, **{"given" if how == "given" else "answer": str(source)})
+    assert "--source" not in (caught.value.hint or "")
     assert recall(manifest_of(packed).source) is None
 
 
