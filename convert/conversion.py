@@ -55,7 +55,7 @@ Progress = Callable[[Phase, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was made.
+    """A packed checkpoint in its place.
 
     Attributes:
         folder: the packed checkpoint.
@@ -66,6 +66,7 @@ class Conversion:
         calibration: output errors of every calibrated layer; empty for round-to-nearest.
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
+        existed: True where an earlier run had put it there, and this one only checked it.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Conversion:
     calibration: tuple[LayerError, ...]
     resumed: int
     seconds: float
+    existed: bool = False
 
 
 @disk_errors("free some space and run the same command again: finished tensors are kept")

@@ -25,7 +25,7 @@ from lowbit.convert.recipe import Recipe
 from lowbit.convert.verification import Progress, check_recorded
 from lowbit.formats.atomic import disk_errors
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, open_checkpoint
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.hashing import hash_file
 from lowbit.formats.hub import Location, locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest, json_bytes, read_manifest
@@ -48,13 +48,13 @@ class Finished:
 
 
 def may_go_on(out: Path, overwrite: bool, logits: bool, publish: bool) -> bool:
-    """Whether a packed folder is at `out` that a command has still something to add to.
+    """Tell whether a packed folder is at `out` that a command has still something to add to.
 
     Args:
         out: of the command.
-        overwrite: whether something else there may be replaced.
-        logits: whether the command compares logits.
-        publish: whether it publishes, which continues after any interruption.
+        overwrite: True where something else there may be replaced.
+        logits: True of a command that compares logits.
+        publish: True of a command that publishes, which continues after any interruption.
 
     Raises:
         ResourceError: neither that, nor a free place.
@@ -86,14 +86,17 @@ def find_finished(
     revision: str | None,
     device: str,
     max_shard_bytes: int,
+    overwrite: bool,
     calibration: CalibrationRequest,
     progress: Progress,
 ) -> Finished | None:
-    """What is at `out`, if it is byte for byte what `convert` with these arguments makes.
+    """The folder at `out`, if it is byte for byte the one that `convert` would make.
 
     Source and result are both hashed. Arguments are those of `convert`.
 
     Raises:
+        ResourceError: source or result have changed since an earlier run of these arguments, and
+            the result may not be replaced.
         LowbitError: what would stop the conversion itself.
     """
     started = time.monotonic()
@@ -114,8 +117,13 @@ def find_finished(
     try:
         check_origin(manifest, location.folder, progress)
         check_recorded(open_packed(place), manifest, progress)
-    except LowbitError:
-        return None
+    except LowbitError as error:
+        if overwrite:
+            return None
+        raise ResourceError(
+            f"`{out}` is not empty, and not what this command makes any more: {error}",
+            hint="choose another folder, or replace it with --overwrite",
+        ) from error
     finish(place)
     remove_unfinished_reports(place)
     quality = current_quality(place)
@@ -133,6 +141,7 @@ def find_finished(
         calibration=(),
         resumed=len(plan.steps),
         seconds=time.monotonic() - started,
+        existed=True,
     )
     return Finished(conversion, quality)
 
@@ -150,7 +159,7 @@ def _manifest_of(place: Path, recipe: Recipe) -> Manifest | None:
 
 
 def _follows(manifest: Manifest, plan: Plan, location: Location) -> bool:
-    """Whether a manifest is of the plan's layout, and of the source's name and small files."""
+    """Tell whether a manifest is of the plan's layout, and of the source's name and small files."""
     if (manifest.source.repo, manifest.source.commit) != (location.repo, location.commit):
         return False
     placed = {

@@ -13,10 +13,10 @@ from rich.text import Text
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.plan import Plan, Step, runtime_verdict, vllm_verdict
 from lowbit.convert.preview import Preview
-from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import size
+from lowbit.convert.reporting import Reported
 from lowbit.convert.verification import Verification
 from lowbit.formats.architectures import Part, part_of
 from lowbit.formats.shell.output import note
@@ -32,11 +32,16 @@ PARTS: dict[Part, str] = {
 }
 
 
-def conversion(done: Conversion, quality: QualityReport, page: Path | None) -> None:
+def conversion(done: Conversion, found: Reported) -> None:
     """Say what was made, how good it is, and where the report is, if its files were written."""
     console = results()
-    resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
-    console.print(styled(DONE, f" {done.folder} written in {done.seconds:.1f} s{resumed}"))
+    quality = found.quality
+    if done.existed:
+        words = f"was there already, checked in {done.seconds:.1f} s"
+    else:
+        resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
+        words = f"written in {done.seconds:.1f} s{resumed}"
+    console.print(styled(DONE, f" {done.folder} {words}"))
     if done.calibration:
         console.print(_calibration(done))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
@@ -46,12 +51,19 @@ def conversion(done: Conversion, quality: QualityReport, page: Path | None) -> N
     ):
         for text in reasons:
             console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
-    if page is not None:
-        note(f"report: {page}")
+    _files(found)
+
+
+def _files(found: Reported) -> None:
+    """Say where the report is, and what it leaves out."""
+    if found.page is not None:
+        note(f"report: {found.page}")
+    for text in found.notes:
+        note(f"! {text}")
 
 
 def _calibration(done: Conversion) -> Table:
-    """What calibration bought, layer by layer."""
+    """Errors of each calibrated layer beside those of rounding to nearest."""
     title = f"layer errors, {done.plan.recipe.method} against round-to-nearest"
     table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
     for row in done.calibration:
@@ -60,8 +72,9 @@ def _calibration(done: Conversion) -> Table:
     return table
 
 
-def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
+def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
     """The object of `quantize --json`."""
+    quality = found.quality
     return {
         "folder": str(done.folder),
         "source_bytes": done.plan.source_bytes,
@@ -72,6 +85,7 @@ def conversion_json(done: Conversion, quality: QualityReport) -> dict[str, Any]:
         "calibration": [asdict(row) for row in done.calibration],
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(),
+        "notes": list(found.notes),
     }
 
 
@@ -170,7 +184,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
 
 
 class Kind(NamedTuple):
-    """What the tensors of a row have in common."""
+    """Properties that the tensors of a row share."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -237,14 +251,18 @@ def verification_json(result: Verification) -> dict[str, Any]:
     return {**asdict(result), "folder": str(result.folder), "ok": True}
 
 
-def quality(page: Path | None, report: QualityReport) -> None:
+def quality(found: Reported) -> None:
     """Show a quality report, and where its page is, if its files were written."""
     console = results()
-    render_terminal(console, report)
-    if page is not None:
-        note(f"report: {page}")
+    render_terminal(console, found.quality)
+    _files(found)
 
 
-def quality_json(folder: Path, report: QualityReport) -> dict[str, Any]:
+def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
     """The object of `report --json`."""
-    return {"folder": str(folder), "verdict": asdict(judge(report)), "quality": report.to_json()}
+    return {
+        "folder": str(folder),
+        "verdict": asdict(judge(found.quality)),
+        "quality": found.quality.to_json(),
+        "notes": list(found.notes),
+    }

@@ -13,10 +13,9 @@ from lowbit.convert.quality.build import build_report
 from lowbit.convert.quality.compare import measure_weights
 from lowbit.convert.quality.measure import Measured, Note, measure_logits
 from lowbit.convert.quality.record import QualityReport
-from lowbit.convert.quality.speed import read_speed
 from lowbit.convert.quality.text import Text, check_names, default_texts
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.files import HTML_FILE, check_reports, write_reports
+from lowbit.convert.report.files import HTML_FILE, check_reports, left_out, write_reports
 from lowbit.convert.text import read_text_file
 from lowbit.convert.verification import check_recorded
 from lowbit.formats.atomic import disk_errors
@@ -62,11 +61,13 @@ class Reported:
         quality: the figures.
         page: where quality.html is; None where no file could be written.
         failure: why none could; to be raised once the figures are shown.
+        notes: sentences on what the files leave out.
     """
 
     quality: QualityReport
     page: Path | None
     failure: LowbitError | None
+    notes: tuple[str, ...] = ()
 
     def raise_failure(self) -> None:
         """Raise the failure, if there is one."""
@@ -125,7 +126,6 @@ def prepare_report(
     """
     with _explained(folder):
         check_reports(folder, place)
-    read_speed(folder)
     return find_origin(folder, read_manifest(folder), source, ask)
 
 
@@ -196,10 +196,12 @@ def _save(folder: Path, report: QualityReport, place: Path | None = None) -> Rep
     """Write the files of a report whose figures must not be lost with them."""
     try:
         with _explained(folder):
+            notes = left_out(folder, place)
             files = write_reports(folder, report, place)
     except LowbitError as error:
         return Reported(report, None, error)
-    return Reported(report, next(file for file in files if file.name == HTML_FILE), None)
+    page = next(file for file in files if file.name == HTML_FILE)
+    return Reported(report, page, None, tuple(notes))
 
 
 @contextmanager

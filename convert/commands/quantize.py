@@ -146,6 +146,7 @@ def quantize(
                 revision=revision,
                 device=device,
                 max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
                 calibration=calibration,
                 progress=progress,
             )
@@ -171,13 +172,13 @@ def quantize(
     judged = gate if found.quality.logits is not None else ()
     result = hold(judged, found.quality)
     if not as_json:
-        render.conversion(conversion, found.quality, found.page)
+        render.conversion(conversion, found)
     published = None
     if api is not None and repo is not None and result.passed and found.failure is None:
         stated = Statement(base_model, license)
         published = publish_folder(api, out, repo, private, quiet=as_json, stated=stated)
     if as_json:
-        content = render.conversion_json(conversion, found.quality)
+        content = render.conversion_json(conversion, found)
         content["gate"] = result.to_json() if judged else None
         content["published"] = None
         if published is not None:

@@ -76,10 +76,10 @@ def report(
         found = reporting.write_full_report(folder, origin, request, progress, out)
     result = hold(gate, found.quality)
     if as_json:
-        content = render.quality_json(folder, found.quality)
+        content = render.quality_json(folder, found)
         print_json({**content, "gate": result.to_json() if gate else None})
     else:
-        render.quality(found.page, found.quality)
+        render.quality(found)
     try:
         close_gate(result)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lowbit.convert.quality.ranges import check_ranges
-from lowbit.formats.errors import FormatError
+from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.records import load_object, record
 
@@ -41,20 +41,27 @@ class Speed:
 
 
 def read_speed(folder: Path) -> Speed | None:
-    """The speed of a packed folder; None where it was not kept, or is older than lowbit.json.
+    """The speed of a packed folder; None where it was not kept.
 
     Raises:
-        FormatError: malformed, or of a model that was quantized while it was loaded.
+        FormatError: malformed, no file, older than lowbit.json, or of a model that was quantized
+            while it was loaded.
     """
-    path, manifest = folder / BENCH_FILE, folder / MANIFEST_FILE
-    if not path.exists():
+    if not (folder / BENCH_FILE).exists():
         return None
-    if manifest.exists() and path.stat().st_mtime < manifest.stat().st_mtime:
-        return None  # of an earlier conversion
     hint = f"run `lowbit-run bench {folder} --json` again, or remove the file"
+    try:
+        return _read(folder / BENCH_FILE, folder / MANIFEST_FILE, hint)
+    except (CheckpointError, FormatError) as error:
+        raise FormatError(str(error), hint=hint) from None
+
+
+def _read(path: Path, manifest: Path, hint: str) -> Speed:
+    if manifest.exists() and path.stat().st_mtime < manifest.stat().st_mtime:
+        raise FormatError(f"`{path}` is older than {MANIFEST_FILE}: it is of an earlier conversion")
     content = load_object(path, "schema", SCHEMA, hint)
     if content.get("quantized_at_load") is not None:
-        raise FormatError(f"`{path}`: measured on the original, quantized at load", hint=hint)
+        raise FormatError(f"`{path}`: measured on the original, quantized at load")
     names = {field.name for field in fields(Speed)}
     found = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
     check_ranges(found, str(path))

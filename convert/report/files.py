@@ -1,17 +1,19 @@
 """The files of a report: quality.json, quality.html and a draft of the model card."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowbit.convert.draft import is_untouched_draft, marked
 from lowbit.convert.folder import README, SOURCE_README
 from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
-from lowbit.convert.quality.speed import read_speed
+from lowbit.convert.quality.speed import Speed, read_speed
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
-from lowbit.formats.atomic import check_place, replace_files
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.atomic import check_place, disk_errors, replace_files
+from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.packed import open_packed
 from lowbit.formats.printable import printable
@@ -35,15 +37,36 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
     open_packed(folder)
     read_tasks(folder)
     place = _place(folder, place)
-    for name in (QUALITY_FILE, HTML_FILE, _card_file(place)):
-        check_place(place / name, ROOM_BYTES)
+    card = _card_file(place)
+    with _for_now(place):
+        for name in (QUALITY_FILE, HTML_FILE, *([] if card is None else [card])):
+            check_place(place / name, ROOM_BYTES)
+
+
+def left_out(folder: Path, place: Path | None = None) -> list[str]:
+    """Notes on what `write_reports` would leave out, made before it writes.
+
+    Args:
+        folder: packed checkpoint.
+        place: as in `write_reports`.
+    """
+    notes = []
+    if _card_file(_place(folder, place)) is None:
+        notes.append(f"no card was written: {README} and {DRAFT} are both somebody's own")
+    try:
+        read_speed(folder)
+    except LowbitError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        notes.append(f"the report names no speed: {error}{hint}")
+    return notes
 
 
 def write_reports(folder: Path, report: QualityReport, place: Path | None = None) -> list[Path]:
     """Write quality.json, quality.html and a draft of the model card; the files, in that order.
 
     The card is README.md, unless there is one already that this function did not write or that
-    somebody has edited since: then it is MODEL_CARD.md.
+    somebody has edited since: then it is MODEL_CARD.md. Where that is somebody's own too, no card
+    is written.
 
     Args:
         folder: packed checkpoint.
@@ -61,19 +84,25 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
     if tasks is not None and not tasks.is_current(folder):
         tasks = None
     rooms = where_bytes_went(packed, report.sizes.folder_bytes)
-    speed = read_speed(folder)
-    page = render_html(report, packed.manifest, name, rooms, tasks, speed)
-    contents = {
-        place / QUALITY_FILE: report.to_bytes(),
-        place / HTML_FILE: page.encode(),
-        place / _card_file(place): marked(
-            render_card(packed, report, tasks, source_card(folder), name)
-        ),
-    }
-    replace_files(
-        dict(reversed(contents.items()))
-    )  # quality.json last: it tells that all are there
+    page = render_html(report, packed.manifest, name, rooms, tasks, _speed(folder))
+    contents = {place / QUALITY_FILE: report.to_bytes(), place / HTML_FILE: page.encode()}
+    card = _card_file(place)
+    if card is not None:
+        text = render_card(packed, report, tasks, source_card(folder), name)
+        contents[place / card] = marked(text)
+    with disk_errors(path=place):
+        place.mkdir(parents=True, exist_ok=True)
+    # quality.json last: it tells that all are there
+    replace_files(dict(reversed(contents.items())))
     return list(contents)
+
+
+def _speed(folder: Path) -> Speed | None:
+    """The speed of a packed folder; None for a bench.json that `left_out` has a note on."""
+    try:
+        return read_speed(folder)
+    except LowbitError:
+        return None
 
 
 def _place(folder: Path, place: Path | None) -> Path:
@@ -85,16 +114,30 @@ def _place(folder: Path, place: Path | None) -> Path:
             f"`{place}` is another packed checkpoint, which the report is not about",
             hint="name a folder without weights",
         )
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(f"`{place}` cannot be created: {error.strerror}") from None
     return place
 
 
-def _card_file(place: Path) -> str:
-    readme = place / README
-    return README if not readme.exists() or is_untouched_draft(readme) else DRAFT
+@contextmanager
+def _for_now(place: Path) -> Iterator[None]:
+    """Have a folder inside the block; those that it takes to create are removed afterwards."""
+    created = [path for path in (place, *place.parents) if not path.exists()]
+    try:
+        with disk_errors(path=place):
+            place.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in created:
+            with suppress(OSError):  # it could not be created, or somebody uses it by now
+                path.rmdir()
+
+
+def _card_file(place: Path) -> str | None:
+    """Name of the first card that may be written; None where people own both."""
+    for name in (README, DRAFT):
+        path = place / name
+        if not path.exists() or is_untouched_draft(path):
+            return name
+    return None
 
 
 def source_card(folder: Path) -> SourceCard:

@@ -165,7 +165,9 @@ def test_without_logits_the_weights_are_reported(
         kill_at_file(0)(patch)
         assert isinstance(run(here / "source", out).exception, Killed)
     with only_a_report(monkeypatch):
-        assert run(here / "source", out).exit_code == 0
+        done = run(here / "source", out)
+    assert done.exit_code == 0
+    assert f"{out} was there already, checked in " in done.stdout.replace("\n", " ")
     assert content(out) == content(whole)
 
 
@@ -256,6 +258,13 @@ OTHERS: list[tuple[Callable[[Path, Path], None], tuple[str, ...]]] = [
 ]
 
 
+REASONS = {
+    edit_source: "`model.",
+    damage_weights: "`",
+    damage_small_file: "`tokenizer_config.json` has 2 bytes, expected ",
+}
+
+
 @pytest.mark.parametrize(
     ("edit", "options"), OTHERS, ids=lambda value: getattr(value, "__name__", None) or str(value)
 )
@@ -275,6 +284,8 @@ def test_what_is_not_the_same_is_not_touched(
     done = run(source, killed, *arguments, *options)
     assert done.exit_code == 1
     assert f"`{killed}` is not empty" in done.stderr
+    if edit in REASONS and not options:
+        assert f"not what this command makes any more: {REASONS[edit]}" in done.stderr
     assert content(killed) == before
 
 

@@ -57,7 +57,9 @@ def test_of_an_earlier_conversion(tmp_path: Path) -> None:
     path = save(tmp_path)
     (tmp_path / "lowbit.json").write_text("{}")
     os.utime(path, (1, 1))
-    assert read_speed(tmp_path) is None
+    with pytest.raises(FormatError, match=r"bench.json` is older than lowbit.json") as caught:
+        read_speed(tmp_path)
+    assert "lowbit-run bench" in (caught.value.hint or "")
     os.utime(tmp_path / "lowbit.json", (1, 1))
     assert read_speed(tmp_path) is not None
 
@@ -76,8 +78,9 @@ def test_of_an_earlier_conversion(tmp_path: Path) -> None:
 )
 def test_foreign_content(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save(tmp_path, **changes)
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=message) as caught:
         read_speed(tmp_path)
+    assert "or remove the file" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}'])

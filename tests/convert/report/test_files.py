@@ -11,7 +11,7 @@ import pytest
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.quality.record import QualityReport, read_quality
-from lowbit.convert.report.files import check_reports, write_reports
+from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.formats import atomic
 from lowbit.formats.atomic import replace_files
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
@@ -96,6 +96,39 @@ def test_card_of_the_source_is_kept_and_gives_the_license(
     assert "license: apache-2.0" in (packed / "MODEL_CARD.md").read_text().replace('"', "")
 
 
+@pytest.mark.parametrize("passed", [False, True], ids=["edited", "of-the-source"])
+def test_cards_of_others_are_never_replaced(
+    make_report: MakeReport, packed: Path, passed: bool
+) -> None:
+    write_reports(packed, make_report())
+    (packed / "README.md").write_text("# Mine\n")
+    write_reports(packed, make_report())
+    draft = packed / "MODEL_CARD.md"
+    mine = b"# Of the source\n" if passed else draft.read_bytes().replace(b"packed", b"mine")
+    draft.write_bytes(mine)
+    assert left_out(packed) == [
+        "no card was written: README.md and MODEL_CARD.md are both somebody's own"
+    ]
+    check_reports(packed)
+    written = write_reports(packed, make_report(measured=False))
+    assert [path.name for path in written] == ["quality.json", "quality.html"]
+    assert draft.read_bytes() == mine
+    assert (packed / "README.md").read_text() == "# Mine\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 9}', "\0"])
+def test_a_bad_bench_result_is_noted_and_left_out(
+    make_report: MakeReport, packed: Path, text: str
+) -> None:
+    assert left_out(packed) == []
+    (packed / "bench.json").write_text(text)
+    check_reports(packed)
+    assert [path.name for path in write_reports(packed, make_report())] == REPORTS
+    (note,) = left_out(packed)
+    assert note.startswith("the report names no speed: `")
+    assert "run `lowbit-run bench" in note
+
+
 def test_a_full_disk_keeps_the_old_report(
     make_report: MakeReport, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +177,7 @@ def test_a_report_can_be_written_elsewhere(
 ) -> None:
     place = tmp_path / "new" / "place"
     check_reports(packed, place)
+    assert not place.parent.exists()  # a report that fails leaves no empty folder behind
     written = write_reports(packed, make_report(), place)
     assert written == [place / name for name in REPORTS]
     assert sorted(path.name for path in place.iterdir()) == sorted(REPORTS)
