@@ -61,11 +61,19 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A condition, what was found, and whether that meets it."""
+    """A condition and the figure that it was held against.
+
+    Attributes:
+        condition: as the user wrote it.
+        found: the figure; None where it is not known, which meets no condition.
+        met: True where the figure meets the condition.
+        reason: why the figure is not known.
+    """
 
     condition: str
-    found: float
+    found: float | None
     met: bool
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +88,13 @@ class GateResult:
         return all(outcome.met for outcome in self.outcomes)
 
     def to_json(self) -> dict[str, Any]:
-        """The object `gate` of --json; an infinite figure is null."""
+        """The object `gate` of --json; an infinite or unknown figure is null."""
         rows = [asdict(outcome) for outcome in self.outcomes]
         for row in rows:
-            row["found"] = row["found"] if math.isfinite(row["found"]) else None
+            known = row["found"] is not None and math.isfinite(row["found"])
+            row["found"] = row["found"] if known else None
+            if row["reason"] is None:
+                del row["reason"]
         return {"passed": self.passed, "conditions": rows}
 
 
@@ -132,34 +143,32 @@ def check_texts(conditions: Sequence[Condition], names: Collection[str]) -> None
 
 
 def hold(conditions: Sequence[Condition], report: QualityReport) -> GateResult:
-    """The outcome of every condition on a report's figures.
-
-    Raises:
-        RequestError: a figure was not measured.
-    """
-    outcomes = []
-    for condition in conditions:
-        found = _figure(condition, report)
-        if found is None:
-            raise RequestError(
-                f"`{condition}`: `{condition.figure}` was not measured, or on too few windows",
-                hint="measure again, on a longer text",
-            )
-        met = OPERATORS[condition.operator](found, condition.bound)
-        outcomes.append(Outcome(str(condition), found, met))
-    return GateResult(tuple(outcomes))
+    """The outcome of every condition on a report's figures; one on an unknown figure is missed."""
+    return GateResult(tuple(_outcome(condition, report) for condition in conditions))
 
 
-def _figure(condition: Condition, report: QualityReport) -> float | None:
+def _outcome(condition: Condition, report: QualityReport) -> Outcome:
+    found = _figure(condition, report)
+    if isinstance(found, str):
+        return Outcome(str(condition), None, False, found)
+    return Outcome(str(condition), found, OPERATORS[condition.operator](found, condition.bound))
+
+
+def _figure(condition: Condition, report: QualityReport) -> float | str:
+    """The figure of a condition, or why it is not known."""
     if condition.figure == SIZE:
         return report.sizes.bits_per_weight
-    if report.logits is None:
-        raise RequestError(f"`{condition}`: the logits were not measured")
-    if condition.text is None:
-        return HEADLINE[condition.figure](report.logits)
-    for kind in report.logits.kinds:
-        if kind.name == condition.text:
-            return OF_A_TEXT[condition.figure](kind)
-    if not report.logits.kinds and report.logits.text_name == condition.text:
-        return HEADLINE[condition.figure](report.logits)
-    raise RequestError(f"`{condition}`: no text of that name was evaluated")
+    logits = report.logits
+    if logits is None:
+        return "the logits were not measured"
+    found: float | None
+    kind = next((kind for kind in logits.kinds if kind.name == condition.text), None)
+    if kind is not None:
+        found = OF_A_TEXT[condition.figure](kind)
+    elif condition.text is None or (not logits.kinds and logits.text_name == condition.text):
+        found = HEADLINE[condition.figure](logits)
+    else:
+        return "no text of that name was evaluated"
+    if found is None:
+        return "which was not measured, or on too few windows; a longer text gives it"
+    return found

@@ -1,4 +1,4 @@
-"""Options of the commands of `lowbit-convert`, and what they describe."""
+"""Options of the commands of `lowbit-convert`, and the objects that they describe."""
 
 import re
 from collections.abc import Sequence
@@ -160,15 +160,18 @@ recipe_options = with_options(
 
 
 def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before anything is fetched, a text that cannot be read."""
-    if value is not None and not ctx.resilient_parsing:
-        from lowbit.convert.calibration.text import check_calibration
+    """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
+    if value is None or ctx.resilient_parsing:
+        return value
+    from lowbit.convert.calibration.piped import rereadable
+    from lowbit.convert.calibration.text import check_calibration
 
-        try:
-            check_calibration(value)
-        except RequestError as error:
-            raise Failure(error) from None
-    return value
+    try:
+        file = ctx.with_resource(rereadable(value))
+        check_calibration(file)
+    except (RequestError, ResourceError) as error:
+        raise Failure(error) from None
+    return file
 
 
 def usable_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -333,8 +336,7 @@ def close_gate(result: "GateResult") -> None:
     """Say which conditions are missed and end with exit code 3; nothing where none is."""
     for outcome in result.outcomes:
         if not outcome.met:
-            click.echo(
-                f"gate missed: expected {outcome.condition}, got {outcome.found:.6g}", err=True
-            )
+            got = f"got {outcome.found:.6g}" if outcome.found is not None else outcome.reason
+            click.echo(f"gate missed: expected {outcome.condition}, {got}", err=True)
     if not result.passed:
         raise click.exceptions.Exit(3)

@@ -62,6 +62,10 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
     assert again.exit_code == 0, again.output
     assert "gate missed" not in again.stderr
     assert "comparing logits of" in again.stderr
+    unknown = cli("report", packed, "--source", tiny, *each, "--gate", "kl_stderr<1")
+    assert unknown.exit_code == 3
+    assert "gate missed: expected kl_stderr<1, which was not measured, or on" in unknown.stderr
+    assert "perplexity" in unknown.stdout  # the figures that were measured are shown all the same
     renewed = json.loads((packed / "quality.json").read_text())
     assert {**renewed, "measured_on": ""} == {**written, "measured_on": ""}
 
