@@ -1,4 +1,4 @@
-"""Plan of a conversion, from headers and config alone: nothing is left to chance later."""
+"""The plan of a conversion, made from headers and config alone: nothing is decided later."""
 
 import hashlib
 import json
@@ -23,6 +23,7 @@ from lowbit.formats.architectures import (
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.hub import HUB_ID
 from lowbit.formats.manifest import Fate, json_bytes
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.packing import PACKED, SCALE, SHAPE, packed_shapes
@@ -39,6 +40,7 @@ from lowbit.formats.shards import Shard, lay_out
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
+NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -175,7 +177,7 @@ def make_plan(
         del schemes["lm_head"]  # it stays the embedding
     steps = _steps(table, tensors, tied, schemes)
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
-    out_config = untied(config) if schemes.get("lm_head") else dict(config)
+    out_config = _published(untied(config) if schemes.get("lm_head") else config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     _check_length(out_config)
@@ -193,6 +195,16 @@ def _check_length(config: Mapping[str, Any]) -> None:
             f"{MAX_CONFIG_BYTES}",
             hint=f"remove from {CONFIG_FILE} the keys that do not describe the model",
         )
+
+
+def _published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without paths of the machine that saved it; a Hub id stays."""
+    kept = {}
+    for key, value in config.items():
+        named = isinstance(value, str) and value != "" and not HUB_ID.fullmatch(value)
+        if key != NAME_OR_PATH or not named:
+            kept[key] = _published(value) if isinstance(value, dict) else value
+    return kept
 
 
 def check_tensors(

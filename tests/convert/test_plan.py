@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from lowbit.convert.plan import Plan, make_plan, runtime_verdict, vllm_verdict
 from lowbit.convert.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
-from lowbit.formats.checkpoint import MAX_CONFIG_BYTES, TensorInfo
+from lowbit.formats.checkpoint import MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.scheme import Scheme
 
@@ -310,3 +311,20 @@ def test_digest_tells_plans_apart(small_config: "Config") -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert make_plan(small_config, sources, Recipe()).digest() == digests[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *(("Qwen/Qwen3-8B", True), ("me/model.v2", True), ("", True)),
+        *(("/home/me/models/qwen", False), ("./qwen", False), ("../models/qwen", False)),
+        *(("~/qwen", False), ("C:\\models\\qwen", False), ("models/mine/qwen", False)),
+    ],
+)
+def test_the_config_names_no_folder(small: Path, name: str, kept: bool) -> None:
+    checkpoint = open_checkpoint(small)
+    config = {**checkpoint.config, "_name_or_path": name, "more": {"_name_or_path": name, "a": 1}}
+    made = make_plan(config, checkpoint.tensors, Recipe()).config
+    expected = {"_name_or_path": name} if kept else {}
+    assert made["more"] == {**expected, "a": 1}
+    assert ("_name_or_path" in made) == kept
