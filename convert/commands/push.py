@@ -23,6 +23,11 @@ from lowbit.formats.shell.output import print_json
 @click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
 @statement_options
 @click.option(
+    "--allow-local-paths",
+    is_flag=True,
+    help="Publish files of the original that name a folder of this machine, too.",
+)
+@click.option(
     "--dry-run",
     is_flag=True,
     help="Show the card, the files and their sizes; needs no token, and asks no server.",
@@ -36,6 +41,7 @@ def push(
     revision: str | None,
     base_model: str | None,
     license: str | None,
+    allow_local_paths: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -61,7 +67,9 @@ def push(
         return
     open_packed(folder)  # before the network is asked
     api = open_hub(repo)
-    published = publish_folder(api, folder, repo, private, revision, as_json, stated)
+    published = publish_folder(
+        api, folder, repo, private, revision, as_json, stated, allow_local_paths
+    )
     if as_json:
         print_json(render_published.published_json(published))
     else:

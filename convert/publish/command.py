@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from lowbit.convert.publish.parcel import Statement, make_parcel
 from lowbit.convert.publish.push import Published, publish
 from lowbit.convert.terminal import progress_bars
+from lowbit.formats.errors import PublishError
 from lowbit.formats.shell.output import note
+
+ALLOW_LOCAL_PATHS = "--allow-local-paths"
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -22,6 +25,7 @@ def publish_folder(
     revision: str | None = None,
     quiet: bool = False,
     stated: Statement | None = None,
+    allow_local_paths: bool = False,
 ) -> Published:
     """Verify a packed folder and send it, showing how far it is where somebody watches.
 
@@ -33,12 +37,22 @@ def publish_folder(
         revision: as in `publish`.
         quiet: show nothing.
         stated: as in `make_parcel`.
+        allow_local_paths: publish files that name a folder of this machine, too.
 
     Raises:
+        PublishError: a file names a folder of this machine, and may not.
         LowbitError: as `make_parcel` and `publish`.
     """
+    command = _command(folder, repo, private, revision, stated or Statement())
     with progress_bars(quiet) as progress:
         parcel = make_parcel(folder, repo, progress, stated)
+    if parcel.local_paths and not allow_local_paths:
+        raise PublishError(
+            f"nothing was sent: {'; '.join(parcel.local_paths)}",
+            hint=f"`{command} {ALLOW_LOCAL_PATHS}` publishes it all the same",
+        )
+    if allow_local_paths:
+        command = f"{command} {ALLOW_LOCAL_PATHS}"
     if not quiet:
         for text in parcel.notes:
             note(f"! {text}")
@@ -46,8 +60,7 @@ def publish_folder(
         bars = sys.stderr.isatty() and not quiet
         return publish(api, parcel, private, revision, bars)
     except KeyboardInterrupt:
-        again = _command(folder, repo, private, revision, stated or Statement())
-        raise KeyboardInterrupt(f"`{again}` continues") from None
+        raise KeyboardInterrupt(f"`{command}` continues") from None
 
 
 def _command(

@@ -24,8 +24,10 @@ from lowbit.formats.hashing import CHUNK_BYTES, hash_file
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 WEIGHTS = "*.safetensors"
+VOCABULARIES = (TOKENIZER_FILE, "vocab.json", "merges.txt")  # `/root` is a token like any other
 # Gaps that drafts of older versions left for their editor.
 UNFINISHED = re.compile(r"TODO \(name and link of the original model\)|TODO: state the license")
 
@@ -90,6 +92,7 @@ class Parcel:
         items: every file, weights first.
         left_out: files of the folder that are not published, since nothing names them.
         notes: sentences for the publisher to read before the content is public.
+        local_paths: likewise, on files that name a folder of this machine.
     """
 
     folder: Path
@@ -97,6 +100,7 @@ class Parcel:
     items: tuple[Item, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    local_paths: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -148,18 +152,20 @@ def make_parcel(
         names.append(README)
     verify_folder(folder, None, progress)
     items = [_item(folder / name, name, manifest) for name in names]
-    notes = _local_paths(items, manifest)
+    local_paths = _local_paths(items, manifest)
+    notes: list[str] = []
     if own is not None:
         content = own.text.encode()
         items.append(Item(README, content, len(content), hashlib.sha256(content).hexdigest()))
-        notes = [*own.notes, *notes]
+        notes = own.notes
     known = {item.name for item in items} | {DRAFT}
     return Parcel(
         folder=folder,
         repo=repo,
         items=tuple(sorted(items, key=lambda item: (not item.is_weight, item.name))),
         left_out=tuple(sorted(path.name for path in folder.iterdir() if path.name not in known)),
-        notes=tuple(notes),
+        notes=(*notes, *local_paths),
+        local_paths=tuple(local_paths),
     )
 
 
@@ -222,7 +228,7 @@ def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:
     wanted = [os.fsencode(path) for path in places if len(path.parts) > 1]
     notes = []
     for item in items:
-        if item.is_weight or item.size > MAX_TEXT_BYTES:
+        if item.is_weight or item.size > MAX_TEXT_BYTES or item.name in VOCABULARIES:
             continue
         content = item.read()
         found = next((place for place in wanted if _names(content, place)), None)

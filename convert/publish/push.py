@@ -46,6 +46,7 @@ class Published:
         present: of those that were there already.
         size_bytes: of all files.
         left_out: files of the folder that were not published.
+        notes: of the parcel.
     """
 
     repo: str
@@ -56,6 +57,7 @@ class Published:
     present: tuple[str, ...]
     size_bytes: int
     left_out: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def publish(
@@ -96,6 +98,7 @@ def publish(
         present=tuple(item.name for item in parcel.items if item.name not in names),
         size_bytes=parcel.size_bytes,
         left_out=parcel.left_out,
+        notes=parcel.notes,
     )
 
 

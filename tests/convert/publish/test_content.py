@@ -63,20 +63,40 @@ def test_nothing_of_a_local_source_is_published(
             assert b"TODO" not in data, name
 
 
-@pytest.mark.parametrize("key", ["_name_or_path", "note"])
-def test_a_source_that_names_a_folder_itself_is_noted(
-    cli: "Cli", hub: HubServer, small: Path, home: Path, key: str
+def test_a_source_that_names_a_folder_is_not_published_unasked(
+    cli: "Cli", hub: HubServer, small: Path, home: Path
 ) -> None:
     config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**config, key: f"{home}/checkpoint-9"}))
+    (small / "config.json").write_text(json.dumps({**config, "note": f"{home}/checkpoint-9"}))
     (small / "other.json").write_text(json.dumps(f"{home}-not"))
+    (small / "vocab.json").write_text(json.dumps({f"{home}": 1}))
     out = home / "out"
     assert cli(small, out).exit_code == 0
-    for options in (("--dry-run",), ()):
-        result = cli("push", out, REPO, *options)
-        assert result.exit_code == 0, result.output
-        assert f"`config.json` names a folder of this machine: {home}" in result.output
-        assert "other.json` names" not in result.output
+    found = f"`config.json` names a folder of this machine: {home}"
+    shown = cli("push", out, REPO, "--dry-run")
+    assert shown.exit_code == 0
+    assert found in shown.output
+    assert ".json` names" not in shown.output.replace(found, "")
+    for arguments in (("push", out, REPO), (small, out, "--push-to-hub", REPO)):
+        refused = cli(*arguments, "--private")
+        assert refused.exit_code == 1
+        assert f"nothing was sent: {found}\n" in refused.stderr
+        assert REPO not in hub.repositories
+        again = f"`lowbit-convert push {out} {REPO} --private --allow-local-paths` publishes"
+        assert again in refused.stderr
+    done = cli("push", out, REPO, "--private", "--allow-local-paths", "--json")
+    assert done.exit_code == 0, done.output
+    assert found in json.loads(done.stdout)["notes"]
+
+
+def test_paths_that_transformers_writes_are_left_out(
+    cli: "Cli", hub: HubServer, small: Path, home: Path
+) -> None:
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "_name_or_path": f"{home}/mine"}))
+    assert cli(small, home / "out").exit_code == 0
+    assert cli("push", home / "out", REPO).exit_code == 0
+    assert "_name_or_path" not in json.loads(hub.content(REPO)["config.json"])
 
 
 @pytest.mark.parametrize("gap", OLD_GAPS)
