@@ -1,4 +1,4 @@
-"""`verify`: is a packed folder whole, and is it what lowbit.json says?"""
+"""`verify`: compare a packed folder with its architecture, lowbit.json and original."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from lowbit.convert.stream import worker_count
 from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files import check_regular
-from lowbit.formats.hashing import hash_file, hash_tensor
+from lowbit.formats.hashing import hash_file, hash_shard
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
@@ -32,7 +32,7 @@ class Verification:
         tensors: likewise.
         size_bytes: of the files.
         source_tensors: hashed in the original and equal; None where it was not given.
-        derived: whether all tensors were made again from the source, and are equal.
+        derived: True where all tensors were made again from the source, and are equal.
         not_derived: why they were not; None where they were, or no source was given.
         unlisted: files beside the checkpoint that the manifest does not name.
     """
@@ -174,32 +174,30 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
             raise FormatError(
                 f"`{file.name}` has {path.stat().st_size} bytes, expected {file.size_bytes}"
             )
+    shards = {file.name for file in manifest.files if file.name in by_file}
+    others = [file for file in manifest.files if file.name not in shards]
     with ThreadPoolExecutor(worker_count()) as pool:
-        # A shard's tensors are hashed beside the shard itself: of one big file, two cores work.
-        wholes = [pool.submit(hash_file, folder / file.name) for file in manifest.files]
-        parts = {
-            name: [pool.submit(_hash, folder / name, info, advance) for info in infos]
-            for name, infos in by_file.items()
+        found = {
+            name: pool.submit(hash_shard, folder / name, by_file[name], advance) for name in shards
         }
-        for name, futures in parts.items():
-            for info, future in zip(by_file[name], futures, strict=True):
-                if future.result() != expected[info.name]:
-                    raise FormatError(
-                        f"`{info.name}` in `{name}` is not what lowbit.json says",
-                        hint="the file was changed or damaged; convert or download it again",
-                    )
-        for file, whole in zip(manifest.files, wholes, strict=True):
-            data = sum(info.nbytes for info in by_file.get(file.name, ()))
-            advance(file.size_bytes - data)
-            if whole.result() != file.sha256:
-                raise FormatError(
-                    f"`{file.name}` is not what lowbit.json says (sha256 "
-                    f"{whole.result()[:12]}…, expected {file.sha256[:12]}…)",
-                    hint="the file was changed or damaged; convert or download it again",
-                )
+        for file in others:
+            _require(file.name, hash_file(folder / file.name), file.sha256)
+            advance(file.size_bytes)
+        for file in manifest.files:
+            if file.name not in shards:
+                continue
+            whole, parts = found[file.name].result()
+            for name, digest in parts.items():
+                _require(name, digest, expected[name], f" in `{file.name}`")
+            _require(file.name, whole, file.sha256)
+    progress("verify", total, total)
 
 
-def _hash(path: Path, info: TensorInfo, advance: Callable[[int], None]) -> str:
-    digest = hash_tensor(path, info)
-    advance(info.nbytes)
-    return digest
+def _require(name: str, found: str, expected: str, where: str = "") -> None:
+    """Refuse a file or tensor whose hash is not the recorded one."""
+    if found != expected:
+        raise FormatError(
+            f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {found[:12]}…, expected "
+            f"{expected[:12]}…)",
+            hint="the file was changed or damaged; convert or download it again",
+        )

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from lowbit.convert.calibration.method import Method
 from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.recipe import Override, Recipe
 from lowbit.convert.verification import Verification, verify_folder
+from lowbit.formats import hashing
 from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import LowbitError
+from lowbit.formats.files import open_file
 from lowbit.formats.hashing import hash_file, hash_tensor
 from lowbit.formats.manifest import read_manifest
 
@@ -116,7 +118,22 @@ def test_flipped_byte_in_a_tensor(packed: Path, suffix: str) -> None:
     tensors = open_checkpoint(packed).tensors
     info = next(info for name, info in tensors.items() if name.endswith(f".{suffix}"))
     flip(packed / info.file, info.offset + info.nbytes - 1)
-    assert failure(packed) == f"`{info.name}` in `{info.file}` is not what lowbit.json says"
+    said = f"`{info.name}` in `{info.file}` is not what lowbit.json says (sha256 "
+    assert failure(packed).startswith(said)
+
+
+def test_every_shard_is_read_once(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def counted(path: Path) -> BinaryIO:
+        opened.append(path.name)
+        return open_file(path)
+
+    monkeypatch.setattr(hashing, "open_file", counted)
+    verify_folder(packed, None, lambda *_: None)
+    manifest = read_manifest(packed)
+    assert manifest is not None
+    assert sorted(opened) == sorted(file.name for file in manifest.files)
 
 
 def test_flipped_byte_in_a_shape(packed: Path) -> None:
