@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 @click.option(
     "--dequantize",
     is_flag=True,
-    help="Write linears that GPTQ or AWQ has no place for, such as an INT8 head, as BF16 matrices "
-    "(rounded) instead of refusing.",
+    help="Write linears that GPTQ or AWQ has no place for, such as an INT8 head, as plain matrices "
+    "in the dtype of their scales (rounded) instead of refusing.",
 )
 @json_option
 @reported

@@ -72,10 +72,11 @@ def without(source: Source, misfits: Sequence[Misfit], container: str, dequantiz
         source: packed folder.
         misfits: of the container.
         container: its name.
-        dequantize: whether misfits may be written otherwise.
+        dequantize: allow misfits to be written as plain matrices.
 
     Raises:
-        FormatError: there are misfits and they may not, or nothing would stay packed.
+        FormatError: there are misfits and they may not, nothing would stay packed, or a value
+            would not be finite in the matrix's dtype.
     """
     if not misfits:
         return source
@@ -90,7 +91,18 @@ def without(source: Source, misfits: Sequence[Misfit], container: str, dequantiz
         raise FormatError(message, hint="export to mlx or gguf, or convert with another recipe")
     if not dequantize:
         raise FormatError(message, hint=_ways_out(source, misfits))
+    for linear in linears:
+        _check_finite(source, linear)
     return replace(source, linears=kept, dequantized=tuple(linears))
+
+
+def _check_finite(source: Source, linear: Linear) -> None:
+    """Refuse a linear with values that its matrix could not hold."""
+    dtype = _dtype(source, linear)
+    for _, exact in _exact(source, linear):
+        if not exact.to(dtype).isfinite().all():
+            name = str(dtype).removeprefix("torch.")
+            raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
 
 
 def _fused_with(source: Source, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
@@ -192,16 +204,13 @@ def prove_dequantized(
         progress: called with the weights compared since the last call.
 
     Raises:
-        FormatError: a value is not the exact one rounded once, or too large for its dtype.
+        FormatError: a value is not the exact one rounded once.
     """
     found = []
     for linear in source.dequantized:
         dtype, largest = _dtype(source, linear), 0.0
         for start, exact in _exact(source, linear):
             written = made.read_rows(linear.name, start, start + len(exact))
-            if not exact.to(dtype).isfinite().all():
-                name = str(dtype).removeprefix("torch.")
-                raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
             if not torch.equal(written, exact.to(dtype)):
                 raise FormatError(f"`{linear.module}` reads back with other values")
             largest = max(largest, (written.to(torch.float32) - exact).abs_().max().item())
