@@ -1,4 +1,4 @@
-"""The mark of a model card that lowbit-convert wrote, by which a later edit is told."""
+"""The mark of a model card that lowbit-convert wrote; a later edit shows by its hash."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ def marked(card: str) -> bytes:
 
 
 def is_untouched_draft(path: Path) -> bool:
-    """Whether a card is one that `marked` made and nobody has edited since.
+    """Tell whether `marked` made a card and nobody has edited it since.
 
     Raises:
         CheckpointError: a pipe, a device, or a link out of the folder.

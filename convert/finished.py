@@ -14,7 +14,8 @@ from lowbit.convert.calibration.request import CalibrationRequest
 from lowbit.convert.calibration.session import begin
 from lowbit.convert.conversion import Conversion
 from lowbit.convert.device import open_device
-from lowbit.convert.folder import README, SOURCE_README, check_output, check_small_files, finish
+from lowbit.convert.file_names import README, SOURCE_README
+from lowbit.convert.folder import check_output, check_small_files, finish
 from lowbit.convert.origin import check_origin
 from lowbit.convert.owned import remove_unfinished_reports
 from lowbit.convert.place import place_of

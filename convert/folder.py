@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lowbit.convert.calibration.store import PREFIX as CALIBRATED
+from lowbit.convert.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.convert.journal import JOURNAL_FILE
 from lowbit.convert.owned import foreign_entries, remove_owned
 from lowbit.convert.place import partial_of, replaced_of
 from lowbit.convert.plan import Plan
 from lowbit.convert.stream import write_at
-from lowbit.formats.checkpoint import read_json
+from lowbit.formats.checkpoint import CONFIG_FILE, read_json
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.files import open_file, read_text
 from lowbit.formats.hub import OTHER_WEIGHTS
@@ -25,11 +26,8 @@ from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
 # not read), their index, hidden files, and what this tool writes itself.
 NOT_PASSED = (
     *("*.safetensors", "*.safetensors.index.json", *OTHER_WEIGHTS, ".*"),
-    *("config.json", "lowbit.json", "quality.json", "quality.html", "tasks.json", "bench.json"),
-    "SOURCE_README.md",
+    *(CONFIG_FILE, *NEVER_PASSED),
 )
-README = "README.md"
-SOURCE_README = "SOURCE_README.md"  # what the original's becomes: its card is not ours
 # Passed through and read again by lowbit-run: what is wrong in them is found before the work.
 READ_JSON = ("generation_config.json", "tokenizer_config.json")
 TEMPLATES = "*.jinja"

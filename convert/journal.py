@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lowbit.convert.calibration.store import PREFIX as CALIBRATED
+from lowbit.convert.file_names import SOURCE_README
 from lowbit.convert.quality.weights import WeightQuality
+from lowbit.formats.checkpoint import CONFIG_FILE, INDEX_FILE
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.manifest import OutputTensor
+from lowbit.formats.manifest import MANIFEST_FILE, OutputTensor
 
 JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
 # Files of every run; what is passed through from a source is written down in the journal.
 ALWAYS_OURS = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
-    rf"|lowbit\.json|SOURCE_README\.md|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
+    r"model(-\d{5}-of-\d{5})?\.safetensors"
+    rf"|{'|'.join(map(re.escape, (INDEX_FILE, CONFIG_FILE, MANIFEST_FILE, SOURCE_README)))}"
+    rf"|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
 )
 
 

@@ -1,12 +1,12 @@
-"""Which entries of a packed folder lowbit-convert wrote; only those may it ever remove."""
+"""Entries of a packed folder that lowbit-convert wrote; it never removes any others."""
 
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 from lowbit.convert.draft import is_untouched_draft
+from lowbit.convert.file_names import CARDS, REPORT_FILES
 from lowbit.convert.journal import JOURNAL_FILE
-from lowbit.convert.quality.build import REPORT_FILES
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.hashing import hash_file
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -14,16 +14,13 @@ from lowbit.formats.tasks import TASKS_FILE
 
 WEIGHTS = ".safetensors"
 UNFINISHED = re.compile(r"\.(.+?)(?:\.\d+)?\.partial")  # the number is of the process
-CARDS = ("README.md", "MODEL_CARD.md")  # a person may have edited them
-# Written in one piece, with a name of its own until it is whole.
-REPORTS = {*REPORT_FILES, TASKS_FILE}
 WRITTEN = {MANIFEST_FILE, JOURNAL_FILE}
 
 
 def foreign_entries(folder: Path) -> list[str]:
-    """Names of what somebody else put into a packed folder, or has changed in it since.
+    """Names of files that somebody else put into a packed folder, or has changed in it since.
 
-    A weight file counts as written by its name alone: hashing it takes long, and nobody edits one.
+    A weight file is compared by its size alone: hashing it takes long, and nobody edits one.
 
     Raises:
         LowbitError: lowbit.json is missing or cannot be read.
@@ -41,18 +38,22 @@ def _is_ours(path: Path, manifest: Manifest) -> bool:
     listed = {file.name: file for file in manifest.files}
     try:
         if name in listed:
-            as_written = name.endswith(WEIGHTS) or hash_file(path) == listed[name].sha256
+            as_written = path.stat().st_size == listed[name].size_bytes and (
+                name.endswith(WEIGHTS) or hash_file(path) == listed[name].sha256
+            )
         elif name in CARDS:
             as_written = is_untouched_draft(path)
         else:
-            as_written = name in WRITTEN or name in REPORTS or _is_unfinished(name, REPORTS)
+            as_written = (
+                name in WRITTEN or name in REPORT_FILES or _is_unfinished(name, REPORT_FILES)
+            )
     except LowbitError:  # a pipe, for instance
         return False
     return as_written
 
 
 def remove_unfinished_reports(folder: Path) -> None:
-    """Remove what a run left that was killed while it wrote a report."""
+    """Remove the files of a run that was killed while it wrote a report."""
     names = REPORT_FILES - {TASKS_FILE}  # which another process may be writing
     for path in list(folder.iterdir()):
         if _is_unfinished(path.name, names):

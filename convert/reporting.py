@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowbit.convert.conversion import Conversion
+from lowbit.convert.file_names import HTML_FILE
 from lowbit.convert.finished import Finished
 from lowbit.convert.origin import Ask, Origin, find_origin
 from lowbit.convert.quality.build import build_report
@@ -15,7 +16,7 @@ from lowbit.convert.quality.measure import Measured, Note, measure_logits
 from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.quality.text import Text, check_names, default_texts
 from lowbit.convert.quality.weights import WeightQuality
-from lowbit.convert.report.files import HTML_FILE, check_reports, left_out, write_reports
+from lowbit.convert.report.files import check_reports, left_out, write_reports
 from lowbit.convert.text import read_text_file
 from lowbit.convert.verification import check_recorded
 from lowbit.formats.atomic import disk_errors

@@ -21,6 +21,7 @@ from lowbit.convert.export.misfits import (
 from lowbit.convert.export.outputs import Progress, row_parts, write_shards
 from lowbit.convert.export.proof import Proof, prove
 from lowbit.convert.export.source import Linear, Source, open_source
+from lowbit.convert.file_names import README
 from lowbit.convert.folder import (
     check_apart,
     check_output,
@@ -42,7 +43,7 @@ Report = Callable[[str, int, int], None]  # phase, done, in all
 
 LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx": mlx.LAYOUT}
 # The card speaks of the packed folder; a GGUF file has its tokenizer inside.
-NOT_EXPORTED = ("README.md",)
+NOT_EXPORTED = (README,)
 LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
 OTHER_WORK = "finish it with the command that began it, or choose another output folder"
 NO_MANIFEST = f"the source has no {MANIFEST_FILE}: nothing says whether its bytes are right"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowbit.convert.draft import is_untouched_draft
-from lowbit.convert.folder import README
+from lowbit.convert.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
 from lowbit.convert.origin import recall
-from lowbit.convert.quality.record import QUALITY_FILE, QualityReport, read_quality
+from lowbit.convert.quality.record import QualityReport, read_quality
 from lowbit.convert.report.card import render_card
-from lowbit.convert.report.files import DRAFT, HTML_FILE, source_card
+from lowbit.convert.report.files import source_card
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.verification import verify_folder
 from lowbit.formats.errors import FormatError, PublishError

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lowbit.convert.file_names import REPORT_FILES
 from lowbit.convert.quality.command import command_of
 from lowbit.convert.quality.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.quality.weights import WeightQuality
@@ -20,9 +21,6 @@ from lowbit.formats.printable import printable
 from lowbit.formats.tasks import manifest_sha256
 
 STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
-REPORT_FILES = frozenset(
-    {"quality.json", "quality.html", "tasks.json", "bench.json", "README.md", "MODEL_CARD.md"}
-)
 
 
 def build_report(

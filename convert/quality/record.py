@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from lowbit.convert.file_names import QUALITY_FILE
 from lowbit.convert.quality.ranges import check_ranges
 from lowbit.convert.quality.uncertainty import mean_error
 from lowbit.convert.quality.weights import WeightQuality
 from lowbit.formats.errors import FormatError
 from lowbit.formats.records import load_versioned, record, records
 
-QUALITY_FILE = "quality.json"
 SCHEMA = 3
 READ = (2, 3)  # schemas
 

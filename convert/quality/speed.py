@@ -6,12 +6,12 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from lowbit.convert.file_names import BENCH_FILE
 from lowbit.convert.quality.ranges import check_ranges
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.manifest import MANIFEST_FILE
 from lowbit.formats.records import load_object, record
 
-BENCH_FILE = "bench.json"
 SCHEMA = 1  # of the command's object
 
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowbit.convert.draft import is_untouched_draft, marked
-from lowbit.convert.folder import README, SOURCE_README
-from lowbit.convert.quality.record import QUALITY_FILE, QualityReport
+from lowbit.convert.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
+from lowbit.convert.quality.record import QualityReport
 from lowbit.convert.quality.speed import Speed, read_speed
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
@@ -19,8 +19,6 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks
 
-HTML_FILE = "quality.html"
-DRAFT = "MODEL_CARD.md"
 ROOM_BYTES = 4_000_000  # all three files of a report take less, of the largest models too
 
 

@@ -37,6 +37,15 @@ def edit(name: str) -> Put:
     return put
 
 
+def flip(name: str) -> Put:
+    def put(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+
+    return put
+
+
 def subfolder(folder: Path) -> None:
     (folder / "thesis").mkdir()
     (folder / "thesis" / "chapter.txt").write_text(MINE)
@@ -68,6 +77,7 @@ FOREIGN: dict[str, tuple[Put, str]] = {  # and the name that is refused
     "folder": (subfolder, "thesis"),
     "empty-folder": (empty_subfolder, "empty"),
     "link": (link, "link"),
+    "other-weights": (edit("model.safetensors"), "model.safetensors"),
     "linked-weights": (linked_weights, "model.safetensors"),
     "config": (edit("config.json"), "config.json"),
     "settings": (edit("generation_config.json"), "generation_config.json"),
@@ -89,7 +99,7 @@ OURS: dict[str, Put] = {
     "killed-rename": file(".journal.jsonl"),
     "missing-file": lambda folder: (folder / "LICENSE").unlink(),
     "missing-report": lambda folder: (folder / "quality.html").unlink(),
-    "damaged-weights": edit("model.safetensors"),
+    "damaged-weights": flip("model.safetensors"),
     "damaged-report": file("quality.json"),
 }
 
