@@ -60,7 +60,7 @@ class Conversion:
     Attributes:
         folder: the packed checkpoint.
         source: where the weights came from.
-        plan: what was decided.
+        plan: fate of every tensor.
         manifest: the content of lowbit.json.
         weights: quality of every quantized tensor, in plan order.
         calibration: output errors of every calibrated layer; empty for round-to-nearest.

@@ -28,7 +28,7 @@ NOT_PASSED = (
     *("*.safetensors", "*.safetensors.index.json", *OTHER_WEIGHTS, ".*"),
     *(CONFIG_FILE, *NEVER_PASSED),
 )
-# Passed through and read again by lowbit-run: what is wrong in them is found before the work.
+# Passed through and read again by lowbit-run: they are checked before the work.
 READ_JSON = ("generation_config.json", "tokenizer_config.json")
 TEMPLATES = "*.jinja"
 NEVER_FOLDERS = ("*.json", TEMPLATES)  # other folders are left out of the result

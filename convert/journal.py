@@ -34,7 +34,7 @@ class Finished:
     Attributes:
         step: its number in the plan.
         source_sha256: of the source tensor's bytes.
-        tensors: what was written, with hashes.
+        tensors: those written, with hashes.
         quality: None unless quantized.
     """
 
@@ -71,7 +71,7 @@ def open_journal(
     Args:
         folder: where the shards are built.
         digest: of the plan.
-        overwrite: whether to throw away what a run of another plan finished.
+        overwrite: throw away the work of another plan.
         files: names that this run will write beside `ALWAYS_OURS`.
         hint: what a user can do about work of another plan.
 

@@ -56,7 +56,7 @@ class Step:
         module: the linear it is the weight of (a tied embedding is lm_head's); None for others.
         scheme: None unless quantized.
         outputs: tensors written, (name, dtype, shape).
-        rereads: whether another step reads the same tensor and accounts for it.
+        rereads: True where another step reads the same tensor and accounts for it.
     """
 
     source: TensorInfo
@@ -79,7 +79,7 @@ class Plan:
 
     Attributes:
         config: config.json of the result.
-        recipe: what decided the schemes.
+        recipe: rules that decided the schemes.
         steps: decoder in the order of the forward pass, head, multi-token prediction, vision; a
             tied head that is quantized reads the embedding a second time.
         shards: the files to be.

@@ -55,7 +55,7 @@ class Found:
     Attributes:
         sensitivities: of the checkpoint.
         file: that holds them.
-        is_new: true if they have just been measured.
+        is_new: True where they have just been measured.
         failure: why they could not be kept in the file; to be told once they are shown.
     """
 
@@ -71,7 +71,7 @@ def find_or_measure(
     progress: Progress,
     note: Callable[[str], None] | None = None,
 ) -> Found:
-    """Sensitivities of an original: the KL that each precision of each fused set costs.
+    """Look up, or measure, the cost of each precision of each fused set of an original.
 
     The cache knows them by all that they depend on: weights, configuration, text, group sizes and
     versions. The device is not part of that: devices differ by rounding alone.

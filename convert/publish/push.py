@@ -40,7 +40,7 @@ class Published:
         repo: `owner/name`.
         url: for people.
         commit: that holds the files.
-        private: whether only its owner sees it.
+        private: True where only its owner sees it.
         sent: names of the files that this call sent, in order.
         present: of those that were there already.
         size_bytes: of all files.

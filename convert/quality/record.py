@@ -43,7 +43,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Loss of BF16 alone: the original computed in BF16 against FP32, on the same windows."""
+    """The effect of BF16 alone: the original in BF16 against itself in FP32, same windows."""
 
     kl_mean: float
     kl_p99: float
@@ -202,7 +202,7 @@ class LogitQuality:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Size of the packed folder.
+    """Sizes of a packed folder.
 
     Attributes:
         folder_bytes: all its files, reports aside.
