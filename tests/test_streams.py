@@ -280,7 +280,7 @@ def test_absurd_numbers_are_usage_errors(
     [
         ("--temperature", "1e-320"),
         ("--temperature", "1000"),
-        ("--top-k", str(MOST)),
+        ("--top-k", str(2**22)),
         ("--top-p", "1e-320"),
         ("--min-p", "1"),
         ("--repetition-penalty", "0.01"),

@@ -80,7 +80,7 @@ def output_file(
     """Refuse, before any work, a file that cannot be written."""
     if value is None or context.resilient_parsing:
         return value
-    if value.is_dir():
+    if os.path.isdir(value):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
         raise click.BadParameter(f"`{value}` is a folder, expected a file.")
     if not value.parent.is_dir():
         raise click.BadParameter(f"there is no folder `{value.parent}`.")

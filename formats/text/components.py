@@ -82,6 +82,10 @@ def _is_frame(part: Any) -> bool:
     pieces, special = part.get("single"), part.get("special_tokens")
     if not isinstance(pieces, list) or not isinstance(special, dict):
         return False
+    tokens = [piece.get("SpecialToken") for piece in pieces if isinstance(piece, dict)]
+    named = [token.get("id") for token in tokens if isinstance(token, dict)]
+    if not all(isinstance(name, str) and name in special for name in named):  # it would panic
+        return False
     ids = [token.get("ids") for token in special.values() if isinstance(token, dict)]
     longest = max((len(found) for found in ids if isinstance(found, list)), default=0)
     return len(pieces) * max(longest, 1) <= MAX_FRAME

@@ -59,7 +59,7 @@ def test_output_files(tmp_path: Path) -> None:
         (tmp_path / "folder", "is a folder"),
         (tmp_path / "none" / "x.svg", "there is no folder"),
         (tmp_path / "old.svg" / "x.svg", "there is no folder"),
-        (tmp_path / ("x" * 250 + ".svg"), "cannot be written: File name too long"),
+        (tmp_path / ("x" * 300 + ".svg"), "cannot be written: File name too long"),
         (Path("/proc/x.svg"), "cannot be written"),
     ):
         refused = place(wrong)
