@@ -40,6 +40,8 @@ from lowbit.runtime import cpu, model, stream  # noqa: F401
 
 SECONDS = 10
 MEMORY_BYTES = 1 << 30  # beyond a run of the same command on an undamaged folder
+MAX_OUTPUT = 10_000_000  # characters
+DATA_BYTES = 4 << 30  # that a run can have at all, so that a wrong one does not end the others
 EXIT_CODES = (0, 1, 2, 3)
 REPORT_FILES = {"quality.json", "quality.html", "README.md", "MODEL_CARD.md"}
 TEXT = "Once upon a time there was a small robot who liked to paint. " * 20
@@ -153,14 +155,21 @@ def run(arguments: Sequence[str], program: str, place: Path) -> Ended:
         os.setsid()  # with whatever it starts, to be killed together
         _become(arguments, program, place, log)
     status, usage = _wait(child, started)
-    output = log.read_text(errors="replace") if log.exists() else ""
+    output = _printed(log) if log.exists() else ""
     code = os.waitstatus_to_exitcode(status) if status is not None else None
     return Ended(code, time.monotonic() - started, usage, output)
+
+
+def _printed(log: Path) -> str:
+    """All that a run has printed, as far as one wants to read it."""
+    with log.open(errors="replace") as file:
+        return file.read(MAX_OUTPUT)
 
 
 def _become(arguments: Sequence[str], program: str, place: Path, log: Path) -> None:
     code = 70
     try:
+        resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(descriptor, 1)
@@ -199,6 +208,8 @@ def faults(ended: Ended, usual_bytes: int, place: Path, before: dict[str, object
         yield f"not finished after {SECONDS} s"
     elif ended.code not in EXIT_CODES:
         yield f"exit code {ended.code}"
+    if len(ended.output) == MAX_OUTPUT:
+        yield "too much output"
     if "Traceback" in ended.output:
         yield "a traceback"
     if "\x1b" in ended.output:

@@ -116,8 +116,7 @@ def damage_template(folder: Path, random: random.Random) -> str:
     if random.random() < 0.5:
         (folder / "chat_template.jinja").write_bytes(template.encode(errors="surrogatepass"))
     else:
-        path = folder / "tokenizer_config.json"
-        content = json.loads(path.read_bytes()) | {"chat_template": template}
+        content = _content(path := folder / "tokenizer_config.json") | {"chat_template": template}
         path.write_text(json.dumps(content))
         (folder / "chat_template.jinja").unlink(missing_ok=True)
     return f"template {template[:60]!r}"
@@ -125,8 +124,7 @@ def damage_template(folder: Path, random: random.Random) -> str:
 
 def damage_tokenizer(folder: Path, random: random.Random) -> str:
     """Give the tokenizer parts that change, lengthen or never end the encoding of a text."""
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_bytes())
+    content = _content(path := folder / "tokenizer.json")
     length = random.choice((0, 1, 3, 10**9))
     split = {"type": "Split", "pattern": {"Regex": random.choice(REGEXES)}, "invert": False}
     grow = {"type": "Replace", "pattern": {"String": random.choice("ae ")}, "content": "aaaa" * 9}
@@ -200,6 +198,13 @@ def damage(folder: Path, random: random.Random) -> list[str]:
         except (ValueError, LookupError, OSError, TypeError, AttributeError, RecursionError):
             continue  # the file is damaged too much already
     return done
+
+
+def _content(path: Path) -> Any:
+    """JSON of a file, if it is one: earlier damage may have made it a device without an end."""
+    if not path.is_file():
+        raise LookupError(path)
+    return json.loads(path.read_bytes())
 
 
 def _files(folder: Path, suffix: str = "") -> list[Path]:
