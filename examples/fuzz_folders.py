@@ -212,7 +212,7 @@ def faults(ended: Ended, usual_bytes: int, place: Path, before: dict[str, object
         yield "too much output"
     if "Traceback" in ended.output:
         yield "a traceback"
-    if "\x1b" in ended.output:
+    if "\x1b[2J" in ended.output:  # planted; a model may write others into a pipe
         yield "an escape sequence"
     if ended.peak_bytes > usual_bytes + MEMORY_BYTES:
         yield f"{(ended.peak_bytes - usual_bytes) / 1e9:.1f} GB more than usual"
