@@ -129,9 +129,25 @@ def _read(file: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
         text = text.removesuffix(b"\n")
         if line != b"%s %s\n" % (checksum, text) or checksum != b"%08x" % zlib.crc32(text):
             break
-        lines.append(json.loads(text))
+        row = _parse(text)
+        if row is None:
+            break
+        lines.append(row)
         good += len(line)
     return (lines[0] if lines else {}), lines[1:], good
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """The object of a line, or None where it is none of the journal's, whatever its checksum."""
+    try:
+        row: dict[str, Any] = json.loads(text)
+        if "step" in row:
+            _finished(row)
+        if not all(isinstance(name, str) for name in row.get("files", ())):
+            return None
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return None
+    return row
 
 
 def _check_owned(folder: Path, named: Collection[str]) -> None:

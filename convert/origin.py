@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 
 from lowbit.convert.stream import worker_count
-from lowbit.convert.user_folders import user_folder
 from lowbit.formats.atomic import replace_files
 from lowbit.formats.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
@@ -23,6 +22,7 @@ from lowbit.formats.files import check_regular, read_bytes
 from lowbit.formats.hashing import hash_file, hash_tensor
 from lowbit.formats.hub import locate
 from lowbit.formats.manifest import MANIFEST_FILE, Manifest, Source, SourceTensor
+from lowbit.formats.user_folders import user_folder
 
 TOKENIZER_FILE = "tokenizer.json"
 NAME_IT = "name it with --source, a folder or a Hub id"

@@ -29,12 +29,12 @@ def place_of(out: Path) -> Path:
 
 
 def partial_of(out: Path) -> Path:
-    """Where the result at `out` is built."""
+    """Working folder in which the result at `out` is built."""
     return out.with_name(out.name + ".partial")
 
 
 def replaced_of(out: Path) -> Path:
-    """Where an old result waits for the new one to be in place."""
+    """Folder in which an old result waits until the new one is in place."""
     return out.with_name(out.name + REPLACED)
 
 

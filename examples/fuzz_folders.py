@@ -161,7 +161,7 @@ def run(arguments: Sequence[str], program: str, place: Path) -> Ended:
 
 
 def _printed(log: Path) -> str:
-    """All that a run has printed, as far as one wants to read it."""
+    """Output of a run, cut off at MAX_OUTPUT."""
     with log.open(errors="replace") as file:
         return file.read(MAX_OUTPUT)
 

@@ -2,7 +2,7 @@
 
 MOST_SEQUENCES = 8  # decoded together
 
-# What `bench` measures unless told otherwise.
+# Defaults of `bench`.
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 RUNS = 3

@@ -9,11 +9,11 @@ from threading import Lock
 from typing import Any
 
 from lowbit.convert.stream import worker_count
-from lowbit.convert.user_folders import user_folder
 from lowbit.formats.atomic import check_place, disk_errors, replace_files
 from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.hashing import hash_tensor
 from lowbit.formats.manifest import SourceTensor, weights_digest
+from lowbit.formats.user_folders import user_folder
 
 ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
 

@@ -205,7 +205,7 @@ def _as_chat(text: str) -> list[list[Turn]]:
 
 
 def _load_template(folder: Path) -> Render:
-    """How conversations are rendered for this checkpoint."""
+    """Function that renders conversations for this checkpoint."""
     template = load_chat_template(folder)
     if template is None:
         raise CheckpointError(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
+from lowbit.formats.user_folders import user_folder
+
 
 def history_file() -> Path:
     """File that keeps the input: below XDG_STATE_HOME, or ~/.local/state."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"
-    return base / "lowbit" / "history"
+    return user_folder("XDG_STATE_HOME", ".local/state") / "history"
 
 
 def open_history(path: Path | None) -> History:
