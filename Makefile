@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 
-.PHONY: demo test check fix clean
+.PHONY: demo test test-kernels check fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels"
+
+test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m kernels
 
 check: $(VENV)/.installed-dev  # never rewrites
 	$(BIN)/ruff check .

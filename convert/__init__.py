@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
-    from lowbit.convert.conversion import Conversion, convert
-    from lowbit.convert.recipe import Override, Recipe
+    from lowbit.convert.pipeline.conversion import Conversion, convert
+    from lowbit.convert.plan.recipe import Override, Recipe
 
 __all__ = ["Conversion", "LowbitError", "Override", "Recipe", "convert"]
 
 _HOMES = {
-    "Conversion": "conversion",
-    "Override": "recipe",
-    "Recipe": "recipe",
-    "convert": "conversion",
+    "Conversion": "pipeline.conversion",
+    "Override": "plan.recipe",
+    "Recipe": "plan.recipe",
+    "convert": "pipeline.conversion",
 }
 
 

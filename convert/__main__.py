@@ -7,7 +7,7 @@ from lowbit.formats.shell.entry import run
 
 def main() -> NoReturn:
     """Run the command."""
-    run("lowbit.convert.cli", "lowbit-convert")
+    run("lowbit.convert.cli.main", "lowbit-convert")
 
 
 if __name__ == "__main__":

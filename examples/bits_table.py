@@ -18,10 +18,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from lowbit.convert.cli import main as lowbit_convert
-from lowbit.convert.comparison import Row, compare
+from lowbit.convert.cli.main import main as lowbit_convert
 from lowbit.convert.report import words
-from lowbit.convert.report.comparison import (
+from lowbit.convert.report.comparison import Row, compare
+from lowbit.convert.report.comparison_page import (
     difference_text,
     markdown,
     perplexity_text,

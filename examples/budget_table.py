@@ -21,17 +21,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.budget.allocate import Target, allocate
-from lowbit.convert.budget.lookup import Settings, find_or_measure
-from lowbit.convert.budget.sensitivity import Variant, measure
-from lowbit.convert.budget.sets import GROUPS, FusedSet, fused_sets
-from lowbit.convert.calibration.text import read_calibration
-from lowbit.convert.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
-from lowbit.convert.quality.advice import without_advice
-from lowbit.convert.quality.dequantized import open_weights
-from lowbit.convert.quality.side import load_side
-from lowbit.convert.recipe import Head, Override, Recipe
-from lowbit.convert.terminal import progress_bars
+from lowbit.convert.cli.progress import progress_bars
+from lowbit.convert.original.calibration_text import read_calibration
+from lowbit.convert.original.model import load_side
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.weights import open_weights
+from lowbit.convert.plan.allocate import Target, allocate
+from lowbit.convert.plan.lookup import Settings, find_or_measure
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from lowbit.convert.plan.recipe import Head, Override, Recipe
+from lowbit.convert.plan.sensitivity import Variant, measure
+from lowbit.convert.plan.sets import GROUPS, FusedSet, fused_sets
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 HERE = Path(__file__).parent

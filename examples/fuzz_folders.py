@@ -33,7 +33,7 @@ from hostile_files import damage
 from make_random_checkpoint import tokenizer
 from safetensors.torch import save_file
 
-from lowbit.convert import cli
+from lowbit.convert.cli import main as cli
 from lowbit.formats.architectures import tensor_table
 from lowbit.runtime import cli as runtime_cli
 from lowbit.runtime import cpu, model, stream  # noqa: F401

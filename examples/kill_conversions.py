@@ -21,9 +21,9 @@ import click
 import torch
 
 from lowbit.convert import convert
-from lowbit.convert.calibration.method import Method
-from lowbit.convert.calibration.request import CalibrationRequest
-from lowbit.convert.recipe import Recipe
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Recipe
 
 MODEL = Path(__file__).parent / "models" / "tiny-qwen3"
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.formats.architectures import is_tied, tensor_table
-from lowbit.formats.shards import index_json, lay_out
+from lowbit.formats.safetensors.shards import index_json, lay_out
 
 # hidden_size, intermediate_size, layers, query heads, key/value heads, head tied to the embedding
 SIZES = {

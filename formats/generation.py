@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.formats.checkpoint import read_json
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.fields import Field, read_fields, read_ids
+from lowbit.formats.safetensors.checkpoint import read_json
 from lowbit.formats.sampling_ranges import SAMPLING
 
 GENERATION_FILE = "generation_config.json"

@@ -8,12 +8,11 @@ import torch
 
 from lowbit.formats.architectures import is_carried, is_tied, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import open_native
-from lowbit.formats.manifest import Manifest, read_manifest
-from lowbit.formats.packing import FLOATS as FLOATS
-from lowbit.formats.packing import (
+from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.layout.packing import FLOATS as FLOATS
+from lowbit.formats.layout.packing import (
     GROUP_INDEX,
     PACKED,
     SCALE,
@@ -22,9 +21,10 @@ from lowbit.formats.packing import (
     ZERO_POINT,
     packed_shapes,
 )
-from lowbit.formats.quantization_config import read_quantization_config, unserved
-from lowbit.formats.scheme import Scheme
-from lowbit.formats.time_limit import time_limit
+from lowbit.formats.layout.quantization_config import read_quantization_config, unserved
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.time_limit import time_limit
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     PACKED: (torch.int32,),

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.formats.atomic import replace_file
-from lowbit.formats.hashing import hash_file
-from lowbit.formats.manifest import MANIFEST_FILE
-from lowbit.formats.records import load_object, record, records
+from lowbit.formats.files.atomic import replace_file
+from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.layout.records import load_object, record, records
+from lowbit.formats.safetensors.hashing import hash_file
 
 TASKS_FILE = "tasks.json"
 SCHEMA = 1

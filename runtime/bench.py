@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.free_memory import free_bytes
+from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.batch import start_batch
 from lowbit.runtime.limits import NEW_TOKENS, PROMPT_TOKENS, RUNS
 from lowbit.runtime.model import Model

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.formats.packing import dequantize, unpack
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import dequantize, unpack
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import delta_rule, sampling
 from lowbit.runtime.cache import KVCache
 from lowbit.runtime.delta import DeltaState, DeltaWeights

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import FLOATS, dequantize, unpack
+from lowbit.formats.layout.packing import FLOATS, dequantize, unpack
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Weight [N, K] in the native layout of `lowbit.formats.packing`, checked once at load.
+    """Weight [N, K] in the native layout of `lowbit.formats.layout.packing`, checked once at load.
 
     Attributes:
         codes: [N, K * bits / 32] int32.

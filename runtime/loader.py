@@ -11,11 +11,11 @@ from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, re
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import check_packed, open_packed
-from lowbit.formats.packing import SCALE
-from lowbit.formats.recipes import GROUP_SIZE, Base
-from lowbit.formats.scheme import SERVED_BITS, Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime import cpu
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.dense import Dense

@@ -4,7 +4,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.free_memory import free_bytes
+from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.loader import OpenedModel
 
 MIN_CONTEXT = 16  # below this nothing useful fits

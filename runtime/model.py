@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.generation import load_generation_config
-from lowbit.formats.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.chat import Message, render_prompt

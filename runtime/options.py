@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowbit.formats.recipes import GROUP_SIZE
+from lowbit.formats.layout.recipes import GROUP_SIZE
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
@@ -19,7 +19,7 @@ from lowbit.formats.shell.options import (
 from lowbit.formats.shell.output import note
 
 if TYPE_CHECKING:
-    from lowbit.formats.recipes import Base
+    from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.model import Model
 
 Decorator = Callable[[Command], Command]
@@ -120,7 +120,7 @@ def load_model(
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say."""
     check_command(name, "model")
-    from lowbit.formats.hub import locate
+    from lowbit.formats.hub.locate import locate
     from lowbit.runtime.model import choose_device, load
 
     choose_device(device)  # before anything is fetched

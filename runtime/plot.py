@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from lowbit.formats.atomic import replace_file
+from lowbit.formats.files.atomic import replace_file
 
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 24.0, 60.0, 52.0

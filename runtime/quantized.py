@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures import is_tied, never_quantized, tensor_table, untied
-from lowbit.formats.checkpoint import Checkpoint, DerivedRows, TensorInfo
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
+from lowbit.formats.layout.quantization_config import KEY, method_of, write_quantization_config
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base, base_schemes
+from lowbit.formats.layout.rtn import SCALE_DTYPE, quantize
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import check_packed
-from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
-from lowbit.formats.quantization_config import KEY, method_of, write_quantization_config
-from lowbit.formats.recipes import GROUP_SIZE, Base, base_schemes
-from lowbit.formats.rtn import SCALE_DTYPE, quantize
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
 
 DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from lowbit.formats.checkpoint import open_checkpoint
-from lowbit.formats.recipes import Base
+from lowbit.formats.layout.recipes import Base
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.runtime.batch import check_sequences
 from lowbit.runtime.bench import (
     StepBytes,

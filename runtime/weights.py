@@ -12,9 +12,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint, read_at
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import (
+from lowbit.formats.layout.packing import (
     PACKED,
     SCALE,
     SHAPE,
@@ -25,7 +24,8 @@ from lowbit.formats.packing import (
     unpack,
     unpack_zero_point,
 )
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, read_at
 from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 
 W = TypeVar("W")

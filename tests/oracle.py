@@ -5,8 +5,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.packed import open_packed
-from lowbit.formats.packing import dequantize, unpack
 
 
 def dequantized_weights(folder: Path) -> dict[str, Tensor]:

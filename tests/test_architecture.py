@@ -26,6 +26,18 @@ NEVER_IMPORTS = {
     "convert": {"compressed_tensors", "triton"},
     "runtime": {"compressed_tensors", "matplotlib", "transformers"},
 }
+# Packages, and the modules beside them, that may import those before them only.
+ORDER = {
+    "convert": [
+        *("original", "plan", "calibrate", "measure", "pipeline", "report", "export", "publish"),
+        "cli",
+    ],
+    "formats": [
+        *("printable", "errors", "fields", "machine", "architectures", "files", "sampling_ranges"),
+        *("layout", "safetensors", "shell", "text", "foreign", "generation", "hub", "tasks"),
+        *("file_names", "packed"),
+    ],
+}
 MAX_LINES = 400
 
 
@@ -61,6 +73,18 @@ def test_imports_point_at_formats(path: Path) -> None:
     assert not others & NEVER_IMPORTS[room(path)]
     # Under the bare name of its folder a room would be imported as a second copy.
     assert not others & set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_packages_import_those_below_them(room: str) -> None:
+    order = ORDER[room]
+    for path in sources(room):
+        own = path.relative_to(ROOT / room).with_suffix("").parts[0]
+        if own.startswith("__"):
+            continue
+        names = [name.split(".") for name in imports(path)]
+        used = {name[2] for name in names if name[:2] == ["lowbit", room] and name[2] != own}
+        assert {name for name in used if order.index(name) > order.index(own)} == set(), path
 
 
 def test_every_import_is_declared() -> None:
@@ -126,14 +150,14 @@ def test_importing_loads_little(modules: list[str], absent: set[str]) -> None:
 HEAVY = ("huggingface_hub", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers")
 
 
-@pytest.mark.parametrize("name", ["convert", "runtime"])
-def test_help_and_completion_load_little(name: str) -> None:
+@pytest.mark.parametrize(("name", "group"), [("convert", "cli.main"), ("runtime", "cli")])
+def test_help_and_completion_load_little(name: str, group: str) -> None:
     """The help of every command, and completion after options whose values are parsed."""
     code = (
         "import sys, click\n"
         "from click.shell_completion import BashComplete\n"
         f"import lowbit.{name}.__main__\n"
-        f"from lowbit.{name}.cli import main\n"
+        f"from lowbit.{name}.{group} import main\n"
         "given = ['--bits', 'x=8', '--gate', 'top1>0', '--calib', 'x', '--device', 'cuda']\n"
         "for command in main.commands.values():\n"
         "    assert command.get_help(click.Context(command, info_name=command.name))\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.quality.measure import measure_logits
-from lowbit.convert.quality.text import Text
+from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.original.evaluation_text import Text
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_quality_peers.py"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.preview import preview
+from lowbit.convert.pipeline.preview import preview
 from lowbit.runtime.loader import open_model
 from lowbit.runtime.model import load
 

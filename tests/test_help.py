@@ -9,7 +9,7 @@ import pytest
 from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
 from click.testing import CliRunner
 
-from lowbit.convert.cli import main as convert
+from lowbit.convert.cli.main import main as convert
 from lowbit.runtime.cli import main as run
 
 PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from lowbit.convert.cli import main as convert
+from lowbit.convert.cli.main import main as convert
 from lowbit.formats.shell.options import MOST
 from lowbit.runtime.cli import main as run
 

@@ -23,9 +23,9 @@ from lowbit.convert.export.source import (
     as_one,
     wrong_scale,
 )
-from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.packing import unpack
-from lowbit.formats.quantization_config import KEY
+from lowbit.formats.layout.packing import unpack
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 LANES = 8  # nibbles of a word
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble holds

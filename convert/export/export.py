@@ -21,22 +21,22 @@ from lowbit.convert.export.misfits import (
 from lowbit.convert.export.outputs import Progress, row_parts, write_shards
 from lowbit.convert.export.proof import Proof, prove
 from lowbit.convert.export.source import Linear, Source, open_source
-from lowbit.convert.file_names import README
-from lowbit.convert.folder import (
+from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
     check_small_files,
     copy_file,
     put_in_place,
 )
-from lowbit.convert.journal import JOURNAL_FILE, open_journal
-from lowbit.convert.place import partial_of, place_of
-from lowbit.convert.plan import DEFAULT_SHARD_BYTES
-from lowbit.convert.verification import check_recorded
-from lowbit.formats.atomic import disk_errors
-from lowbit.formats.checkpoint import CONFIG_FILE, open_checkpoint
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.verification import check_recorded
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
 from lowbit.formats.errors import ResourceError
-from lowbit.formats.manifest import MANIFEST_FILE, json_bytes
+from lowbit.formats.file_names import README
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_checkpoint
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
 Report = Callable[[str, int, int], None]  # phase, done, in all

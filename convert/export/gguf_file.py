@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.outputs import Blocks, Progress, raw_bytes
-from lowbit.formats.checkpoint import read_at
 from lowbit.formats.errors import FormatError
+from lowbit.formats.safetensors.checkpoint import read_at
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32

@@ -23,9 +23,9 @@ from lowbit.convert.export.source import (
     row_blocks,
     wrong_scale,
 )
-from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.packing import WORD_BITS
-from lowbit.formats.quantization_config import KEY
+from lowbit.formats.layout.packing import WORD_BITS
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 FP16_MAX = torch.finfo(torch.float16).max
 

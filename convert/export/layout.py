@@ -8,8 +8,8 @@ from lowbit.convert.export.misfits import Misfit
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, Source
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo
-from lowbit.formats.shards import METADATA
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
+from lowbit.formats.safetensors.shards import METADATA
 
 
 def everything(source: Source) -> Sequence[Linear]:

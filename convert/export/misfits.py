@@ -10,10 +10,10 @@ from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, Source, as_one, row_blocks
 from lowbit.convert.report.words import size
-from lowbit.formats.checkpoint import DTYPE_NAMES, Checkpoint
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import SCALE, dequantize
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import SCALE, dequantize
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
 HEAD = "lm_head"
 

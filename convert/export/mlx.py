@@ -18,10 +18,10 @@ from lowbit.convert.export.source import Linear, Source, check_scales, row_block
 from lowbit.formats.architectures import is_tied, part_of
 from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import PACKED, SCALE
-from lowbit.formats.quantization_config import KEY
+from lowbit.formats.layout.packing import PACKED, SCALE
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 GROUPS = (128, 64, 32)
 HYBRID = "language_model."  # what mlx-lm puts before the modules of a Qwen3.5

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, Source
-from lowbit.formats.checkpoint import INDEX_FILE, Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
-from lowbit.formats.manifest import json_bytes
-from lowbit.formats.packing import SCALE
-from lowbit.formats.shards import index_json, lay_out
+from lowbit.formats.layout.manifest import json_bytes
+from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, TensorInfo
+from lowbit.formats.safetensors.shards import index_json, lay_out
 
 Blocks = Callable[[], Iterable[Tensor]]
 Progress = Callable[[int], None]  # bytes done since the last call

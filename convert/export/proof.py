@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.export.source import Linear, Source
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import dequantize
+from lowbit.formats.layout.packing import dequantize
 
 
 @dataclass(frozen=True, slots=True)

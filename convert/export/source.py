@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures import Config, read_config
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed
-from lowbit.formats.packing import PACKED, SCALE, WORD_BITS, unpack
-from lowbit.formats.quantization_config import KEY
-from lowbit.formats.scheme import SERVED_BITS, Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 BLOCK_WEIGHTS = 1 << 22  # that are unpacked at once
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lowbit.formats.errors import PublishError
-from lowbit.formats.hub_errors import describe, first_line
+from lowbit.formats.hub.errors import describe, first_line
 
 AGAIN = "`lowbit-convert push` continues: what has arrived is not sent twice"
 TOKEN = "`hf auth login` stores a token with write access; HF_TOKEN wins over it"

@@ -10,19 +10,19 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from lowbit.convert.draft import is_untouched_draft
-from lowbit.convert.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
-from lowbit.convert.origin import recall
-from lowbit.convert.quality.record import QualityReport, read_quality
+from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.pipeline.draft import is_untouched_draft
+from lowbit.convert.pipeline.origin import recall
+from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
 from lowbit.convert.report.source_card import SourceCard
-from lowbit.convert.verification import verify_folder
 from lowbit.formats.errors import FormatError, PublishError
-from lowbit.formats.files import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
-from lowbit.formats.hashing import CHUNK_BYTES, hash_file
-from lowbit.formats.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
+from lowbit.formats.files.reading import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.safetensors.hashing import CHUNK_BYTES, hash_file
 from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 

@@ -1,11 +1,11 @@
 """A push that sends nothing, for which neither a token nor the network is needed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit.convert.publish.access import check_name
 from lowbit.convert.publish.parcel import Parcel, Statement, make_parcel
-from lowbit.convert.terminal import progress_bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ def dry_run(
     repo: str,
     private: bool | None,
     revision: str | None = None,
-    quiet: bool = False,
     stated: Statement | None = None,
+    *,
+    progress: Callable[[str, int, int], None],
 ) -> DryRun:
     """Verify a packed folder and plan its push.
 
@@ -41,8 +42,8 @@ def dry_run(
         repo: `owner/name`; nobody asks whether it exists.
         private: as in `publish`.
         revision: as in `publish`.
-        quiet: show no progress.
         stated: as in `make_parcel`.
+        progress: called with (phase, done, in all).
 
     Raises:
         LowbitError: a name the Hub does not take, or as `make_parcel`.
@@ -50,6 +51,5 @@ def dry_run(
     from huggingface_hub import constants
 
     check_name(repo)
-    with progress_bars(quiet) as progress:
-        parcel = make_parcel(folder, repo, progress, stated)
+    parcel = make_parcel(folder, repo, progress, stated)
     return DryRun(parcel, f"{constants.ENDPOINT}/{repo}", private, revision)

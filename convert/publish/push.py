@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from lowbit.convert.file_names import HTML_FILE, QUALITY_FILE
 from lowbit.convert.publish.errors import explained
 from lowbit.convert.publish.parcel import WEIGHTS, Item, Parcel
 from lowbit.convert.publish.remote import Remote, read_remote, require_equal
 from lowbit.convert.publish.retry import patiently
-from lowbit.formats.checkpoint import CONFIG_FILE
 from lowbit.formats.errors import PublishError
-from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.file_names import HTML_FILE, QUALITY_FILE
+from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.tasks import TASKS_FILE
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lowbit.convert.quality.record import LogitQuality, Position, TextKind
-from lowbit.convert.quality.uncertainty import LEAST_WINDOWS
+from lowbit.convert.measure.record import LogitQuality, Position, TextKind
+from lowbit.convert.measure.uncertainty import LEAST_WINDOWS
 from lowbit.convert.report import words
 from lowbit.convert.report.limits import LIMITS, TAIL, Grade, grade_of_flips, grade_of_kl
 from lowbit.formats.printable import printable

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from lowbit.convert.plan import vllm_reasons
-from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.plan.plan import vllm_reasons
 from lowbit.convert.report import words
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds
@@ -15,10 +15,10 @@ from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.terminal import size_text
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures import part_of
-from lowbit.formats.manifest import Manifest
+from lowbit.formats.layout.manifest import Manifest
+from lowbit.formats.layout.quantization_config import unserved
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import PackedCheckpoint
-from lowbit.formats.quantization_config import unserved
-from lowbit.formats.scheme import SERVED_BITS, Scheme
 from lowbit.formats.tasks import TaskReport
 
 TEMPLATE = "card.md.jinja"

@@ -1,197 +1,235 @@
-"""Several packed folders side by side: in a terminal, in Markdown, as a page."""
+"""Several packed forms of one model, side by side, from the reports that lie beside them."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from markupsafe import Markup
-from rich.console import Console
-from rich.text import Text
+from lowbit.convert.measure.paired import Difference, paired_difference
+from lowbit.convert.measure.record import LogitQuality, QualityReport, finite, read_quality
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.report.linears import scheme_text
+from lowbit.convert.report.verdict import Verdict, judge
+from lowbit.formats.errors import CheckpointError, RequestError
+from lowbit.formats.layout.manifest import Manifest, read_manifest
+from lowbit.formats.tasks import manifest_sha256
 
-from lowbit.convert.comparison import Comparison, Row
-from lowbit.convert.report import words
-from lowbit.convert.report.limits import LIMITS, Limit
-from lowbit.convert.report.page import render_page
-from lowbit.convert.report.svg import (
-    Axis,
-    Dot,
-    Line,
-    Mark,
-    Rule,
-    around,
-    chart,
-    linear_axis,
-    log_axis,
-)
-from lowbit.convert.report.terminal import COLORS
-from lowbit.formats.atomic import replace_files
-from lowbit.formats.printable import printable
-from lowbit.formats.shell.tables import plain_table
+Value = TypeVar("Value")
 
-PLOT_HEIGHT = 320.0
-SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
+SAME_PERPLEXITY = 1e-3  # of one original on one text, whatever machine measured it
 
 
-def render_comparison(console: Console, found: Comparison, page: Path | None = None) -> None:
-    """Print the tables, and where the page is."""
-    loss = plain_table("", ("folder", "method", "verdict"), ("size", "mean KL", "minus first"))
-    rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
-    near = plain_table("", ("folder",), rest)
-    for row in found.rows:
-        name = Text(printable(row.name))
-        loss.add_row(
-            name,
-            Text(printable(row.method)),
-            Text(verdict_text(row), COLORS[row.verdict.level]),
-            words.size(row.folder_bytes),
-            words.kl(row.kl_mean),
-            difference_text(row),
-        )
-        near.add_row(
-            name,
-            f"{row.bits_per_weight:.2f}",
-            words.kl(row.kl_p99),
-            words.percent(row.top1_agreement),
-            perplexity_text(row),
-            words.cosine(row.logit_cosine),
-        )
-    console.print(loss, near)
-    console.print(
-        Text(
-            f"{printable(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
-            f"windows of {found.window}; perplexity of the original "
-            f"{words.number(found.perplexity_original)}",
-            style="dim",
-        )
-    )
-    if page is not None:
-        console.print(Text(f"page: {page}", style="dim"))
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One packed folder.
+
+    Attributes:
+        folder: where it is.
+        manifest: of its lowbit.json, None where another tool made it.
+        report: of its quality.json.
+        logits: of the report.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    report: QualityReport
+    logits: LogitQuality
 
 
-def verdict_text(row: Row) -> str:
-    """`usable`, or `not judged`; the page and the reports have the reasons."""
-    return row.verdict.grade or row.verdict.title.lower()
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One packed folder beside the others.
+
+    Attributes:
+        name: of the folder.
+        folder: its path.
+        verdict: on its report.
+        method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
+        schemes: of its linears, `INT4 g128, INT8 g128`.
+        folder_bytes: all its files, reports aside.
+        bits_per_weight: of the quantizable linears, head included, scales counted.
+        kl_mean: nats per token.
+        kl_error: standard error of `kl_mean`; None where the windows are too few.
+        difference: of the mean KL to the first row's, with its paired standard error; None in the
+            first row, and with fewer than 8 windows.
+        kl_p99: the value that 99 % of the tokens do not exceed.
+        top1_agreement: share of tokens where both rank the same token first.
+        perplexity: of the packed model.
+        perplexity_change: relative to the original.
+        logit_cosine: mean over tokens.
+        weight_cosine: mean over the linears that are packed in every folder, by their weights;
+            None where there are none.
+    """
+
+    name: str
+    folder: str
+    verdict: Verdict
+    method: str
+    schemes: str
+    folder_bytes: int
+    bits_per_weight: float
+    kl_mean: float
+    kl_error: float | None
+    difference: Difference | None
+    kl_p99: float
+    top1_agreement: float
+    perplexity: float
+    perplexity_change: float
+    logit_cosine: float
+    weight_cosine: float | None
 
 
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = 2) -> str:
-    """A Markdown table whose first `text` columns are words and the others figures."""
-    rule = ["---"] * text + ["--:"] * (len(headings) - text)
-    lines = [headings, rule, *([_cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Packed folders of one source, judged on one text.
+
+    Attributes:
+        source: the original's Hub id, None where it is not known.
+        model_type: of the original; None where only older reports are compared.
+        parameters: of the original; None same.
+        text_name: of the evaluation text.
+        scored_tokens: that every row rests on.
+        windows: they are in.
+        window: tokens of one.
+        perplexity_original: of the original on the text.
+        rows: in the order the folders were given.
+    """
+
+    source: str | None
+    model_type: str | None
+    parameters: int | None
+    text_name: str
+    scored_tokens: int
+    windows: int
+    window: int
+    perplexity_original: float
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `compare --json`; an infinite figure is null, as in quality.json."""
+        content: dict[str, Any] = finite(asdict(self))
+        return content
 
 
-def _cell(value: str) -> str:
-    return printable(value).replace("|", "\\|")
+def compare(folders: Sequence[Path]) -> Comparison:
+    """The reports of some packed folders, side by side; the first is what the others are held to.
 
-
-def difference_text(row: Row) -> str:
-    """`-0.00401 ± 0.00012`: the mean KL against the first row's; a dash where there is none."""
-    if row.difference is None:
-        return words.MISSING
-    mean, error = row.difference.mean, row.difference.standard_error
-    if not (math.isfinite(mean) and error > 0):
-        return words.signed_kl(mean)
-    digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two of the error
-    return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
-
-
-def perplexity_text(row: Row) -> str:
-    """`3.354 (+2.06 %)`."""
-    return f"{words.number(row.perplexity)} ({words.signed(row.perplexity_change)})"
-
-
-def weight_cosine_text(row: Row) -> str:
-    """The mean weight cosine; a dash where the folders pack no linear in common."""
-    return words.MISSING if row.weight_cosine is None else words.cosine(row.weight_cosine)
-
-
-def comparison_page(found: Comparison) -> str:
-    """The page: size against loss, verdicts, and tables."""
-    best = min(found.rows, key=lambda row: row.kl_mean)
-    return render_page(
-        "compare.html.jinja",
-        found=found,
-        model=_model(found),
-        best=best,
-        smallest=frontier(found.rows)[0],
-        difference=difference_text,
-        verdict_text=verdict_text,
-        size_plot=_plot(found),
-    )
-
-
-def _model(found: Comparison) -> str:
-    """`Qwen/Qwen3-8B`, or `a qwen3 model of 5.8 M parameters` of a local original."""
-    if found.source is not None:
-        return found.source
-    size = "" if found.parameters is None else f" of {words.count(found.parameters)} parameters"
-    return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
-
-
-def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows that no other row beats in size and loss at once, smallest first."""
-    kept: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row.folder_bytes, row.kl_mean)):
-        if not kept:
-            kept.append(row)
-        elif row.kl_mean < kept[-1].kl_mean:
-            if row.folder_bytes <= kept[-1].folder_bytes * SAME_SIZE:
-                kept.pop()
-            kept.append(row)
-    return kept
-
-
-def _plot(found: Comparison) -> Markup:
-    """Size of every folder against its mean KL, and the line of those that none beats."""
-    unit, name = _unit(found.rows)
-    best = frontier(found.rows)
-    marks: list[Mark] = [
-        Line(tuple((row.folder_bytes / unit, row.kl_mean) for row in best), "original-line")
-    ]
-    marks += [
-        Dot(
-            row.folder_bytes / unit,
-            row.kl_mean,
-            _short(row.name),
-            "packed-dot" if row in best else "guide-dot",
-        )
-        for row in found.rows
-    ]
-    described = "; ".join(
-        f"{row.name}: {words.size(row.folder_bytes)}, {words.kl(row.kl_mean)}" for row in found.rows
-    )
-    marks += [Rule(limit.kl, "limit-line", vertical=False) for limit in _limits(found.rows)]
-    return chart(
-        f"Size of the folder against mean KL divergence. {described}",
-        linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows]),
-        _kl_axis(found.rows),
-        marks,
-        height=PLOT_HEIGHT,
-    )
-
-
-def _kl_axis(rows: Sequence[Row]) -> Axis:
-    return log_axis("mean KL (nats per token)", *around(row.kl_mean for row in rows))
-
-
-def _limits(rows: Sequence[Row]) -> list[Limit]:
-    """The limits of grades that lie within the chart."""
-    axis = _kl_axis(rows)
-    return [limit for limit in LIMITS if axis.low < limit.kl < axis.high]
-
-
-def _unit(rows: Sequence[Row]) -> tuple[float, str]:
-    return (1e9, "GB") if max(row.folder_bytes for row in rows) >= 1e9 else (1e6, "MB")
-
-
-def _short(name: str, most: int = 24) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
-
-
-def write_comparison(path: Path, found: Comparison) -> None:
-    """Write the page.
+    Args:
+        folders: packed folders of one source with logit figures, at least one.
 
     Raises:
-        ResourceError: the place cannot be written to, or the disk is full.
+        CheckpointError: a folder without a report, without logit figures, or with the report of
+            another conversion.
+        FormatError: a report or a manifest that cannot be read.
+        RequestError: no folder, or folders of different sources or evaluation texts.
     """
-    replace_files({path: comparison_page(found).encode()})
+    if not folders:
+        raise RequestError("there is nothing to compare", hint="name packed folders")
+    entries = [_open(folder) for folder in folders]
+    first = entries[0]
+    for other in entries[1:]:
+        _check_pair(first, other)
+    shared = set.intersection(*({row.name for row in e.report.weights} for e in entries))
+    return Comparison(
+        source=_first(_repo(entry) for entry in entries),
+        model_type=_first(entry.report.model_type for entry in entries),
+        parameters=_first(entry.report.parameters for entry in entries),
+        text_name=first.logits.text_name,
+        scored_tokens=first.logits.scored_tokens,
+        windows=first.logits.windows,
+        window=first.logits.window,
+        perplexity_original=first.logits.perplexity_original,
+        rows=tuple(_row(entry, first, shared) for entry in entries),
+    )
+
+
+def _first(values: Iterable[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _repo(entry: Entry) -> str | None:
+    recorded = None if entry.manifest is None else entry.manifest.source.repo
+    return recorded or entry.report.original
+
+
+def _open(folder: Path) -> Entry:
+    """A folder's report, if it is one of the weights that are there now."""
+    hint = f"measure it: lowbit-convert report {folder}"
+    report = read_quality(folder)
+    if report is None:
+        raise CheckpointError(f"`{folder}` has no quality.json", hint=hint)
+    if report.logits is None:
+        raise CheckpointError(f"`{folder}`: only its weights were compared", hint=hint)
+    if report.manifest_sha256 != manifest_sha256(folder):
+        raise CheckpointError(
+            f"`{folder}`: quality.json is the report of another conversion", hint=hint
+        )
+    return Entry(folder, read_manifest(folder), report, report.logits)
+
+
+def _check_pair(first: Entry, other: Entry) -> None:
+    """Refuse what cannot be held against each other."""
+    a, b = first.logits, other.logits
+    where = f"`{first.folder}` and `{other.folder}`"
+    if first.manifest is not None and other.manifest is not None:
+        sources = first.manifest.source, other.manifest.source
+        if sources[0].weights_sha256 != sources[1].weights_sha256:
+            names = (s.repo or f"weights {s.weights_sha256[:12]}" for s in sources)
+            raise RequestError(f"{where} are made from different models: {', '.join(names)}")
+    if a.text_sha256 != b.text_sha256:
+        raise RequestError(
+            f"{where} were judged on different texts: `{a.text_name}` ({a.text_sha256[:12]}) and "
+            f"`{b.text_name}` ({b.text_sha256[:12]})",
+            hint="make the reports again with the same --eval-text",
+        )
+    if (a.window, a.windows) != (b.window, b.windows):
+        raise RequestError(
+            f"{where} were judged on {a.windows} windows of {a.window} tokens and "
+            f"{b.windows} of {b.window}",
+            hint="make the reports again",
+        )
+    # Another tool's folder does not name its source, but its report shows what the source predicts.
+    ratio = b.perplexity_original / a.perplexity_original
+    if not abs(ratio - 1) <= SAME_PERPLEXITY:
+        raise RequestError(
+            f"{where} are made from different models: the original's perplexity is "
+            f"{a.perplexity_original:.4f} and {b.perplexity_original:.4f}"
+        )
+
+
+def _row(entry: Entry, first: Entry, shared: Collection[str]) -> Row:
+    logits = entry.logits
+    return Row(
+        name=entry.folder.resolve().name,
+        folder=str(entry.folder),
+        verdict=judge(entry.report),
+        method=method_text(entry.manifest),
+        schemes=", ".join(sorted({scheme_text(row) for row in entry.report.weights})),
+        folder_bytes=entry.report.sizes.folder_bytes,
+        bits_per_weight=entry.report.sizes.bits_per_weight,
+        kl_mean=logits.kl_mean,
+        kl_error=logits.kl_error,
+        difference=None if entry is first else paired_difference(first.logits, logits),
+        kl_p99=logits.kl_p99,
+        top1_agreement=logits.top1_agreement,
+        perplexity=logits.perplexity_packed,
+        perplexity_change=logits.perplexity_change,
+        logit_cosine=logits.cosine_mean,
+        weight_cosine=mean_cosine([w for w in entry.report.weights if w.name in shared]),
+    )
+
+
+def method_text(manifest: Manifest | None) -> str:
+    """The method that chose the codes, `gptq`; with the scale rule where that is another."""
+    if manifest is None:
+        return "another tool"
+    method, rule = manifest.recipe.get("method", "rtn"), manifest.recipe.get("scales", "signed")
+    if rule == "absmax":
+        return "absmax"
+    return f"{method}, positive scales" if rule == "positive" else str(method)
+
+
+def mean_cosine(rows: Sequence[WeightQuality]) -> float | None:
+    """Mean cosine of some linears with their source, weighted by size; None if there are none."""
+    weights = sum(row.weights for row in rows)
+    return sum(row.cosine * row.weights for row in rows) / weights if weights else None

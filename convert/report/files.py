@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lowbit.convert.draft import is_untouched_draft, marked
-from lowbit.convert.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
-from lowbit.convert.quality.record import QualityReport
-from lowbit.convert.quality.speed import Speed, read_speed
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.speed import Speed, read_speed
+from lowbit.convert.pipeline.draft import is_untouched_draft, marked
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.space import where_bytes_went
-from lowbit.formats.atomic import check_place, disk_errors, replace_files
 from lowbit.formats.errors import LowbitError, ResourceError
-from lowbit.formats.manifest import MANIFEST_FILE
+from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README, SOURCE_README
+from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
+from lowbit.formats.layout.manifest import MANIFEST_FILE
 from lowbit.formats.packed import open_packed
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import layer_of, scheme_text
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from lowbit.convert.quality.record import LogitQuality, QualityReport
-from lowbit.convert.quality.speed import Speed
+from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report import limits, linears, plots, remarks, verdict, words
 from lowbit.convert.report.heat import heat_maps
 from lowbit.convert.report.page import render_page, share
 from lowbit.convert.report.space import Room
 from lowbit.convert.report.terminal import size_text
-from lowbit.formats.manifest import Manifest
+from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
 WORST = 10

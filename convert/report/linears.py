@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lowbit.convert.quality.weights import WeightQuality
-from lowbit.formats.scheme import Scheme
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.layout.scheme import Scheme
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.report.source_card import SourceCard
-from lowbit.formats.manifest import Manifest
+from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import TaskReport
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from lowbit.convert.quality.record import LogitQuality, Position
+from lowbit.convert.measure.record import LogitQuality, Position
 from lowbit.convert.report import words
 from lowbit.convert.report.svg import Axis, Bars, Line, Mark, Rule, chart, linear_axis, log_axis
 

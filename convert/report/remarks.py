@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from statistics import median
 
-from lowbit.convert.quality.flips import BEFORE
-from lowbit.convert.quality.record import LogitQuality, QualityReport
-from lowbit.convert.quality.text import bundled_hashes
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.flips import BEFORE
+from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import worst
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lowbit.formats.files import read_bytes
+from lowbit.formats.files.reading import read_bytes
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 MAX_FRONT_MATTER = 65_536  # characters; PyYAML takes a second for as many brackets

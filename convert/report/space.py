@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowbit.formats.architectures.table import Role
-from lowbit.formats.checkpoint import DTYPES, TensorInfo
 from lowbit.formats.packed import PackedCheckpoint
+from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 
 PARTS: dict[Role, str] = {
     "embedding": "embedding",

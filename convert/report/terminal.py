@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowbit.convert.quality.record import QualityReport
+from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.remarks import observations

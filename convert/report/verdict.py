@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowbit.convert.quality.record import LogitQuality, QualityReport
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.report import words
 from lowbit.convert.report.aspects import (
     UNREADABLE,

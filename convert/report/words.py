@@ -2,7 +2,7 @@
 
 import math
 
-from lowbit.convert.quality.record import LogitQuality
+from lowbit.convert.measure.record import LogitQuality
 from lowbit.formats.printable import printable
 
 MISSING = "\N{EN DASH}"  # in place of a figure that there is none of

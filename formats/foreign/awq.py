@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.columns import read_columns
 from lowbit.formats.foreign.native import (
@@ -22,6 +21,7 @@ from lowbit.formats.foreign.native import (
     packed_modules,
     read_scheme,
 )
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of output 8 * c + j lies in word c
 BITS = 4

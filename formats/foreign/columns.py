@@ -5,9 +5,9 @@ import os
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import open_file
+from lowbit.formats.files.reading import open_file
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 
 def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:

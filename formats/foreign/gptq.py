@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.columns import read_columns
 from lowbit.formats.foreign.native import (
@@ -25,9 +24,10 @@ from lowbit.formats.foreign.native import (
     packed_modules,
     read_scheme,
 )
-from lowbit.formats.packing import WORD_BITS, unpack
-from lowbit.formats.scheme import Scheme
-from lowbit.formats.time_limit import time_limit
+from lowbit.formats.layout.packing import WORD_BITS, unpack
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.time_limit import time_limit
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by version: what the stored zero points lack
 

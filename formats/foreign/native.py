@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint, DerivedRows, TensorInfo
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.columns import read_columns
-from lowbit.formats.packing import (
+from lowbit.formats.layout.packing import (
     FLOATS,
     PACKED,
     SCALE,
@@ -26,8 +25,9 @@ from lowbit.formats.packing import (
     pack_zero_point,
     packed_shapes,
 )
-from lowbit.formats.quantization_config import KEY, section_of
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.quantization_config import KEY, section_of
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
 
 CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 READ_BITS = (4, 8)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
 from lowbit.formats.foreign.auto_round import plain_section
 from lowbit.formats.foreign.awq import read_awq
 from lowbit.formats.foreign.gptq import read_gptq
-from lowbit.formats.quantization_config import KEY
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 
 TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native names and layout
 

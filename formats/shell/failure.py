@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from lowbit.formats.errors import LowbitError
-from lowbit.formats.system import explained
+from lowbit.formats.machine.system import explained
 
 Command = Callable[..., None]
 

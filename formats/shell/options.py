@@ -10,8 +10,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from lowbit.formats.atomic import check_place
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.files.atomic import check_place
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell.failure import Command
 
 MOST = 2**31 - 1  # of a count: beyond it nothing can be held, and torch's indices overflow
@@ -51,19 +52,12 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
     return value
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def at_most_cores(
     context: click.Context, parameter: click.Parameter, value: int | None
 ) -> int | None:
     """Refuse more threads than there are cores: they slow a model down, and very many crash it."""
-    if value is not None and value > cores():
-        raise click.BadParameter(f"{value} is more than the {cores()} cores of this machine.")
+    if value is not None and value > core_count():
+        raise click.BadParameter(f"{value} is more than the {core_count()} cores of this machine.")
     return value
 
 

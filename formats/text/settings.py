@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import read_bytes
-from lowbit.formats.strict_json import object_of
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.files.strict_json import object_of
 
 SETTINGS_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # older models

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
-from lowbit.formats.files import read_text
+from lowbit.formats.files.reading import read_text
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, TooLongError, check_length
 from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
 from lowbit.formats.text.worker import Worker, WorkerError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
-from lowbit.formats.files import read_bytes
-from lowbit.formats.strict_json import object_of
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.files.strict_json import object_of
 from lowbit.formats.text.components import is_linear
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.settings import read_settings

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lowbit.formats.recipes import GROUP_SIZE, Base
-from lowbit.formats.scheme import GROUP_SIZES
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
@@ -219,7 +219,7 @@ def _contexts(name: str, options: Mapping[str, Any]) -> "Sweep":
 
 
 def _group_sizes(name: str, options: Mapping[str, Any]) -> "Sweep":
-    from lowbit.formats.hub import locate
+    from lowbit.formats.hub.locate import locate
     from lowbit.runtime.sweep import check_group_sizes, over_group_sizes
 
     sizes = options["group_sizes"]

@@ -25,7 +25,7 @@ from lowbit.runtime.options import (
 )
 
 if TYPE_CHECKING:
-    from lowbit.formats.recipes import Base
+    from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat

@@ -78,8 +78,8 @@ def evaluate(
     The results of a packed folder are kept in its tasks.json, where the quality report finds
     them.
     """
-    from lowbit.formats.atomic import check_place
-    from lowbit.formats.manifest import MANIFEST_FILE
+    from lowbit.formats.files.atomic import check_place
+    from lowbit.formats.layout.manifest import MANIFEST_FILE
     from lowbit.formats.shell.tables import progress_bars
     from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
     from lowbit.runtime.evaluate import evaluate as run

@@ -24,7 +24,7 @@ from lowbit.runtime.options import (
 )
 
 if TYPE_CHECKING:
-    from lowbit.formats.recipes import Base
+    from lowbit.formats.layout.recipes import Base
 
 
 @click.command(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from lowbit.formats.user_folders import user_folder
+from lowbit.formats.files.user_folders import user_folder
 
 
 def history_file() -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError
-from lowbit.formats.system import explained
+from lowbit.formats.machine.system import explained
 from lowbit.runtime.conversation.commands import Outcome, Slash, run_command
 from lowbit.runtime.conversation.keyboard import Interrupt, watched
 from lowbit.runtime.conversation.listen import AnswerView, showing

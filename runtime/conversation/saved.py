@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.formats.atomic import replace_file
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.formats.files import read_bytes
-from lowbit.formats.strict_json import loads
+from lowbit.formats.files.atomic import replace_file
+from lowbit.formats.files.reading import read_bytes
+from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.conversation.turns import Conversation, Turn
 
 if TYPE_CHECKING:

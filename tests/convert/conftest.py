@@ -134,7 +134,7 @@ def hashes() -> Hashes:
 @pytest.fixture
 def cli() -> Cli:
     """Run lowbit-convert in this process: (arguments, ...)."""
-    from lowbit.convert.cli import main
+    from lowbit.convert.cli.main import main
 
     def run(*arguments: str | Path) -> Result:
         return CliRunner().invoke(main, [str(argument) for argument in arguments])

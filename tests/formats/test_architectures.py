@@ -13,8 +13,8 @@ from transformers import Qwen3ForCausalLM
 from lowbit.formats.architectures import SUPPORTED, is_tied, tensor_table
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
 

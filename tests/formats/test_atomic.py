@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats import atomic
 from lowbit.formats.errors import ResourceError
+from lowbit.formats.files import atomic
 
 OLD, NEW = b"old", b"new content"
 

@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import (
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.safetensors.checkpoint import (
     DTYPES,
     Checkpoint,
     open_checkpoint,
@@ -17,7 +18,6 @@ from lowbit.formats.checkpoint import (
     read_header,
     read_json,
 )
-from lowbit.formats.errors import CheckpointError
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
 

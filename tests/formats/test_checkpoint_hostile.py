@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats.checkpoint import (
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.safetensors.checkpoint import (
     MAX_CONFIG_BYTES,
     open_checkpoint,
     parse_header,
     read_header,
 )
-from lowbit.formats.errors import CheckpointError
 
 WriteRaw = Callable[..., Path]
 INDEX = "model.safetensors.index.json"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.formats.checkpoint import read_at, read_header, read_json
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.files import check_regular, open_file, read_bytes, read_text
-from lowbit.formats.hashing import hash_file
-from lowbit.formats.records import load_object
+from lowbit.formats.files.reading import check_regular, open_file, read_bytes, read_text
+from lowbit.formats.layout.records import load_object
+from lowbit.formats.safetensors.checkpoint import read_at, read_header, read_json
+from lowbit.formats.safetensors.hashing import hash_file
 from tests.hostile_files import PLANTS, SECRET, Plant, impatient, link_out
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.formats import free_memory
+from lowbit.formats.machine import free_memory
 
 
 def test_the_least_of_system_and_container_counts(

@@ -12,9 +12,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from lowbit.formats.checkpoint import open_checkpoint, read_headers
 from lowbit.formats.errors import CheckpointError, ResourceError
-from lowbit.formats.hub import FIRST_READ_BYTES, locate, remote_headers
+from lowbit.formats.hub.locate import FIRST_READ_BYTES, locate, remote_headers
+from lowbit.formats.safetensors.checkpoint import open_checkpoint, read_headers
 from tests.hub_server import HubServer, Refusal
 
 REPO = "org/tiny"
@@ -369,5 +369,5 @@ def test_nothing_is_printed_into_a_pipe(
 
 
 def test_import_is_light() -> None:
-    code = "import lowbit.formats.hub, sys; sys.exit('huggingface_hub' in sys.modules)"
+    code = "import lowbit.formats.hub.locate, sys; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

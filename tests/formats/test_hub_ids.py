@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.hub import hub_id, locate
+from lowbit.formats.hub.locate import hub_id, locate
 from tests.hub_server import HubServer
 
 REPO = "org/tiny"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.manifest import (
+from lowbit.formats.layout.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     Calibration,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats import packing
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.packing import (
+from lowbit.formats.layout import packing
+from lowbit.formats.layout.packing import (
     dequantize,
     pack,
     pack_zero_point,
@@ -23,7 +23,7 @@ from lowbit.formats.packing import (
     unpack,
     unpack_zero_point,
 )
-from lowbit.formats.scheme import BITS, Scheme
+from lowbit.formats.layout.scheme import BITS, Scheme
 
 SPEC = Path(__file__).parents[2] / "formats/SPEC.md"
 ODD_SHAPES = [(1, 1), (3, 7), (2, 31), (5, 32), (4, 33), (7, 64), (1, 129), (9, 320)]

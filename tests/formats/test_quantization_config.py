@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.quantization_config import (
+from lowbit.formats.layout.quantization_config import (
     KEY,
     QuantizationConfig,
     read_quantization_config,
     unserved,
     write_quantization_config,
 )
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 
 INT4, INT8 = Scheme(4, 128), Scheme(8, 128)
 KINDS = (

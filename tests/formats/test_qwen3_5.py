@@ -23,8 +23,8 @@ from lowbit.formats.architectures import (
 )
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples/models/tiny-qwen3.5"

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats import rtn
-from lowbit.formats.packing import dequantize
-from lowbit.formats.rtn import RATIOS, TINY, ScaleRule, pairwise_sum, quantize
-from lowbit.formats.scheme import GROUP_SIZES, Scheme
+from lowbit.formats.layout import rtn
+from lowbit.formats.layout.packing import dequantize
+from lowbit.formats.layout.rtn import RATIOS, TINY, ScaleRule, pairwise_sum, quantize
+from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
 RULES: tuple[ScaleRule, ...] = ("signed", "positive", "absmax")
 BF16_MAX = torch.finfo(torch.bfloat16).max

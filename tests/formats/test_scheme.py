@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit.formats.errors import FormatError, LowbitError, QuantizationError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

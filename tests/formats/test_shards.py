@@ -11,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats.checkpoint import DTYPES, METADATA_KEY, open_checkpoint, parse_header
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import PACKED, SCALE, SHAPE, pack
-from lowbit.formats.rtn import quantize
-from lowbit.formats.scheme import Scheme
-from lowbit.formats.shards import ALIGNMENT, Shard, index_json, lay_out
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
+from lowbit.formats.layout.rtn import quantize
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import (
+    DTYPES,
+    METADATA_KEY,
+    open_checkpoint,
+    parse_header,
+)
+from lowbit.formats.safetensors.shards import ALIGNMENT, Shard, index_json, lay_out
 
 GOLDEN = Path(__file__).parents[1] / "golden/tiny-int4.hex"
 Spec = tuple[str, torch.dtype, tuple[int, ...]]

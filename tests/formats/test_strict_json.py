@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError
-from lowbit.formats.strict_json import MAX_DEPTH, MAX_VALUES, loads, object_of
+from lowbit.formats.files.strict_json import MAX_DEPTH, MAX_VALUES, loads, object_of
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 JSON = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
-from lowbit.formats.system import explained
+from lowbit.formats.machine.system import explained
 
 
 def raised(action: Callable[[], object]) -> BaseException:

@@ -13,10 +13,10 @@ import pytest
 
 from lowbit.formats import packed
 from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.quantization_config import QuantizationConfig, section_of
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.time_limit import time_limit
 from lowbit.formats.packed import open_packed
-from lowbit.formats.quantization_config import QuantizationConfig, section_of
-from lowbit.formats.scheme import Scheme
-from lowbit.formats.time_limit import time_limit
 
 BUNDLED = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
 NAME = "model.layers.0.self_attn.q_proj"

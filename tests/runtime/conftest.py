@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, pack
-from lowbit.formats.quantization_config import write_quantization_config
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack
+from lowbit.formats.layout.quantization_config import write_quantization_config
+from lowbit.formats.layout.scheme import Scheme
 
 BYTE_TOKENS = 256
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

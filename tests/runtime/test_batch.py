@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import cpu, cuda, engine, memory
 from lowbit.runtime.batch import Batch, decode_batch, start_batch
 from lowbit.runtime.delta import DeltaState, DeltaWeights, new_delta_state

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import bench as bench_module
 from lowbit.runtime import load
 from lowbit.runtime.bench import batched_speed, bench, measure_speed, step_bytes

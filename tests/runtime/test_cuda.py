@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
-from lowbit.formats.packing import pack
+from lowbit.formats.layout.packing import pack
 from lowbit.runtime import cuda
 from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.kernels.rows import rms_norm_ref

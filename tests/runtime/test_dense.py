@@ -8,7 +8,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.architectures.rope import Llama3Rope
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import engine
 from lowbit.runtime.ops import rope_tables
 

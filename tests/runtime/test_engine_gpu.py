@@ -14,8 +14,8 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
-from lowbit.formats.packing import PACKED, SCALE, SHAPE, dequantize, unpack
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import engine
 from lowbit.runtime.engine import Engine
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized

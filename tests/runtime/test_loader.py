@@ -17,7 +17,7 @@ from lowbit.formats.errors import (
     QuantizationError,
     UnsupportedModelError,
 )
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.linear import DenseLinear
 from lowbit.runtime.loader import load_decoder, open_model

@@ -8,7 +8,7 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import engine
 
 if TYPE_CHECKING:

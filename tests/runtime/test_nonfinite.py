@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, FormatError
-from lowbit.formats.packing import SCALE
+from lowbit.formats.layout.packing import SCALE
 from lowbit.runtime.batch import decode_batch
 from lowbit.runtime.cli import main
 from lowbit.runtime.scoring import score

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.convert import Recipe, convert
-from lowbit.formats.checkpoint import Checkpoint, open_checkpoint
 from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
-from lowbit.formats.recipes import Base
+from lowbit.formats.layout.recipes import Base
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime import load, weights
 from lowbit.runtime.cli import main
 from lowbit.runtime.loader import load_decoder, open_model

@@ -164,8 +164,8 @@ def bundled_reference(folder: Path) -> Any:
     """transformers' text model on the weights of a folder that lowbit-convert wrote."""
     import transformers
 
+    from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
     from lowbit.formats.packed import open_packed
-    from lowbit.formats.packing import PACKED, SCALE, dequantize, unpack
 
     packed = open_packed(folder)
     weights = {}

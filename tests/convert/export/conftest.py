@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lowbit.formats.architectures import is_tied, tensor_table
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.packing import pack, pack_zero_point
-from lowbit.formats.quantization_config import KEY, write_quantization_config
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import pack, pack_zero_point
+from lowbit.formats.layout.quantization_config import KEY, write_quantization_config
+from lowbit.formats.layout.scheme import Scheme
 
 INT4, INT8 = Scheme(4, 32), Scheme(8, 32)
 

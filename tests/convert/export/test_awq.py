@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from tests.oracle import dequantized_weights
 
 REVERSED = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ's readers find column i of a word

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.export.export import export
-from lowbit.convert.reporting import LogitRequest, prepare_report, write_full_report
+from lowbit.convert.report.reporting import LogitRequest, prepare_report, write_full_report
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def test_one_flipped_bit(made: Path, hashes: "Hashes", data: st.DataObject) -> N
 
 @pytest.mark.parametrize("suffix", ["weight_packed", "weight_scale", "layernorm.weight"])
 def test_the_tensor_is_named(cli: Any, made: Path, tmp_path: Path, suffix: str) -> None:
-    from lowbit.formats.checkpoint import open_checkpoint
+    from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
     packed = Path(shutil.copytree(made / FOLDER, tmp_path / FOLDER))
     tensors = open_checkpoint(packed).tensors

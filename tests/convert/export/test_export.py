@@ -13,9 +13,9 @@ from lowbit.convert.export import gptq
 from lowbit.convert.export.export import Target, export
 from lowbit.convert.export.proof import Decoded, prove
 from lowbit.convert.export.source import open_source
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import FormatError, ResourceError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 TARGETS: tuple[Target, ...] = ("gptq", "awq", "mlx", "gguf")
 

@@ -10,7 +10,7 @@ import torch
 
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import CheckpointError, FormatError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from tests.oracle import dequantized_weights
 
 Array = np.ndarray[Any, Any]

@@ -15,10 +15,10 @@ from lowbit.convert.export.export import LAYOUTS, Target, export
 from lowbit.convert.export.misfits import prove_dequantized, spans, without
 from lowbit.convert.export.source import open_source
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import open_checkpoint
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import unpack
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.packing import unpack
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 SCHEMES = (Scheme(4, 32), Scheme(4, 32), Scheme(4, 32), Scheme(8, 32), Scheme(4, None), None)
 ROUNDING = 2.0**-8  # of BF16, relative, at most

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lowbit.convert.export.export import export
 from lowbit.formats.errors import FormatError
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme
 from tests.oracle import dequantized_weights
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert.conversion import convert
-from lowbit.convert.recipe import Recipe
+from lowbit.convert.pipeline.conversion import convert
+from lowbit.convert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel

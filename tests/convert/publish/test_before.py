@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from huggingface_hub import constants
 
-from lowbit.convert.quality.record import QualityReport, Sizes
+from lowbit.convert.measure.record import QualityReport, Sizes
 from tests.hub_server import HubServer
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from lowbit.convert.recipe import Recipe
-from lowbit.convert.verification import verify_folder
-from lowbit.formats.hub import locate
-from lowbit.formats.manifest import read_manifest
+from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.layout.manifest import read_manifest
 from tests.hub_server import Fault, HubServer, Refusal
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def test_the_same_command_goes_on_with_the_push(
     assert cli(small, tmp_path / "out", "--push-to-hub", REPO).exit_code == 1
     hub.faults.clear()
     monkeypatch.setattr(
-        "lowbit.convert.conversion.stream", lambda *_: pytest.fail("converted again")
+        "lowbit.convert.pipeline.conversion.stream", lambda *_: pytest.fail("converted again")
     )
     result = cli(small, tmp_path / "out", "--push-to-hub", REPO)
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.quality.record import (
+from lowbit.convert.measure.record import (
     Flip,
     Histogram,
     LogitQuality,
@@ -18,7 +18,7 @@ from lowbit.convert.quality.record import (
     TextKind,
     Window,
 )
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightQuality
 
 MakeReport = Callable[..., QualityReport]
 

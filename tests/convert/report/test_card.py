@@ -12,17 +12,17 @@ from huggingface_hub import EvalResult, ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert.quality.record import Noise, QualityReport, TextKind
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import Noise, QualityReport, TextKind
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures.table import TensorSpec
-from lowbit.formats.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.manifest import Manifest, Source
+from lowbit.formats.layout.manifest import Manifest, Source
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.tasks import TaskReport, TaskResult
 
 MakeReport = Callable[..., QualityReport]

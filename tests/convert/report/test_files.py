@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.quality.record import QualityReport, read_quality
+from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.report.files import check_reports, left_out, write_reports
-from lowbit.formats import atomic
-from lowbit.formats.atomic import replace_files
 from lowbit.formats.errors import FormatError, LowbitError, ResourceError
+from lowbit.formats.files import atomic
+from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256, write_tasks
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.heat import heat_maps
 
 MakeRow = Callable[..., WeightQuality]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert.quality.record import Flip, Noise, QualityReport, TextKind, Window
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import Flip, Noise, QualityReport, TextKind, Window
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
 from lowbit.convert.report.space import Room
-from lowbit.formats.manifest import Calibration, Manifest, Source, SourceTensor
+from lowbit.formats.layout.manifest import Calibration, Manifest, Source, SourceTensor
 from lowbit.formats.tasks import TaskReport, TaskResult
 
 if TYPE_CHECKING:

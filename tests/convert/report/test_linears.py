@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lowbit.convert.quality.record import QualityReport
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.linears import kinds, layer_of, main_bits, worst
 
 MakeReport = Callable[..., QualityReport]

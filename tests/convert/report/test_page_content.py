@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert.quality.record import QualityReport, read_quality
-from lowbit.convert.quality.speed import Speed
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.measure.speed import Speed
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
 from lowbit.convert.report.limits import EXPECTED, LIMITS
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.errors import FormatError
-from lowbit.formats.manifest import Manifest, Source
+from lowbit.formats.layout.manifest import Manifest, Source
 
 if TYPE_CHECKING:
     from tests.convert.report.conftest import Page

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.convert.quality.record import Flip, LogitQuality, Noise, QualityReport, TextKind
-from lowbit.convert.quality.text import default_texts
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import Flip, LogitQuality, Noise, QualityReport, TextKind
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.original.evaluation_text import default_texts
 from lowbit.convert.report.remarks import noise_in_words, observations
 
 MakeReport = Callable[..., QualityReport]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowbit.convert.quality.record import QualityReport, Sizes
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import QualityReport, Sizes
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.terminal import render_terminal
 
 MakeReport = Callable[..., QualityReport]

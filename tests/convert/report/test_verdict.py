@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lowbit.convert.quality.record import Position, QualityReport, TextKind
-from lowbit.convert.quality.weights import WeightQuality
+from lowbit.convert.measure.record import Position, QualityReport, TextKind
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.limits import EXPECTED, GRADES, LIMITS, SMALLEST, TAIL
 from lowbit.convert.report.verdict import Verdict, judge, size_of
 

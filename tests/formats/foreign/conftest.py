@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint
-from lowbit.formats.packing import dequantize, unpack, unpack_zero_point
-from lowbit.formats.quantization_config import read_quantization_config
+from lowbit.formats.layout.packing import dequantize, unpack, unpack_zero_point
+from lowbit.formats.layout.quantization_config import read_quantization_config
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 WriteFolder = Callable[[dict[str, Tensor], dict[str, Any]], Path]
 

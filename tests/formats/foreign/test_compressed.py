@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lowbit.formats.quantization_config import read_quantization_config
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.quantization_config import read_quantization_config
+from lowbit.formats.layout.scheme import Scheme
 
 WRITTEN = """
 {"config_groups": {"group_0": {"format": "pack-quantized", "input_activations": null,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats.checkpoint import Checkpoint
 from lowbit.formats.foreign.reader import open_native
-from lowbit.formats.quantization_config import read_quantization_config
-from lowbit.formats.scheme import Scheme
+from lowbit.formats.layout.quantization_config import read_quantization_config
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 from tests.foreign_layouts import Quantized, awq, draw, gptq
 
 WriteFolder = Callable[[dict[str, Tensor], dict[str, Any]], Path]

@@ -6,6 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell import options
 from lowbit.formats.shell.options import MOST, Count, at_most_cores, finite, output_file
 
@@ -32,7 +33,7 @@ def test_numbers_are_finite(value: str) -> None:
 
 
 def test_threads_are_at_most_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cores", lambda: 3)
+    monkeypatch.setattr(options, "core_count", lambda: 3)
     option = click.Option(["--threads"], type=Count(), callback=at_most_cores)
     assert used(option, "3").exit_code == 0
     refused = used(option, "4")
@@ -41,7 +42,7 @@ def test_threads_are_at_most_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cores_are_at_least_one() -> None:
-    assert options.cores() >= 1
+    assert core_count() >= 1
 
 
 def place(path: Path) -> Result:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats.packing import pack
+from lowbit.formats.layout.packing import pack
 from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.kernels.tiles import TiledLinear, tiled
 from lowbit.runtime.linear import PackedLinear

@@ -47,7 +47,7 @@ STARVED = "starved gemv"
 Usage = dict[str, Any]
 
 
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 def test_kernels_compile(tmp_path: Path, capability: int) -> None:
     found = outside(tmp_path, str(capability))
@@ -64,7 +64,7 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
         assert usage["registers"] * 32 * usage["warps"] <= REGISTERS, name
 
 
-@pytest.mark.slow
+@pytest.mark.kernels
 def test_prompts_share_kernels(tmp_path: Path) -> None:
     """What changes with every prompt does not compile a kernel anew for each class of numbers."""
     found = outside(tmp_path, "loose")

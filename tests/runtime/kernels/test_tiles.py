@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
-from lowbit.formats.packing import unpack
+from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels import tiles
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized, tiled
 from lowbit.runtime.linear import PackedLinear

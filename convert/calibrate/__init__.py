@@ -1,0 +1,1 @@
+"""Codes and scales chosen by what the layers do to text."""

@@ -1,0 +1,54 @@
+"""Rounding and scales of a layer, learned so that its output is the original's.
+
+    minimize |layer(x) - original(x~)|^2    over positions and scales, see `learned`
+
+where x is what the quantized model so far gives and x~ what the original gives.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.gradient import layer_gradient
+from lowbit.convert.calibrate.held_out import Batches
+from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.original.layer import Layer
+
+STEPS = 200
+
+
+def learn_rounding(
+    layer: Layer,
+    linears: Mapping[str, Learned],
+    hidden: Tensor,
+    wanted: Tensor,
+    used: Tensor,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    """Learn a layer's linears, in place.
+
+    Args:
+        layer: any; its quantized linears are overwritten.
+        linears: by name.
+        hidden: what goes into the layer, [windows, T, h] float32.
+        wanted: what the original's layer gives, same shape.
+        used: [n] int64, windows to learn from.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+    """
+    for number, batch in enumerate(Batches(used, hidden.shape[1]).take(STEPS)):
+        target = wanted[batch].to(device)
+        layer.put({name: linear.weight() for name, linear in linears.items()})
+        x = hidden[batch].to(device)
+        _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
+        for name, gradient in gradients.items():
+            linears[name].step(gradient, 1 - number / STEPS)
+
+
+def _minus(target: Tensor, out: Tensor, part: slice) -> Tensor:
+    """Gradient of half the squared error by the output."""
+    return out - target[part]

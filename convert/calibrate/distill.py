@@ -1,0 +1,194 @@
+"""Rounding and scales learned so that the model's next-token distributions are the original's.
+
+    minimize  mean over tokens of KL(softmax(original logits) || softmax(packed logits))
+
+over positions and scales, see `learned`. The model is never whole: a step keeps what goes into each
+layer, and the gradient comes back layer by layer, each computed once more. Some consecutive layers
+are learned at a time, so that memory holds their positions only; all others stay packed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.gradient import layer_gradient
+from lowbit.convert.calibrate.held_out import Batches, split
+from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.linear import Chosen
+from lowbit.convert.original.layer import Layer
+from lowbit.convert.original.threads import ordered
+from lowbit.formats.layout.packing import dequantize, pack, unpack
+from lowbit.formats.layout.scheme import Scheme
+
+STEPS = 300
+HEAD_TOKENS = 256  # whose logits exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A linear that is not learned now, packed.
+
+    Attributes:
+        words: [N, words] int32.
+        bits: of a code.
+        K: codes in a row.
+        scale: [N, K/G] bfloat16.
+    """
+
+    words: Tensor
+    bits: int
+    K: int
+    scale: Tensor
+
+    @classmethod
+    def of(cls, chosen: Chosen, scheme: Scheme, device: torch.device) -> "Fixed":
+        """A linear as it was chosen."""
+        words = pack(chosen.codes, scheme.bits).to(device)
+        return cls(words, scheme.bits, chosen.codes.shape[1], chosen.scale.to(device))
+
+    def weight(self) -> Tensor:
+        """`q * s`, [N, K] float32."""
+        return dequantize(unpack(self.words, self.bits, self.K), self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What turns hidden states into logits, of both models.
+
+    Attributes:
+        norm: the final norm's module, with its weights.
+        original: head of the original, [V, h] float32.
+        packed: head of the packed model, same shape; the same tensor where it is not quantized.
+    """
+
+    norm: torch.nn.Module
+    original: Tensor
+    packed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Student:
+    """The packed model.
+
+    Attributes:
+        layers: of the decoder, with the weights that are not quantized.
+        linears: the quantized linears of each layer, by their name within it.
+        head: of both models.
+        pool: of `alone_on_threads`.
+    """
+
+    layers: Sequence[Layer]
+    linears: Sequence[Mapping[str, Fixed | Learned]]
+    head: Head
+    pool: ThreadPoolExecutor | None
+
+    def states(self, hidden: Tensor) -> list[Tensor]:
+        """What goes into each layer, and what comes out of the last: [windows, T, h] each."""
+        found = [hidden]
+        size = 1 if self.pool else len(hidden)
+        for number in range(len(self.layers)):
+            layer = self._ready(number)
+            windows = torch.split(found[-1], size)
+            found.append(torch.cat(list(ordered(self.pool, layer, windows))))
+            self._release(number)
+        return found
+
+    def step(self, hidden: Tensor, original: Tensor, left: float) -> float:
+        """One update of all that is learned; the loss before it, nats per token."""
+        *inputs, last = self.states(hidden)
+        last.requires_grad_(True)
+        states = self.head.norm(last)
+        loss, gradient = divergence(states.detach(), original, self.head)
+        (above,) = torch.autograd.grad(states, last, gradient)
+        lowest = min(n for n, row in enumerate(self.linears) if _learned(row))
+        for number in range(len(self.layers) - 1, lowest - 1, -1):
+            layer, learned = self._ready(number), _learned(self.linears[number])
+            given = partial(_given, above)
+            above, gradients = layer_gradient(layer, learned, inputs[number], given, self.pool)
+            self._release(number)
+            for name, linear in learned.items():
+                linear.step(gradients[name], left)
+        return loss
+
+    def loss(self, hidden: Tensor, original: Tensor) -> float:
+        """Nats per token."""
+        with torch.no_grad():
+            states = self.head.norm(self.states(hidden)[-1])
+        return divergence(states, original, self.head)[0]
+
+    def _ready(self, number: int) -> Layer:
+        layer = self.layers[number]
+        layer.put({name: linear.weight() for name, linear in self.linears[number].items()})
+        return layer
+
+    def _release(self, number: int) -> None:
+        self.layers[number].put(dict.fromkeys(self.linears[number], torch.empty(0)))
+
+
+def _learned(linears: Mapping[str, Fixed | Learned]) -> dict[str, Learned]:
+    return {name: linear for name, linear in linears.items() if isinstance(linear, Learned)}
+
+
+def _given(above: Tensor, out: Tensor, part: slice) -> Tensor:
+    return above[part]
+
+
+def distill(
+    student: Student,
+    hidden: Tensor,
+    original: Tensor,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> bool:
+    """Learn what is to be learned of the student; whether that helped on windows held out.
+
+    Args:
+        student: changed in place.
+        hidden: what goes into the first layer, [windows, T, h] float32.
+        original: the original's states after the final norm, same shape.
+        device: where to compute.
+        progress: called with the steps done.
+    """
+    used, held = split(len(hidden))
+
+    def judged() -> float:
+        losses = [
+            student.loss(hidden[part].to(device), original[part].to(device))
+            for part in torch.split(held, 1)
+        ]
+        return sum(losses)
+
+    before = judged()
+    for number, batch in enumerate(Batches(used, hidden.shape[1]).take(STEPS)):
+        student.step(hidden[batch].to(device), original[batch].to(device), 1 - number / STEPS)
+        progress(number + 1)
+    return judged() < before
+
+
+def divergence(states: Tensor, original: Tensor, head: Head) -> tuple[float, Tensor]:
+    """Mean KL of the packed model's distributions from the original's, and its gradient.
+
+    Args:
+        states: after the final norm, [windows, T, h] float32.
+        original: same of the original.
+        head: of both.
+
+    Returns:
+        nats per token, and the gradient of the mean by `states`.
+    """
+    x, y = states.flatten(0, -2), original.flatten(0, -2)
+    gradient = torch.empty_like(x)
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, len(x), HEAD_TOKENS):
+            part = slice(start, start + HEAD_TOKENS)
+            log_p = (y[part] @ head.original.T).log_softmax(-1)
+            log_q = (x[part] @ head.packed.T).log_softmax(-1)
+            p = log_p.exp()
+            total += float((p * (log_p - log_q)).sum(dtype=torch.float64))
+            gradient[part] = log_q.exp_().sub_(p) @ head.packed
+    return total / len(x), gradient.view(states.shape) / len(x)

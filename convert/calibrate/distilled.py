@@ -1,0 +1,130 @@
+"""The packed model put together for distillation, and taken apart again into the store."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.distill import STEPS, Fixed, Head, Student, distill
+from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.store import Store, distilled_name, layer_name
+from lowbit.convert.original.layer import Layer
+from lowbit.convert.original.model import Side
+from lowbit.convert.original.walk import embed, load_layer
+from lowbit.formats.layout.scheme import Scheme
+
+LEARNED_WEIGHTS = 1 << 30  # at a time; each takes 4 bytes
+
+
+def distill_layers(
+    side: Side,
+    samples: Tensor,
+    states: Tensor,
+    schemes: Mapping[str, Scheme],
+    norm: Layer,
+    store: Store,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Learn every quantized linear of the decoder against the original's logits, into the store.
+
+    Args:
+        side: the original.
+        samples: [windows, T] int64 token ids.
+        states: the original's, after the final norm, [windows, T, h] float32.
+        schemes: of all quantized linears, by module name.
+        norm: the final norm.
+        store: holds what was chosen for every layer.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+        progress: called with (steps done, in all).
+    """
+    layers: list[Layer] = []
+    linears: list[dict[str, Fixed | Learned]] = []
+    for number in range(len(side.layers)):
+        layer = Layer(load_layer(side, number, device), side.arguments[number])
+        found = store.load(distilled_name(number), schemes)
+        chosen = found or store.load(layer_name(number), schemes) or {}
+        prefix = f"{side.prefix}layers.{number}."
+        row = {m.removeprefix(prefix): Fixed.of(c, schemes[m], device) for m, c in chosen.items()}
+        layer.put(dict.fromkeys(row, torch.empty(0)))  # the packed ones take their place
+        layers.append(layer)
+        linears.append({**row})
+    original = side.weights.read(side.head, (side.vocabulary, side.hidden_size), device)
+    head = store.load_head(schemes) if "lm_head" in schemes else None
+    packed = original if head is None else head.weight.to(device)
+    student = Student(layers, linears, Head(norm.module, original, packed), pool)
+    hidden = embed(side, samples, torch.device("cpu"))
+    phases = _phases([_weights(row) for row in linears])
+    for place, phase in enumerate(phases):
+        if all(store.load(distilled_name(number), schemes) is not None for number in phase):
+            continue
+        _learn(side, phase, schemes, linears, store, device)
+        advance = partial(_advance, progress, STEPS * place, STEPS * len(phases))
+        helped = distill(student, hidden, states, device, advance)
+        _keep(side, phase, schemes, linears, store, device, helped)
+
+
+def _advance(progress: Callable[[int, int], None], before: int, total: int, step: int) -> None:
+    progress(before + step, total)
+
+
+def _weights(linears: Mapping[str, Fixed | Learned]) -> int:
+    return sum(len(row.words) * row.K for row in linears.values() if isinstance(row, Fixed))
+
+
+def _phases(weights: Sequence[int]) -> list[list[int]]:
+    """Consecutive layers to learn together, those without weights left out."""
+    phases: list[list[int]] = []
+    held = LEARNED_WEIGHTS
+    for number, count in enumerate(weights):
+        if not count:
+            continue
+        if held + count > LEARNED_WEIGHTS:
+            phases.append([])
+            held = 0
+        phases[-1].append(number)
+        held += count
+    return phases
+
+
+def _learn(
+    side: Side,
+    phase: Sequence[int],
+    schemes: Mapping[str, Scheme],
+    linears: Sequence[dict[str, Fixed | Learned]],
+    store: Store,
+    device: torch.device,
+) -> None:
+    """Begin to learn the linears of some layers."""
+    for number in phase:
+        prefix = f"{side.prefix}layers.{number}."
+        for module, chosen in (store.load(layer_name(number), schemes) or {}).items():
+            w = side.weights.read(f"{module}.weight", tuple(chosen.codes.shape), device)
+            begun = Learned.begin(chosen, w, schemes[module], device)
+            linears[number][module.removeprefix(prefix)] = begun
+
+
+def _keep(
+    side: Side,
+    phase: Sequence[int],
+    schemes: Mapping[str, Scheme],
+    linears: Sequence[dict[str, Fixed | Learned]],
+    store: Store,
+    device: torch.device,
+    helped: bool,
+) -> None:
+    """Store what some layers have become, or what they were if learning did not help."""
+    for number in phase:
+        prefix = f"{side.prefix}layers.{number}."
+        chosen = store.load(layer_name(number), schemes) or {}
+        for name, linear in linears[number].items():
+            if helped and isinstance(linear, Learned):
+                chosen[f"{prefix}{name}"] = linear.chosen()
+        store.save(distilled_name(number), chosen, schemes, None)
+        for module, kept in chosen.items():
+            fixed = Fixed.of(kept, schemes[module], device)
+            linears[number][module.removeprefix(prefix)] = fixed

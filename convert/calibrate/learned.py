@@ -1,0 +1,86 @@
+"""A linear whose rounding and scales are learned: codes round(p), weights S (1 + a) round(p).
+
+p is where a weight lies in steps of its scale. It begins at the original weight, or at the edge of
+the cell of the code that was chosen if it lies outside, so that what hardly decided for one of two
+codes is changed most easily. Gradients pass the rounding as if it were not there (Cheng et al.,
+SignRound, arXiv 2309.05516).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.gradient import Adam, GroupScaled
+from lowbit.convert.calibrate.linear import Chosen
+from lowbit.formats.layout.rtn import SCALE_DTYPE
+from lowbit.formats.layout.scheme import Scheme
+
+EDGE = 0.49
+POSITION_RATE = 5e-4  # of p, in codes a step; falls to zero
+SCALE_RATE = 2e-3  # of a; falls to zero
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """One linear [N, K] while it is learned.
+
+    Attributes:
+        scheme: bits and groups.
+        scale: before learning, [N, groups, 1] float32.
+        position: p, [N, groups, G] float32.
+        change: a, [N, groups, 1] float32.
+    """
+
+    scheme: Scheme
+    scale: Tensor
+    position: GroupScaled
+    change: Adam
+
+    @classmethod
+    def begin(cls, chosen: Chosen, w: Tensor, scheme: Scheme, device: torch.device) -> "Learned":
+        """Before the first step.
+
+        Args:
+            chosen: codes and scales to begin with.
+            w: [N, K] original weights.
+            scheme: of the linear.
+            device: where to keep it.
+        """
+        N, groups = chosen.scale.shape
+        scale = chosen.scale.to(device, torch.float32)[:, :, None]
+        codes = chosen.codes.to(device, torch.float32).view(N, groups, -1)
+        away = (w.to(device, torch.float32).view(codes.shape) / scale).sub_(codes)
+        position = codes + away.clamp_(-EDGE, EDGE)
+        return cls(
+            scheme,
+            scale,
+            GroupScaled.on(position, POSITION_RATE),
+            Adam.on(torch.zeros_like(scale), SCALE_RATE),
+        )
+
+    def codes(self) -> Tensor:
+        """[N, groups, G] float32, whole numbers."""
+        return self.position.value.round().clamp_(self.scheme.code_min, self.scheme.code_max)
+
+    def stored_scale(self) -> Tensor:
+        """[N, groups, 1] bfloat16."""
+        return (self.scale * (1 + self.change.value)).to(SCALE_DTYPE)
+
+    def weight(self) -> Tensor:
+        """[N, K] float32, as it would be read back."""
+        return self.codes().mul_(self.stored_scale().float()).flatten(1)
+
+    def step(self, gradient: Tensor, left: float) -> None:
+        """One update, given the gradient by the weight [N, K], at the share of the rates left."""
+        codes = self.codes()
+        gradient = gradient.view(codes.shape)
+        self.change.step((gradient * codes).sum(-1, keepdim=True).mul_(self.scale), left)
+        # Beyond the code range a weight cannot follow its gradient.
+        self.position.step(
+            gradient * self.scale * (codes - self.position.value).abs_().le_(0.5), left
+        )
+
+    def chosen(self) -> Chosen:
+        """What it has become."""
+        return Chosen(self.codes().flatten(1).to(torch.int8), self.stored_scale()[:, :, 0])

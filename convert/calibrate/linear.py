@@ -1,0 +1,58 @@
+"""Codes and scales of one linear, from its weights and the moments of its input."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.gptq import (
+    Factor,
+    compensated_codes,
+    polished_codes,
+    refitted_scales,
+)
+from lowbit.convert.calibrate.moments import Moments
+from lowbit.formats.layout.packing import dequantize
+from lowbit.formats.layout.rtn import ScaleRule, quantize, weighted_scales
+from lowbit.formats.layout.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What becomes of a linear.
+
+    Attributes:
+        codes: [N, K] int8.
+        scale: [N, K/G] bfloat16.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """`q * s`, [N, K] float32."""
+        return dequantize(self.codes, self.scale)
+
+
+def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Chosen:
+    """Round-to-nearest, as without calibration; w is [N, K] float32."""
+    return Chosen(*quantize(w, scheme, rule))
+
+
+def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments) -> Chosen:
+    """Round-to-nearest with scales searched by the error that the input's power sees."""
+    scale = weighted_scales(w, scheme, rule, moments.H.diagonal())
+    groups = w.view(len(w), scale.shape[1], -1)
+    q = groups.div(scale.float()[:, :, None]).round_().clamp_(scheme.code_min, scheme.code_max)
+    return Chosen(q.view(w.shape).to(torch.int8), scale)
+
+
+def gptq(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor) -> Chosen:
+    """Compensated codes of what makes up for the errors before, polished."""
+    target = moments.target(w, factor)
+    scale = weighted_scales(target, scheme, rule, moments.H.diagonal())
+    codes = compensated_codes(target, scale, scheme, factor)
+    scale = refitted_scales(target, codes, scale, factor)
+    codes = polished_codes(target, codes, scale, scheme, factor)
+    return Chosen(codes, refitted_scales(target, codes, scale, factor))

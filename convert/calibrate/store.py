@@ -1,0 +1,158 @@
+"""What calibration has chosen so far: a file a decoder layer, beside the half-made shards.
+
+A file is there whole or not at all, so that an interrupted calibration goes on after the last
+finished layer. Codes are kept packed.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lowbit.convert.calibrate.linear import Chosen
+from lowbit.formats.layout.packing import pack, unpack
+from lowbit.formats.layout.scheme import Scheme
+
+PREFIX = ".calibrated-"  # hidden, as the journal is
+HEAD = "head"
+
+
+def layer_name(number: int) -> str:
+    """Of a decoder layer's file."""
+    return f"layer-{number:03d}"
+
+
+def distilled_name(number: int) -> str:
+    """Of the file of a layer that was trained again after all others had been chosen."""
+    return f"distilled-{number:03d}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """How far a layer's output is from the original's, on windows that nothing was learned from.
+
+    Relative to what the original's layer adds to its input, root of mean squares; errors of the
+    layers before are part of it.
+
+    Attributes:
+        layer: number, from 0.
+        rtn: with this layer's linears rounded to nearest.
+        chosen: with the codes chosen.
+    """
+
+    layer: int
+    rtn: float
+    chosen: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Codes and scales that are already chosen.
+
+    Attributes:
+        files: where each linear's are, by module name.
+        errors: of every layer.
+    """
+
+    files: Mapping[str, Path]
+    errors: tuple[LayerError, ...]
+
+    def rows(
+        self, module: str, scheme: Scheme, K: int, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Codes [rows, K] int8 and scales [rows, K/G] bfloat16 of some rows of a linear."""
+        with safe_open(self.files[module], "pt") as file:
+            words = file.get_slice(f"{module}.codes")[start:stop]
+            scale = file.get_slice(f"{module}.scale")[start:stop]
+        return unpack(words, scheme.bits, K), scale
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Calibrated linears in a folder.
+
+    Attributes:
+        folder: where the conversion is built.
+        digest: identifies plan, text and method; files of another are as good as absent.
+    """
+
+    folder: Path
+    digest: str
+
+    def save(
+        self,
+        name: str,
+        chosen: Mapping[str, Chosen],
+        schemes: Mapping[str, Scheme],
+        error: LayerError | None,
+    ) -> None:
+        """Keep the linears of a layer, by module name."""
+        tensors: dict[str, Tensor] = {}
+        columns = {}
+        for module, linear in chosen.items():
+            tensors[f"{module}.codes"] = pack(linear.codes, schemes[module].bits).cpu()
+            tensors[f"{module}.scale"] = linear.scale.cpu()
+            columns[module] = linear.codes.shape[1]
+        self._write(name, tensors, {"columns": columns, "error": error and asdict(error)})
+
+    def load(self, name: str, schemes: Mapping[str, Scheme]) -> dict[str, Chosen] | None:
+        """The linears of a layer by module name, None where it is not finished."""
+        path = self._path(name)
+        facts = self._facts(path)
+        if facts is None:
+            return None
+        found = {}
+        with safe_open(path, "pt") as file:
+            for module, K in facts["columns"].items():
+                words = file.get_tensor(f"{module}.codes")
+                codes = unpack(words, schemes[module].bits, K)
+                found[module] = Chosen(codes, file.get_tensor(f"{module}.scale"))
+        return found
+
+    def load_head(self, schemes: Mapping[str, Scheme]) -> Chosen | None:
+        """The head, None where it is not finished."""
+        return (self.load(HEAD, schemes) or {}).get("lm_head")
+
+    def finished(self, names: Iterable[str]) -> Calibrated:
+        """All linears of finished layers, for the conversion to write; later names win."""
+        files: dict[str, Path] = {}
+        errors: list[LayerError] = []
+        for name in names:
+            path = self._path(name)
+            facts = self._facts(path) or {"columns": {}, "error": None}
+            files |= dict.fromkeys(facts["columns"], path)
+            if facts["error"] is not None:
+                errors.append(LayerError(**facts["error"]))
+        return Calibrated(files, tuple(errors))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{PREFIX}{name}.safetensors"
+
+    def _write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        path = self._path(name)
+        partial = path.with_suffix(".partial")
+        metadata = {"digest": self.digest, "facts": json.dumps(facts)}
+        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, metadata)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(path)
+
+    def _facts(self, path: Path) -> dict[str, Any] | None:
+        """What a file says besides its tensors, None where there is none of this calibration."""
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+        except SafetensorError:
+            return None
+        if metadata.get("digest") != self.digest:
+            return None
+        facts: dict[str, Any] = json.loads(metadata["facts"])
+        return facts

@@ -1,1 +1,0 @@
-"""Quantization that looks at what flows through the model: texts, statistics, methods."""

@@ -1,0 +1,1 @@
+"""The commands of lowbit-convert, a file each."""

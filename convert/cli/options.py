@@ -1,0 +1,342 @@
+"""Options of the commands of `lowbit-convert`, and the objects that they describe."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
+from lowbit.formats.layout.scheme import GROUP_SIZES
+from lowbit.formats.printable import printable
+from lowbit.formats.shell.failure import Failure
+from lowbit.formats.shell.options import (
+    Count,
+    folders,
+    with_options,
+)
+
+if TYPE_CHECKING:
+    from lowbit.convert.measure.gate import Condition, GateResult
+    from lowbit.convert.original.evaluation_text import Text
+    from lowbit.convert.plan.recipe import Override, Recipe
+
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
+MOST_BYTES = 10**18  # beyond any disk
+LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    if size < 1:
+        raise click.BadParameter(f"{text!r} must be positive.")
+    if size > MOST_BYTES:
+        raise click.BadParameter(f"{text!r} is more than any disk holds.")
+    return size
+
+
+def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
+    """Refuse a name that no report could hold, before the work that ends in one."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"`{printable(str(value))}` is not valid UTF-8.") from None
+    return value
+
+
+def parse_overrides(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> tuple["Override", ...]:
+    """Overrides, each given as `PATTERN=BITS` or `PATTERN=BITSgGROUP`."""
+    if not texts or ctx.resilient_parsing:
+        return ()
+    from lowbit.convert.plan.recipe import Override
+
+    try:
+        return tuple(Override.parse(text) for text in texts)
+    except QuantizationError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
+def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """The name of a method, `absmax` or what `Method.parse` takes."""
+    from lowbit.convert.plan.method import Method
+
+    if text != "absmax":
+        try:
+            Method.parse(text)
+        except QuantizationError as error:
+            raise click.BadParameter(f"{error}; {error.hint}.") from None
+    return text
+
+
+def parse_conditions(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> tuple["Condition", ...]:
+    """Conditions of a gate, none where it is left out."""
+    if text is None or ctx.resilient_parsing:
+        return ()
+    from lowbit.convert.measure.gate import parse_gate
+
+    try:
+        return parse_gate(text)
+    except RequestError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
+recipe_options = with_options(
+    click.option(
+        "--recipe",
+        "base",
+        type=click.Choice(["int4", "int8", "mixed"]),
+        default="int4",
+        show_default=True,
+        help="int4: linears INT4, the head and DeltaNet's outputs INT8. int8: all linears INT8. "
+        "mixed: attention, DeltaNet and the head INT8, the MLP INT4.",
+    ),
+    click.option(
+        "--bits",
+        "overrides",
+        callback=parse_overrides,
+        multiple=True,
+        metavar="PATTERN=BITS[gGROUP]",
+        help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
+        "as in '*.up_proj=4g32'; 16 leaves them as they are. Multi-token prediction is left "
+        "unless 'mtp.*=8' or the like names it (repeatable).",
+    ),
+    click.option(
+        "--group-size",
+        type=click.Choice([*map(str, GROUP_SIZES), "row"]),
+        metavar="N|row",
+        default="128",
+        show_default=True,
+        help=f"Weights that share a scale: {', '.join(map(str, GROUP_SIZES))} or a whole row.",
+    ),
+    click.option(
+        "--method",
+        callback=parse_method,
+        default="rtn",
+        show_default=True,
+        metavar="METHOD",
+        help="rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
+        "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
+        "up for errors. Either may be followed by +autoround, which learns rounding and scales "
+        "layer by layer, and +distill, which learns from the original's predictions: gptq+distill "
+        "is the best and the slowest.",
+    ),
+    click.option(
+        "--lm-head",
+        "head",
+        type=click.Choice(["int4", "int8", "bf16"]),
+        show_default="the recipe's, int8",
+        help="Bits of the output head.",
+    ),
+    click.option(
+        "--positive-scales",
+        is_flag=True,
+        help="Take positive scales only, for engines that need them; a little worse.",
+    ),
+    click.option(
+        "--drop-vision",
+        is_flag=True,
+        help="Leave the vision tower out; the result then loads as a text model only.",
+    ),
+    click.option(
+        "--max-shard-size",
+        callback=parse_size,
+        metavar="SIZE",
+        default="5GB",
+        show_default=True,
+        help="Limit of a weight file.",
+    ),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id."),
+)
+
+
+def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before anything is fetched, a text that cannot be read; a pipe becomes a file."""
+    if value is None or ctx.resilient_parsing:
+        return value
+    from lowbit.convert.original.calibration_text import check_calibration
+    from lowbit.convert.original.piped import rereadable
+
+    try:
+        file = ctx.with_resource(rereadable(value))
+        check_calibration(file)
+    except (RequestError, ResourceError) as error:
+        raise Failure(error) from None
+    return file
+
+
+def usable_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse a GPU where there is none, before anything is fetched."""
+    if value == "cuda" and not ctx.resilient_parsing:
+        from lowbit.convert.original.device import open_device
+
+        try:
+            open_device(value)
+        except ResourceError as error:
+            raise Failure(error) from None
+    return value
+
+
+def make_recipe(
+    base: str,
+    overrides: tuple["Override", ...],
+    group_size: str,
+    method: str,
+    head: str | None,
+    positive_scales: bool,
+    drop_vision: bool,
+) -> "Recipe":
+    """The recipe that the options describe."""
+    from lowbit.convert.plan.method import Method
+    from lowbit.convert.plan.recipe import Recipe
+
+    searched = "positive" if positive_scales else "signed"
+    return Recipe(
+        base=base,  # type: ignore[arg-type]  # click checked the choice
+        group_size=None if group_size == "row" else int(group_size),
+        rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
+        head=head,  # type: ignore[arg-type]
+        overrides=overrides,
+        drop_vision=drop_vision,
+        method=Method() if method == "absmax" else Method.parse(method),
+    )
+
+
+calibration_options = with_options(
+    click.option(
+        "--calib",
+        type=click.Path(path_type=Path),
+        callback=calibration_file,
+        metavar="FILE",
+        show_default="a bundled mix",
+        help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`.",
+    ),
+    click.option(
+        "--calib-samples",
+        type=Count(),
+        metavar="N",
+        default=256,
+        show_default=True,
+        help="Windows of the text at most, spread over it.",
+    ),
+    click.option(
+        "--calib-length",
+        type=Count(2),
+        metavar="N",
+        default=512,
+        show_default=True,
+        help="Tokens of a window.",
+    ),
+    click.option("--calib-chat", is_flag=True, help="Apply the model's chat template to the text."),
+)
+
+
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    callback=usable_device,
+    default="cpu",
+    show_default=True,
+    help="Where to compute. Round-to-nearest gives the same bytes on both.",
+)
+eval_text_option = click.option(
+    "--eval-text",
+    "eval_texts",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    show_default="200 kB of WikiText-2, then maths and code",
+    help="Text to compare logits on; the first gives the headline figures (repeatable). The report "
+    "quotes a few lines of it.",
+)
+gate_option = click.option(
+    "--gate",
+    callback=parse_conditions,
+    metavar="CONDITIONS",
+    help="Exit with 3 where the figures miss a condition, as in 'kl_mean<0.03,top1>0.95' or, for "
+    "one text, 'maths.kl_mean<0.05'. Figures: kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, top1 "
+    "(a share), ppl_change (0.01 is 1 % worse), cosine, bits_per_weight.",
+)
+private_option = click.option(
+    "--private/--public",
+    default=None,
+    show_default="as the account is set",
+    help="Who sees a new repository.",
+)
+source_argument = click.argument("source", metavar="SRC", shell_complete=folders)
+folder_argument = click.argument(
+    "folder", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders
+)
+out_argument = click.argument(
+    "out",
+    metavar="OUT",
+    type=click.Path(path_type=Path),
+    callback=new_folder,
+    shell_complete=folders,
+)
+
+
+def parse_hub_id(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """A repository on the Hub, `owner/name`."""
+    if text is None or ctx.resilient_parsing:
+        return text
+    from lowbit.formats.hub.locate import HUB_ID
+
+    if not HUB_ID.fullmatch(text):
+        raise click.BadParameter(f"{text!r} is not of the form OWNER/NAME.")
+    return text
+
+
+def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """An identifier of a license, `apache-2.0`."""
+    if text is not None and not LICENSE.fullmatch(text):
+        raise click.BadParameter(f"{text!r} is not an identifier like apache-2.0 or mit.")
+    return text
+
+
+# They state in the card what neither lowbit.json nor the original's card says.
+statement_options = with_options(
+    click.option(
+        "--base-model",
+        callback=parse_hub_id,
+        metavar="OWNER/NAME",
+        show_default="where it was fetched from",
+        help="The original on the Hub, for the card.",
+    ),
+    click.option(
+        "--license",
+        callback=parse_license,
+        metavar="ID",
+        show_default="its card's, else unknown",
+        help="License of the original, for the card, such as apache-2.0.",
+    ),
+)
+
+
+def check_gate(conditions: Sequence["Condition"], texts: Sequence["Text"]) -> None:
+    """A usage error where a condition names a text that is not evaluated."""
+    from lowbit.convert.measure.gate import check_texts
+
+    try:
+        check_texts(conditions, [text.name for text in texts])
+    except RequestError as error:
+        raise click.UsageError(f"--gate: {error}.") from None
+
+
+def close_gate(result: "GateResult") -> None:
+    """Say which conditions are missed and end with exit code 3; nothing where none is."""
+    for outcome in result.outcomes:
+        if not outcome.met:
+            got = f"got {outcome.found:.6g}" if outcome.found is not None else outcome.reason
+            click.echo(f"gate missed: expected {outcome.condition}, {got}", err=True)
+    if not result.passed:
+        raise click.exceptions.Exit(3)

@@ -1,0 +1,81 @@
+"""`lowbit-convert plan`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.convert.cli.options import (
+    calibration_file,
+    device_option,
+    make_recipe,
+    recipe_options,
+    source_argument,
+)
+from lowbit.convert.cli.target_options import target_options
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.cli.target import TargetRequest
+
+
+@click.command(
+    short_help="Show what would happen, from headers.",
+    epilog="""\b
+    Examples:
+      lowbit-convert plan Qwen/Qwen3-8B
+      lowbit-convert plan Qwen/Qwen3-8B --recipe mixed --bits '*.down_proj=8'
+    """,
+)
+@source_argument
+@recipe_options
+@target_options
+@click.option(
+    "--calib",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    show_default="a bundled mix",
+    help="Text that a target's sensitivities are measured on.",
+)
+@device_option
+@json_option
+@reported
+def plan(
+    source: str,
+    target: "TargetRequest | None",
+    calib: Path | None,
+    device: str,
+    max_shard_size: int,
+    revision: str | None,
+    as_json: bool,
+    **recipe: Any,
+) -> None:
+    """Show what a conversion of SRC would do, in sizes, memory and the fate of every tensor.
+
+    Reads headers only, of a Hub id by range requests. A target needs the weights, whose
+    sensitivities are measured unless they are known.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.cli.target import meet_target
+    from lowbit.convert.pipeline.preview import preview
+    from lowbit.convert.plan.lookup import Settings
+
+    if calib is not None and target is None:
+        raise click.UsageError("--calib is for --target-bpw or --target-size.")
+    made = make_recipe(**recipe)
+    if target is not None:
+        settings = Settings(calib=calib, device=device)
+        with progress_bars(quiet=as_json) as progress:
+            told = None if as_json else note
+            made = meet_target(
+                source, revision, made, target, settings, max_shard_size, progress, told
+            )
+    view = preview(source, revision, made, max_shard_size)
+    if as_json:
+        print_json(render.plan_json(view))
+    else:
+        render.plan(view)

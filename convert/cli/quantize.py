@@ -1,0 +1,238 @@
+"""`lowbit-convert quantize`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from lowbit.convert.cli.options import (
+    calibration_options,
+    check_gate,
+    close_gate,
+    device_option,
+    eval_text_option,
+    gate_option,
+    make_recipe,
+    out_argument,
+    parse_size,
+    private_option,
+    recipe_options,
+    source_argument,
+    statement_options,
+)
+from lowbit.convert.cli.target_options import target_options
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import check_command, json_option
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.measure.gate import Condition
+
+
+CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no target takes
+
+
+@click.command(
+    short_help="Quantize a checkpoint into a folder.",
+    epilog="""\b
+    Examples:
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-gptq --method gptq --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-5bit --target-bpw 5
+    """,
+)
+@source_argument
+@out_argument
+@recipe_options
+@target_options
+@calibration_options
+@device_option
+@click.option(
+    "--max-ram",
+    callback=parse_size,
+    metavar="SIZE",
+    default="2GB",
+    show_default=True,
+    help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
+    "needs a decoder layer in FP32 and the text's activations.",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the packed checkpoint at OUT; files of others in it are never removed.",
+)
+@click.option("--report", is_flag=True, help="Compare logits with the original, too.")
+@eval_text_option
+@gate_option
+@click.option("--push-to-hub", "repo", metavar="REPO", help="Publish OUT as OWNER/NAME afterwards.")
+@private_option
+@statement_options
+@json_option
+@reported
+def quantize(
+    source: str,
+    out: Path,
+    target: "TargetRequest | None",
+    device: str,
+    max_ram: int,
+    max_shard_size: int,
+    revision: str | None,
+    overwrite: bool,
+    report: bool,
+    eval_texts: tuple[Path, ...],
+    gate: tuple["Condition", ...],
+    calib: Path | None,
+    calib_samples: int,
+    calib_length: int,
+    calib_chat: bool,
+    repo: str | None,
+    private: bool | None,
+    base_model: str | None,
+    license: str | None,
+    as_json: bool,
+    **recipe: Any,
+) -> None:
+    """Quantize the checkpoint SRC, a folder or a Hub id, into the new folder OUT.
+
+    Interrupted, the same command continues after the last finished tensor or layer.
+    """
+    from lowbit.convert.calibrate.request import CalibrationRequest
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.publishing import publish_folder
+    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.cli.tables import published as render_published
+    from lowbit.convert.cli.target import meet_target
+    from lowbit.convert.measure.gate import hold
+    from lowbit.convert.pipeline.conversion import convert
+    from lowbit.convert.pipeline.finished import Finished, find_finished, may_go_on
+    from lowbit.convert.pipeline.origin import remember
+    from lowbit.convert.plan.lookup import Settings
+    from lowbit.convert.publish.access import open_hub
+    from lowbit.convert.publish.parcel import Statement
+    from lowbit.convert.report import reporting
+
+    for option, given in (("--eval-text", eval_texts), ("--gate", gate)):
+        if given and not report:
+            raise click.UsageError(f"{option} is for the comparison that --report asks for.")
+    if repo is None and (private, base_model, license) != (None, None, None):
+        raise click.UsageError(
+            "--private, --public, --base-model and --license are for --push-to-hub."
+        )
+    check_command(source, "source")
+    made = make_recipe(**recipe)
+    if not made.method.calibrated:
+        _check_calibration(calib, target)
+    texts = reporting.read_texts(eval_texts) if report else ()
+    check_gate(gate, texts)
+    goes_on = may_go_on(out, overwrite, report, repo is not None)
+    api = None if repo is None else open_hub(repo)  # before the long work
+    told = None if as_json else note
+    request = reporting.LogitRequest(texts, device, told) if report else None
+    calibration = CalibrationRequest(calib, calib_samples, calib_length, calib_chat)
+    with progress_bars(quiet=as_json) as progress, explained_interrupt(out):
+        if target is not None:
+            settings = Settings(calib=calib, device=device)
+            made = meet_target(
+                source, revision, made, target, settings, max_shard_size, progress, told
+            )
+        done = None
+        if goes_on:
+            done = find_finished(
+                source,
+                out,
+                made,
+                revision=revision,
+                device=device,
+                max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
+                calibration=calibration,
+                progress=progress,
+            )
+        if done is None:
+            conversion = convert(
+                source,
+                out,
+                made,
+                revision=revision,
+                device=device,
+                max_ram=max_ram,
+                max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
+                calibration=calibration,
+                progress=progress,
+            )
+            done = Finished(conversion, None)
+        conversion = done.conversion
+        if conversion.source.repo is None:
+            remember(conversion.manifest.source, conversion.source.folder)
+        with _explained_measuring(out):
+            found = reporting.go_on(done, request, progress)
+    judged = gate if found.quality.logits is not None else ()
+    result = hold(judged, found.quality)
+    if not as_json:
+        render.conversion(conversion, found)
+    published = None
+    if api is not None and repo is not None and result.passed and found.failure is None:
+        stated = Statement(base_model, license)
+        published = publish_folder(api, out, repo, private, quiet=as_json, stated=stated)
+    if as_json:
+        content = render.conversion_json(conversion, found)
+        content["gate"] = result.to_json() if judged else None
+        content["published"] = None
+        if published is not None:
+            content["published"] = render_published.published_json(published)
+        print_json(content)
+    elif published is not None:
+        render_published.published(published)
+    try:
+        close_gate(result)
+    finally:
+        found.raise_failure()
+
+
+@contextmanager
+def explained_interrupt(out: Path) -> Iterator[None]:
+    """Say what Ctrl-C leaves behind."""
+    from lowbit.convert.pipeline.place import partial_of
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        partial = partial_of(out)
+        if not partial.exists():
+            raise
+        raise KeyboardInterrupt(
+            f"finished tensors are kept in `{partial}`, and the same command continues there"
+        ) from None
+
+
+@contextmanager
+def _explained_measuring(out: Path) -> Iterator[None]:
+    """Say that Ctrl-C leaves the packed folder whole."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"`{out}` is whole, and the same command goes on with its report"
+        ) from None
+
+
+def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> None:
+    """Refuse options that would have no effect without a calibrated method."""
+    context = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in CALIBRATION
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if calib is not None and target is None:
+        given.insert(0, "--calib")
+    if given:
+        verb = "is" if len(given) == 1 else "are"
+        raise click.UsageError(
+            f"{' and '.join(given)} {verb} for calibrated methods; name one with --method."
+        )

@@ -1,0 +1,92 @@
+"""`lowbit-convert report`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.convert.cli.options import (
+    check_gate,
+    close_gate,
+    device_option,
+    eval_text_option,
+    folder_argument,
+    gate_option,
+)
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.output import note, print_json
+
+if TYPE_CHECKING:
+    from lowbit.convert.measure.gate import Condition
+
+
+@click.command(
+    short_help="Compare with the original.",
+    epilog="""\b
+    Examples:
+      lowbit-convert report qwen3-8b-int4 --gate 'kl_mean<0.03,top1>0.94'
+      lowbit-convert report qwen3-8b-int4 --source Qwen/Qwen3-8B --json
+    """,
+)
+@folder_argument
+@click.option(
+    "--source",
+    metavar="SRC",
+    shell_complete=folders,
+    show_default="the Hub id in lowbit.json, or the folder that DIR was converted from",
+    help="The original, a folder or a Hub id.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    show_default="DIR",
+    help="Write quality.json, quality.html and the card there.",
+)
+@eval_text_option
+@gate_option
+@device_option
+@json_option
+@reported
+def report(
+    folder: Path,
+    source: str | None,
+    out: Path | None,
+    eval_texts: tuple[Path, ...],
+    gate: tuple["Condition", ...],
+    device: str,
+    as_json: bool,
+) -> None:
+    """Compare the packed checkpoint DIR with its original: weights, logits, perplexity.
+
+    The original is what the hashes in lowbit.json say, and is checked by them first.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.measure.gate import hold
+    from lowbit.convert.report import reporting
+
+    texts = reporting.read_texts(eval_texts)
+    check_gate(gate, texts)
+    asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
+    origin = reporting.prepare_report(folder, source, _ask if asks else None, out)
+    request = reporting.LogitRequest(texts, device, None if as_json else note)
+    with progress_bars(quiet=as_json) as progress:
+        found = reporting.write_full_report(folder, origin, request, progress, out)
+    result = hold(gate, found.quality)
+    if as_json:
+        content = render.quality_json(folder, found)
+        print_json({**content, "gate": result.to_json() if gate else None})
+    else:
+        render.quality(found)
+    try:
+        close_gate(result)
+    finally:
+        found.raise_failure()
+
+
+def _ask(question: str) -> str:
+    answer: str = click.prompt(question, err=True)
+    return answer

@@ -1,0 +1,127 @@
+"""`lowbit-convert sensitivity`."""
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from lowbit.convert.cli.options import calibration_file, device_option, parse_size, source_argument
+from lowbit.formats.layout.scheme import GROUP_SIZES
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, json_option
+from lowbit.formats.shell.output import note, print_json
+
+
+def parse_groups(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
+    """Group sizes, given as `32,64,128`."""
+    sizes = [part.strip() for part in text.split(",")]
+    wrong = [size for size in sizes if size not in map(str, GROUP_SIZES)]
+    if wrong or len(set(sizes)) != len(sizes):
+        known = ", ".join(map(str, GROUP_SIZES))
+        raise click.BadParameter(f"{text!r} is not a list of different sizes out of {known}.")
+    return tuple(sorted(map(int, sizes)))
+
+
+def json_path(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before the measurement, a name that leaves none for the plot."""
+    if value is not None and value.suffix == ".svg":
+        raise click.BadParameter("it names the JSON file; the plot has its name with .svg.")
+    return value
+
+
+@click.command(
+    short_help="Measure what bits cost where.",
+    epilog="""\b
+    Example:
+      lowbit-convert sensitivity Qwen/Qwen3-8B --out sensitivity.json
+    """,
+)
+@source_argument
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    callback=json_path,
+    metavar="FILE",
+    show_default="in the cache alone",
+    help="Write the figures to FILE as JSON, too, and the plot beside it.",
+)
+@click.option(
+    "--calib",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    show_default="a bundled mix, apart from the evaluation text",
+    help="Text to measure on.",
+)
+@click.option(
+    "--windows",
+    type=Count(),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Windows of 512 tokens to measure on, spread over the text.",
+)
+@click.option(
+    "--group-sizes",
+    callback=parse_groups,
+    default="32,64,128",
+    show_default=True,
+    metavar="LIST",
+    help="Group sizes to measure, at 4 and 8 bits.",
+)
+@click.option(
+    "--state-memory",
+    callback=parse_size,
+    metavar="SIZE",
+    default="4GB",
+    show_default=True,
+    help="Memory for hidden states; less means more passes over the weights.",
+)
+@device_option
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub id.")
+@json_option
+@reported
+def sensitivity(
+    source: str,
+    out: Path | None,
+    calib: Path | None,
+    windows: int,
+    group_sizes: tuple[int, ...],
+    state_memory: int,
+    device: str,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what 4 and 8 bits of each fused set of SRC cost, as KL divergence.
+
+    The figures are kept in the cache (below XDG_CACHE_HOME or ~/.cache), where --target-bpw and
+    --target-size of `quantize` and `plan` look for them.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import target as render
+    from lowbit.convert.plan.cache import check_file, write_file
+    from lowbit.convert.plan.lookup import Settings, find_or_measure
+    from lowbit.convert.report.sensitivity_plot import heat_map
+    from lowbit.formats.files.atomic import attempt
+    from lowbit.formats.hub.locate import locate
+
+    if out is not None:
+        check_file(out)
+    folder = locate(source, revision).folder
+    settings = Settings(calib, windows, group_sizes, device, state_memory)
+    with progress_bars(quiet=as_json) as progress:
+        found = find_or_measure(folder, settings, progress, None if as_json else note)
+    plot = found.file.with_suffix(".svg") if out is None else out.with_suffix(".svg")
+    contents = {plot: heat_map(found.sensitivities)}
+    if out is not None:
+        contents[out] = found.sensitivities.to_bytes()
+    failures = [attempt(partial(write_file, *item)) for item in contents.items()]
+    if as_json:
+        print_json({**render.sensitivities_json(found), "plot": str(plot)})
+    else:
+        render.sensitivities(found)
+        if not any(failures):
+            note(f"plot: {plot}")
+    for failure in (found.failure, *failures):
+        if failure is not None:
+            raise failure

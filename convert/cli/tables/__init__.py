@@ -1,0 +1,1 @@
+"""Results as tables in the terminal, and as JSON."""

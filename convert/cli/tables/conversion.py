@@ -1,0 +1,268 @@
+"""Results of the commands, as terminal tables and as JSON objects."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.convert.pipeline.conversion import Conversion
+from lowbit.convert.pipeline.preview import Preview
+from lowbit.convert.pipeline.verification import Verification
+from lowbit.convert.plan.plan import Plan, Step, runtime_verdict, vllm_verdict
+from lowbit.convert.report.reporting import Reported
+from lowbit.convert.report.terminal import WORST, render_terminal
+from lowbit.convert.report.verdict import judge
+from lowbit.convert.report.words import size
+from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.shell.output import note
+from lowbit.formats.shell.tables import plain_table, results, styled
+
+DONE = ("✓", "bold green")
+LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+PREFIX = re.compile(r"^model\.(language_model\.)?")
+PARTS: dict[Part, str] = {
+    "decoder": "decoder",
+    "mtp": "multi-token prediction",
+    "vision": "vision tower",
+}
+
+
+def conversion(done: Conversion, found: Reported) -> None:
+    """Say what was made, how good it is, and where the report is, if its files were written."""
+    console = results()
+    quality = found.quality
+    if done.existed:
+        words = f"was there already, checked in {done.seconds:.1f} s"
+    else:
+        resumed = f", {done.resumed} tensors kept from an earlier run" if done.resumed else ""
+        words = f"written in {done.seconds:.1f} s{resumed}"
+    console.print(styled(DONE, f" {done.folder} {words}"))
+    if done.calibration:
+        console.print(_calibration(done))
+    render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
+    for what, reasons in (
+        ("vLLM", vllm_verdict(done.plan)),
+        ("lowbit-run", [reason] if (reason := runtime_verdict(done.plan)) else []),
+    ):
+        for text in reasons:
+            console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
+    _files(found)
+
+
+def _files(found: Reported) -> None:
+    """Say where the report is, and what it leaves out."""
+    if found.page is not None:
+        note(f"report: {found.page}")
+    for text in found.notes:
+        note(f"! {text}")
+
+
+def _calibration(done: Conversion) -> Table:
+    """Errors of each calibrated layer beside those of rounding to nearest."""
+    title = f"layer errors, {done.plan.recipe.method} against round-to-nearest"
+    table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
+    for row in done.calibration:
+        change = f"{row.chosen / row.rtn - 1:+.0%}" if row.rtn else ""
+        table.add_row(str(row.layer), f"{row.rtn:.4f}", f"{row.chosen:.4f}", change)
+    return table
+
+
+def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
+    """The object of `quantize --json`."""
+    quality = found.quality
+    return {
+        "folder": str(done.folder),
+        "source_bytes": done.plan.source_bytes,
+        "output_bytes": done.plan.output_bytes,
+        "bits_per_weight": done.plan.bits_per_weight,
+        "resumed_steps": done.resumed,
+        "seconds": done.seconds,
+        "calibration": [asdict(row) for row in done.calibration],
+        "verdict": asdict(judge(quality)),
+        "quality": quality.to_json(),
+        "notes": list(found.notes),
+    }
+
+
+def plan(view: Preview) -> None:
+    """Show the fate of every kind of tensor, sizes, memory and the vLLM verdict."""
+    console = results()
+    title = f"plan for {view.source}"
+    table = plain_table(title, ("tensor", "shape", "becomes"), ("count", "from", "to"))
+    for kind, steps in _kinds(view.plan).items():
+        first = steps[0]
+        table.add_row(
+            styled(kind.name, (" of the embedding" if first.rereads else "", "dim")),
+            _shape(kind.shape),
+            _fate(first),
+            str(len(steps)),
+            size(sum(step.source.nbytes for step in steps)) if not first.rereads else "",
+            size(sum(step.output_bytes for step in steps)),
+        )
+    console.print(table)
+    dropped = Counter(step.reason for step in view.plan.steps if step.fate == "dropped")
+    for reason, count in dropped.items():
+        console.print(f"{count} dropped ({reason})")
+    parts = view.plan.parameters
+    if len(parts) > 1:
+        counts = (f"{part} {count / 1e6:,.1f} M" for part, count in parts.items())
+        console.print(f"{sum(parts.values()):,} parameters: {', '.join(counts)}")
+    console.print(
+        f"{size(view.plan.source_bytes)} → {size(view.plan.output_bytes)} in "
+        f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
+        f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
+    )
+    console.print(f"peak RAM of the conversion: at most {size(view.peak_ram)}")
+    console.print(
+        f"memory to run it on a GPU: {size(view.run_bytes)} of weights, "
+        f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens"
+    )
+    if any(step.rereads for step in view.plan.steps):
+        console.print(
+            "the head is untied: it adds bytes and is read faster; "
+            "--lm-head bf16 keeps it tied and the file smaller"
+        )
+    if view.plan.recipe.drop_vision:
+        console.print(
+            "without its vision tower the result loads through text classes only: "
+            "transformers AutoModelForCausalLM, vLLM with --language-model-only"
+        )
+    if view.vllm:
+        console.print(styled("vLLM: ", ("cannot load the result", "bold red")))
+        for reason in view.vllm:
+            console.print(f"  {reason}")
+    else:
+        console.print("vLLM: can load the result" + _head_note(view))
+    if view.unserved:
+        console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
+        console.print(f"  {view.unserved}")
+
+
+def _head_note(view: Preview) -> str:
+    quantized = view.plan.schemes.get("lm_head") is not None
+    return " (a quantized lm_head needs a release from 2026-03 on)" if quantized else ""
+
+
+def plan_json(view: Preview) -> dict[str, Any]:
+    """The object of `plan --json`."""
+    return {
+        "source": view.source,
+        "recipe": view.plan.recipe.to_json(),
+        "source_bytes": view.plan.source_bytes,
+        "output_bytes": view.plan.output_bytes,
+        "other_bytes": view.other_bytes,
+        "bits_per_weight": view.plan.bits_per_weight,
+        "parameters": dict(view.plan.parameters),
+        "peak_ram_bytes": view.peak_ram,
+        "run": {
+            "weight_bytes": view.run_bytes,
+            "context": view.context,
+            "sequence_bytes": view.sequence_bytes,
+        },
+        "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
+        "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
+        "files": [{"name": s.file, "size_bytes": s.size} for s in view.plan.shards],
+        "tensors": [
+            {
+                "name": step.source.name,
+                "dtype": step.source.dtype_name,
+                "shape": list(step.source.shape),
+                "fate": step.fate,
+                "reason": step.reason,
+                "scheme": str(step.scheme) if step.scheme else None,
+                "outputs": [name for name, _, _ in step.outputs],
+                "output_bytes": step.output_bytes,
+            }
+            for step in view.plan.steps
+        ],
+    }
+
+
+class Kind(NamedTuple):
+    """Properties that the tensors of a row share."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    stored: str
+    rereads: bool = False
+
+
+def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
+    """Steps that differ by layer number alone, together."""
+    kinds: dict[Kind, list[Step]] = {}
+    for step in plan.steps:
+        info = step.source
+        stored = str(step.scheme or info.dtype_name if step.fate != "dropped" else step.fate)
+        name = f"{step.module}.weight" if step.rereads else info.name
+        kind = _kind(part_of(plan.config, name), name, info.shape, stored, step.scheme is None)
+        kinds.setdefault(kind._replace(rereads=step.rereads), []).append(step)
+    return kinds
+
+
+def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: bool) -> Kind:
+    """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
+    if part == "vision" or (part == "mtp" and dense):
+        return Kind(PARTS[part], None, stored)
+    short = PREFIX.sub("", LAYER.sub("", name)).removesuffix(".weight")
+    if part == "mtp":
+        short = f"mtp.{short.removeprefix('mtp.')}"
+    return Kind(short, shape, stored)
+
+
+def _shape(sizes: Iterable[int] | None) -> str:
+    return "" if sizes is None else "x".join(map(str, sizes))
+
+
+def _fate(step: Step) -> Text:
+    if step.fate == "quantized":
+        return styled((str(step.scheme), "cyan"))
+    return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
+
+
+def verification(result: Verification) -> None:
+    """Say what was checked."""
+    console = results()
+    console.print(
+        styled(
+            DONE,
+            f" {result.folder}: {result.files} files, {result.tensors} tensors, "
+            f"{size(result.size_bytes)}: layout, completeness and every hash as in lowbit.json",
+        )
+    )
+    if result.source_tensors is not None:
+        console.print(styled(DONE, f" {result.source_tensors} tensors of the source as recorded"))
+    if result.derived:
+        console.print(
+            styled(DONE, " every byte follows from the source and the recipe: quantized again")
+        )
+    if result.not_derived is not None:
+        console.print(styled(("!", "yellow"), f" not quantized again: {result.not_derived}"))
+    if result.unlisted:
+        console.print(styled((f"not covered: {', '.join(result.unlisted)}", "dim")))
+
+
+def verification_json(result: Verification) -> dict[str, Any]:
+    """The object of `verify --json`."""
+    return {**asdict(result), "folder": str(result.folder), "ok": True}
+
+
+def quality(found: Reported) -> None:
+    """Show a quality report, and where its page is, if its files were written."""
+    console = results()
+    render_terminal(console, found.quality)
+    _files(found)
+
+
+def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
+    """The object of `report --json`."""
+    return {
+        "folder": str(folder),
+        "verdict": asdict(judge(found.quality)),
+        "quality": found.quality.to_json(),
+        "notes": list(found.notes),
+    }

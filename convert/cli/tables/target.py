@@ -1,0 +1,86 @@
+"""Sensitivities and choices in the terminal, and as JSON objects."""
+
+from collections import Counter
+from typing import Any
+
+from lowbit.convert.plan.allocate import Allocation
+from lowbit.convert.plan.lookup import Found
+from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
+from lowbit.convert.plan.sets import inside_layer, layer_number
+from lowbit.convert.report import words
+from lowbit.formats.shell.output import note
+from lowbit.formats.shell.tables import plain_table, results, styled
+
+WORST, LEAST = 10, 5
+BITS = 4
+
+
+def sensitivities(found: Found) -> None:
+    """Show the worst and the least sensitive sets, and where the rest is."""
+    console = results()
+    record = found.sensitivities
+    ranked = _ranked(record)
+    sizes = sorted({row.group_size for row in record.rows}, reverse=True)
+    columns = [f"INT{bits} g{group}" for bits in (4, 8) for group in sizes]
+    table = plain_table(
+        "mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
+    )
+    shown = ranked[:WORST]
+    rest = ranked[WORST:]
+    least = rest[-LEAST:]
+    for name, rows in shown:
+        table.add_row(_short(name), *_figures(rows, columns))
+    if len(rest) > len(least):
+        table.add_row(styled((f"{len(rest) - len(least)} between", "dim")))
+    for name, rows in least:
+        table.add_row(_short(name), *_figures(rows, columns))
+    console.print(table)
+    console.print(
+        styled(
+            (
+                f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
+                f"{'measured now' if found.is_new else 'known'}"
+                f"{'' if found.failure else f': {found.file}'}",
+                "dim",
+            )
+        )
+    )
+
+
+def _short(name: str) -> str:
+    """`0.mlp.gate_up`: the number of the layer and what follows."""
+    layer, kind = layer_number(name), inside_layer(name)
+    return kind if layer is None else f"{layer}.{kind}"
+
+
+def _ranked(record: Sensitivities) -> list[tuple[str, list[Row]]]:
+    """Sets and their rows, the most sensitive at INT4 and the largest groups first."""
+
+    def key(pair: tuple[str, list[Row]]) -> float:
+        narrow = [row for row in pair[1] if row.bits == BITS]
+        return -max(narrow, key=lambda row: row.group_size).kl
+
+    return sorted(by_set(record.rows).items(), key=key)
+
+
+def _figures(rows: list[Row], columns: list[str]) -> list[str]:
+    by_scheme = {str(row.scheme): words.kl(row.kl) for row in rows}
+    return [f"{rows[0].weights:,}", *(by_scheme.get(column, "") for column in columns)]
+
+
+def sensitivities_json(found: Found) -> dict[str, Any]:
+    """The object of `sensitivity --json`."""
+    return {**found.sensitivities.to_json(), "file": str(found.file), "measured": found.is_new}
+
+
+def allocation(chosen: Allocation, found: Found) -> None:
+    """Say what was chosen, from which sensitivities; the result itself is shown later."""
+    origin = "measured now, kept in" if found.is_new else "from"
+    note(f"sensitivities {origin} {found.file}")
+    counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
+    parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
+    note(
+        f"chosen for {len(chosen.schemes)} sets: {parts}; "
+        f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
+        f"{words.size(chosen.plan.output_bytes)}, sum of KL {words.kl(chosen.kl)}"
+    )

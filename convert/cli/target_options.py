@@ -1,0 +1,101 @@
+"""The options of a budget."""
+
+import functools
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.convert.cli.options import parse_size
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.shell.failure import Command, Failure
+from lowbit.formats.shell.options import with_options
+
+if TYPE_CHECKING:
+    from lowbit.convert.cli.target import TargetRequest
+
+NUMBER = re.compile(r"\d{1,3}(?:\.\d{1,9})?", re.ASCII)
+
+
+def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> Fraction | None:
+    """Bits per weight, given as `4.5`; None where left out."""
+    if text is None:
+        return None
+    if NUMBER.fullmatch(text) is None or not Fraction(text):
+        raise click.BadParameter(f"{text!r} is not a number of bits; write it like 4.5.")
+    return Fraction(text)
+
+
+def parse_limit(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes, as `parse_size`; None where left out."""
+    return None if text is None else parse_size(ctx, param, text)
+
+
+def target_options(command: Command) -> Command:
+    """The options that make a `TargetRequest`, which the command gets as `target`."""
+
+    @functools.wraps(command)
+    def run(
+        *,
+        target_bpw: Fraction | None,
+        target_size: int | None,
+        sensitivities: Path | None,
+        **options: Any,
+    ) -> None:
+        command(target=make_target(target_bpw, target_size, sensitivities), **options)
+
+    return _options(run)
+
+
+def make_target(
+    bits: Fraction | None, size: int | None, sensitivities: Path | None
+) -> "TargetRequest | None":
+    """The target that the options describe; None where there is none.
+
+    Raises:
+        click.UsageError: options that contradict each other.
+        Failure: the file holds no sensitivities, which is said before anything is fetched.
+    """
+    if bits is not None and size is not None:
+        raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
+    if bits is None and size is None:
+        if sensitivities is not None:
+            raise click.UsageError("--sensitivities is for --target-bpw or --target-size.")
+        return None
+    from lowbit.convert.cli.target import TargetRequest
+    from lowbit.convert.plan.allocate import Target
+    from lowbit.convert.plan.sensitivities import read_sensitivities
+
+    if sensitivities is not None:
+        try:
+            read_sensitivities(sensitivities)
+        except LowbitError as error:
+            raise Failure(error) from None
+    return TargetRequest(Target(bits, size), sensitivities)
+
+
+_options = with_options(
+    click.option(
+        "--target-bpw",
+        callback=parse_bits,
+        metavar="BITS",
+        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, so that "
+        "decoder and head have at most BITS bits per weight and lose least. Modules that --bits "
+        "or --lm-head name keep what these say.",
+    ),
+    click.option(
+        "--target-size",
+        callback=parse_limit,
+        metavar="SIZE",
+        help="Choose in the same way, so that the weight files have at most this size.",
+    ),
+    click.option(
+        "--sensitivities",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        show_default="the cache, else measured now",
+        help="For a target: the file that `sensitivity --out` wrote.",
+    ),
+)

@@ -1,0 +1,52 @@
+"""`lowbit-convert verify`."""
+
+from pathlib import Path
+
+import click
+
+from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.output import print_json
+
+
+@click.command(
+    short_help="Check hashes, layout and completeness.",
+    epilog="""\b
+    Example:
+      lowbit-convert verify qwen3-8b-int4 --source Qwen/Qwen3-8B
+    """,
+)
+@folder_argument
+@click.option(
+    "--source",
+    metavar="SRC",
+    shell_complete=folders,
+    help="The original: compare its hashes, too, and quantize it again to the same bytes.",
+)
+@click.option(
+    "--calib",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    help="With --source: the text of a calibrated method.",
+)
+@device_option
+@json_option
+@reported
+def verify(
+    folder: Path, source: str | None, calib: Path | None, device: str, as_json: bool
+) -> None:
+    """Check hashes, layout and completeness of the packed checkpoint DIR."""
+    if calib is not None and source is None:
+        raise click.UsageError("--calib goes with --source.")
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import conversion as render
+    from lowbit.convert.pipeline.verification import verify_folder
+
+    with progress_bars(quiet=as_json) as progress:
+        result = verify_folder(folder, source, progress, calib, device)
+    if as_json:
+        print_json(render.verification_json(result))
+    else:
+        render.verification(result)

@@ -1,0 +1,1 @@
+"""Quality of a packed folder, measured against its original."""

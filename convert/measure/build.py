@@ -1,0 +1,133 @@
+"""Putting a quality report together: figures, sizes and the hash of what was measured."""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lowbit.convert.measure.command import command_of
+from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.architectures import is_tied, part_of, tensor_table
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.file_names import REPORT_FILES
+from lowbit.formats.foreign.reader import open_native
+from lowbit.formats.layout.manifest import MANIFEST_FILE, read_manifest
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, ZERO_POINT
+from lowbit.formats.printable import printable
+from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint, open_checkpoint
+from lowbit.formats.tasks import manifest_sha256
+
+STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
+
+
+def build_report(
+    folder: Path,
+    weights: Sequence[WeightQuality],
+    logits: LogitQuality | None,
+    source: Path | None = None,
+    original: str | None = None,
+) -> QualityReport:
+    """The report of a finished packed folder.
+
+    Args:
+        folder: packed checkpoint, in its place.
+        weights: one row a packed linear.
+        logits: None where they were not measured.
+        source: folder of the original checkpoint, where it is at hand; its size is else taken
+            from the manifest.
+        original: Hub id of the original; the manifest's where it is None.
+
+    Raises:
+        CheckpointError: a folder that cannot be read.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    manifest = read_manifest(folder)
+    # A packed head is no longer tied, so that the packed folder's own would count it twice.
+    config = (open_native(folder) if source is None else open_checkpoint(source)).config
+    return QualityReport(
+        lowbit_version=version("lowbit"),
+        manifest_sha256=manifest_sha256(folder),
+        sizes=measure_sizes(folder, source),
+        weights=tuple(weights),
+        logits=logits,
+        command=None
+        if manifest is None
+        else command_of(manifest, printable(folder.resolve().name)),
+        measured_on=datetime.now(UTC).date().isoformat(),
+        original=original or (None if manifest is None else manifest.source.repo),
+        model_type=str(config.get("model_type")),
+        parameters=parameters(config),
+    )
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Number of weights of the decoder, embedding and head included, a tied head counted once.
+
+    Raises:
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    tied = is_tied(config)
+    return sum(
+        math.prod(spec.shape)
+        for spec in tensor_table(config)
+        if part_of(config, spec.name) != "mtp" and not (tied and spec.role == "head")
+    )
+
+
+def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
+    """Bytes of a packed folder, of the same folder before packing, and bits per weight.
+
+    Raises:
+        CheckpointError: a folder that cannot be read.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    checkpoint = open_native(folder)
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    total = sum(size for name, size in files.items() if name not in REPORT_FILES)
+    original = _source_tensor_bytes(folder, source)
+    if original is None:
+        return Sizes(total, None, bits_per_weight(checkpoint))
+    packed = sum(info.nbytes for info in checkpoint.tensors.values())
+    source_bytes = total - files.get(MANIFEST_FILE, 0) - packed + original
+    return Sizes(total, source_bytes, bits_per_weight(checkpoint))
+
+
+def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
+    if source is not None:
+        return sum(info.nbytes for info in open_checkpoint(source).tensors.values())
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    return sum(
+        math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        for tensor in manifest.source_tensors
+    )
+
+
+def bits_per_weight(checkpoint: Checkpoint) -> float:
+    """Stored bits of the decoder's linears, scales and shapes included, over their weights.
+
+    The head is one of them, tied or not; what only drafts (multi-token prediction) is not.
+
+    Raises:
+        CheckpointError: a linear of the model is missing.
+        UnsupportedModelError: an architecture that is not implemented.
+    """
+    table = tensor_table(checkpoint.config, checkpoint.tensors)
+    tied = is_tied(checkpoint.config)
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    bits = count = 0
+    for spec in table:
+        if not spec.quantizable or spec.role == "mtp":
+            continue
+        name = embedding if spec.role == "head" and tied else spec.name
+        parts = [name, *(f"{spec.module}.{suffix}" for suffix in STORED)]
+        found = [checkpoint.tensors[part].nbytes for part in parts if part in checkpoint.tensors]
+        if not found:
+            raise CheckpointError(f"`{checkpoint.folder.name}` lacks `{spec.name}`")
+        bits += 8 * sum(found)
+        count += spec.shape[0] * spec.shape[1]
+    return bits / count

@@ -1,0 +1,71 @@
+"""Weights of a packed folder against their source, from the files alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lowbit.convert.measure.weights import WeightQuality, WeightSums
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.formats.architectures import is_tied
+from lowbit.formats.errors import CheckpointError
+
+BLOCK_WEIGHTS = 1 << 22  # read at a time
+
+
+def measure_weights(
+    source: Path,
+    packed: Path,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[WeightQuality, ...]:
+    """One row a packed linear, in the order of the file.
+
+    Args:
+        source: folder of the original checkpoint.
+        packed: folder of the packed checkpoint, of any tool.
+        device: `cpu` or `cuda`.
+        progress: called with (weights done, weights in all).
+
+    Raises:
+        CheckpointError: a folder that cannot be read, or a linear the source lacks.
+        FormatError: packed weights that break the layout.
+        ResourceError: a GPU is asked for where there is none.
+    """
+    place = open_device(device)
+    originals, quantized = open_weights(source), open_weights(packed)
+    schemes = quantized.packed_schemes()
+    if not schemes:
+        raise CheckpointError(f"`{packed}` holds no packed linear")
+    sizes = {module: _size(quantized, module) for module in schemes}
+    total, done = sum(sizes.values()), 0
+    rows = []
+    for module, scheme in schemes.items():
+        name = _source_name(originals, module)
+        if originals.shape(name) != quantized.shape(f"{module}.weight"):
+            raise CheckpointError(
+                f"`{module}` is {list(quantized.shape(f'{module}.weight'))} in `{packed.name}`, "
+                f"{list(originals.shape(name))} in `{source.name}`"
+            )
+        count = max(1, BLOCK_WEIGHTS // originals.shape(name)[1])
+        sums = WeightSums()
+        blocks = quantized.packed_rows(module, count, place)
+        for (_, w), (_, p, scale) in zip(originals.rows(name, count, place), blocks, strict=True):
+            sums.add(w, p, scale, scheme)
+        rows.append(sums.finish(module, scheme))
+        done += sizes[module]
+        if progress is not None:
+            progress(done, total)
+    return tuple(rows)
+
+
+def _size(weights: Weights, module: str) -> int:
+    N, K = weights.shape(f"{module}.weight")
+    return N * K
+
+
+def _source_name(originals: Weights, module: str) -> str:
+    """The weight that a packed linear was made from; a tied head is the embedding."""
+    tensors = originals.checkpoint.tensors
+    if module.endswith("lm_head") and is_tied(originals.checkpoint.config):
+        return next((n for n in tensors if n.endswith("embed_tokens.weight")), f"{module}.weight")
+    return f"{module}.weight"

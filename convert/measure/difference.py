@@ -1,0 +1,199 @@
+"""What differs between two packed checkpoints: configuration, recipe, and every tensor."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.layout.packing import PACKED, SCALE, unpack
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import PackedCheckpoint, open_packed
+
+BLOCK_WEIGHTS = 1 << 22  # read at a time
+CPU = torch.device("cpu")
+
+Progress = Callable[[str, int, int], None]  # phase, done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value of config.json or of the recipe that differs; None where a side lacks it."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LinearDifference:
+    """A linear whose weights differ.
+
+    Attributes:
+        module: its name.
+        a: scheme in the first folder, `BF16` and the like where it is not packed.
+        b: same in the second.
+        codes: share of codes that differ; None where the schemes do.
+        scales: share of scales that differ; None where the schemes do.
+        distance: |A - B| / |A| of the weights that a reader sees.
+    """
+
+    module: str
+    a: str
+    b: str
+    codes: float | None
+    scales: float | None
+    distance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two packed checkpoints of one architecture.
+
+    Attributes:
+        config: of config.json, the quantization section aside.
+        recipe: of lowbit.json, empty where a side has none.
+        only_a: tensors that only the first has; of linears, those packed differently are not here.
+        only_b: same of the second.
+        linears: that differ.
+        others: names of other tensors that differ.
+        equal: weights and other tensors that are the same, byte for byte.
+    """
+
+    config: tuple[Entry, ...]
+    recipe: tuple[Entry, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    linears: tuple[LinearDifference, ...]
+    others: tuple[str, ...]
+    equal: int
+
+    @property
+    def same(self) -> bool:
+        """Whether a reader would see no difference."""
+        return not (self.config or self.only_a or self.only_b or self.linears or self.others)
+
+
+def difference(a: Path, b: Path, progress: Progress) -> Difference:
+    """Compare two folders, reading both in blocks.
+
+    Raises:
+        LowbitError: a folder that cannot be read.
+        CheckpointError: weights of other shapes.
+    """
+    packed = (open_packed(a), open_packed(b))
+    weights = (open_weights(a), open_weights(b))
+    names = [{spec.name: spec for spec in side.specs} for side in packed]
+    carried = [{info.name for info in side.carried} for side in packed]
+    both = [name for name in names[0] if name in names[1]]
+    shared = sorted(carried[0] & carried[1])
+    linears, others, equal = [], [], 0
+    for place, name in enumerate(both + shared):
+        progress("compare", place, len(both) + len(shared))
+        spec = names[0].get(name)
+        if spec is None or not spec.quantizable:
+            if _same_bytes(weights, name):
+                equal += 1
+            else:
+                others.append(name)
+            continue
+        found = _compare(packed, weights, spec.module, name)
+        if found is None:
+            equal += 1
+        else:
+            linears.append(found)
+    progress("compare", 1, 1)
+    everything = [set(side) | more for side, more in zip(names, carried, strict=True)]
+    return Difference(
+        config=_entries(*(_plain(side.checkpoint.config) for side in packed)),
+        recipe=_entries(*(side.manifest.recipe if side.manifest else {} for side in packed))
+        if all(side.manifest for side in packed)
+        else (),
+        only_a=tuple(sorted(everything[0] - everything[1])),
+        only_b=tuple(sorted(everything[1] - everything[0])),
+        linears=tuple(linears),
+        others=tuple(others),
+        equal=equal,
+    )
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Entry, ...]:
+    keys = dict.fromkeys([*a, *b])
+    return tuple(Entry(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key))
+
+
+def _same_bytes(weights: tuple[Weights, Weights], name: str) -> bool:
+    """Whether a tensor is stored alike on both sides."""
+    first, second = (side.checkpoint for side in weights)
+    info, other = first.tensors[name], second.tensors[name]
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
+        return False
+    rows = max(1, BLOCK_WEIGHTS * info.dtype.itemsize // max(1, info.row_bytes))
+    blocks = zip(first.rows(name, rows), second.rows(name, rows), strict=True)
+    return all(
+        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+        for (_, x), (_, y) in blocks
+    )
+
+
+def _compare(
+    packed: tuple[PackedCheckpoint, PackedCheckpoint],
+    weights: tuple[Weights, Weights],
+    module: str,
+    name: str,
+) -> LinearDifference | None:
+    """How a linear differs; None where it does not."""
+    schemes = [side.schemes.get(module) for side in packed]
+    scheme = schemes[0] if schemes[0] == schemes[1] else None
+    stored = [name] if schemes == [None, None] else [f"{module}.{PACKED}", f"{module}.{SCALE}"]
+    if schemes[0] == schemes[1] and all(_same_bytes(weights, tensor) for tensor in stored):
+        return None
+    shapes = [side.shape(name) for side in weights]
+    if shapes[0] != shapes[1]:
+        raise CheckpointError(f"`{module}` is {list(shapes[0])} and {list(shapes[1])}")
+    N, K = shapes[0]
+    rows = max(1, BLOCK_WEIGHTS // K)
+    error = power = 0.0
+    for (_, x), (_, y) in zip(
+        weights[0].rows(name, rows, CPU), weights[1].rows(name, rows, CPU), strict=True
+    ):
+        error += float((x - y).square_().sum(dtype=torch.float64))
+        power += float(x.square().sum(dtype=torch.float64))
+    codes, scales = (None, None) if scheme is None else _changed(weights, module, scheme, N, K)
+    return LinearDifference(
+        module=module,
+        a=_scheme_text(schemes[0], weights[0], name),
+        b=_scheme_text(schemes[1], weights[1], name),
+        codes=codes,
+        scales=scales,
+        distance=math.sqrt(error / power) if power else math.inf if error else 0.0,
+    )
+
+
+def _changed(
+    weights: tuple[Weights, Weights], module: str, scheme: Scheme, N: int, K: int
+) -> tuple[float, float]:
+    """Shares of codes and of scales that differ."""
+    rows = max(1, BLOCK_WEIGHTS // K)
+    codes = 0
+    for start in range(0, N, rows):
+        stop = min(start + rows, N)
+        x, y = (
+            unpack(side.checkpoint.read_rows(f"{module}.{PACKED}", start, stop), scheme.bits, K)
+            for side in weights
+        )
+        codes += int((x != y).sum())
+    s, t = (side.checkpoint.read(f"{module}.{SCALE}") for side in weights)
+    return codes / (N * K), float((s != t).double().mean())
+
+
+def _scheme_text(scheme: Scheme | None, weights: Weights, name: str) -> str:
+    return weights.checkpoint.tensors[name].dtype_name if scheme is None else str(scheme)

@@ -1,0 +1,174 @@
+"""`--gate "kl_mean<0.03,top1>0.95"`: conditions that a quality report has to meet."""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowbit.convert.measure.record import LogitQuality, QualityReport, TextKind
+from lowbit.formats.errors import RequestError
+
+CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+HEADLINE: Mapping[str, Callable[[LogitQuality], float | None]] = {
+    "kl_mean": lambda logits: logits.kl_mean,
+    "kl_stderr": lambda logits: logits.kl_error,
+    "kl_p95": lambda logits: logits.kl_p95,
+    "kl_p99": lambda logits: logits.kl_p99,
+    "kl_max": lambda logits: logits.kl_max,
+    "top1": lambda logits: logits.top1_agreement,
+    "ppl_change": lambda logits: logits.perplexity_change,
+    "cosine": lambda logits: logits.cosine_mean,
+}
+OF_A_TEXT: Mapping[str, Callable[[TextKind], float | None]] = {
+    "kl_mean": lambda kind: kind.kl_mean,
+    "kl_stderr": lambda kind: kind.kl_error,
+    "kl_p99": lambda kind: kind.kl_p99,
+    "top1": lambda kind: kind.top1_agreement,
+    "ppl_change": lambda kind: kind.perplexity_change,
+}
+SIZE = "bits_per_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A bound on a figure of the report.
+
+    Attributes:
+        figure: its name, `kl_mean`.
+        text: name of the evaluation text, `maths`; None for the headline figure.
+        operator: one of < <= > >=.
+        bound: what the figure is compared with.
+    """
+
+    figure: str
+    text: str | None
+    operator: str
+    bound: float
+
+    def __str__(self) -> str:
+        """As it is parsed."""
+        text = "" if self.text is None else f"{self.text}."
+        return f"{text}{self.figure}{self.operator}{self.bound:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A condition and the figure that it was held against.
+
+    Attributes:
+        condition: as the user wrote it.
+        found: the figure; None where it is not known, which meets no condition.
+        met: True where the figure meets the condition.
+        reason: why the figure is not known.
+    """
+
+    condition: str
+    found: float | None
+    met: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The outcomes of a gate's conditions."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True if every condition is met."""
+        return all(outcome.met for outcome in self.outcomes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `gate` of --json; an infinite or unknown figure is null."""
+        rows = [asdict(outcome) for outcome in self.outcomes]
+        for row in rows:
+            known = row["found"] is not None and math.isfinite(row["found"])
+            row["found"] = row["found"] if known else None
+            if row["reason"] is None:
+                del row["reason"]
+        return {"passed": self.passed, "conditions": rows}
+
+
+def parse_gate(text: str) -> tuple[Condition, ...]:
+    """Read conditions separated by commas.
+
+    Raises:
+        RequestError: not of the form FIGURE<NUMBER, or an unknown figure.
+    """
+    return tuple(_condition(part) for part in text.split(","))
+
+
+def _condition(text: str) -> Condition:
+    match = CONDITION.fullmatch(text)
+    if match is None:
+        raise RequestError(
+            f"`{text.strip()}` is not a condition; write it like kl_mean<0.03 or top1>=0.95"
+        )
+    name, operator, number = match.groups()
+    kind, _, figure = name.rpartition(".")
+    known = OF_A_TEXT if kind else {**HEADLINE, SIZE: None}
+    if figure not in known:
+        of = f" of the text `{kind}`" if kind else ""
+        raise RequestError(f"`{figure}` is no figure{of}; figures are {', '.join(known)}")
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise RequestError(f"`{text.strip()}`: `{number}` is not a number")
+    return Condition(figure, kind or None, operator, bound)
+
+
+def check_texts(conditions: Sequence[Condition], names: Collection[str]) -> None:
+    """Refuse a condition on a text that is not evaluated.
+
+    Raises:
+        RequestError: naming it.
+    """
+    for condition in conditions:
+        if condition.text is not None and condition.text not in names:
+            raise RequestError(
+                f"`{condition}`: no evaluation text is named `{condition.text}`; "
+                f"there is {', '.join(names)}"
+            )
+
+
+def hold(conditions: Sequence[Condition], report: QualityReport) -> GateResult:
+    """The outcome of every condition on a report's figures; one on an unknown figure is missed."""
+    return GateResult(tuple(_outcome(condition, report) for condition in conditions))
+
+
+def _outcome(condition: Condition, report: QualityReport) -> Outcome:
+    found = _figure(condition, report)
+    if isinstance(found, str):
+        return Outcome(str(condition), None, False, found)
+    return Outcome(str(condition), found, OPERATORS[condition.operator](found, condition.bound))
+
+
+def _figure(condition: Condition, report: QualityReport) -> float | str:
+    """The figure of a condition, or why it is not known."""
+    if condition.figure == SIZE:
+        return report.sizes.bits_per_weight
+    logits = report.logits
+    if logits is None:
+        return "the logits were not measured"
+    found: float | None
+    kind = next((kind for kind in logits.kinds if kind.name == condition.text), None)
+    if kind is not None:
+        found = OF_A_TEXT[condition.figure](kind)
+    elif condition.text is None or (not logits.kinds and logits.text_name == condition.text):
+        found = HEADLINE[condition.figure](logits)
+    else:
+        return "no text of that name was evaluated"
+    if found is None:
+        return "which was not measured, or on too few windows; a longer text gives it"
+    return found

@@ -1,0 +1,239 @@
+"""What a packed checkpoint holds, as a tree of modules; of one on the Hub from headers alone."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.foreign.reader import TRANSLATED
+from lowbit.formats.hub.locate import hub_id, remote_headers
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+
+VISION = "vision tower"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A linear or another tensor, whatever number of tensors it is stored as.
+
+    Attributes:
+        name: of the module; of the tensor where the module has several.
+        shape: of the weight; empty for parts that are carried as a whole.
+        stored: `INT4 g128`, or a dtype.
+        bits: of its codes; None where it is not packed.
+        group_size: weights that share a scale; None for a whole row, or where it is not packed.
+        scale_min: smallest scale; None where lowbit.json does not say.
+        scale_max: largest.
+        nbytes: of all its tensors.
+        tensors: how many those are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    bits: int | None
+    group_size: int | None
+    scale_min: float | None
+    scale_max: float | None
+    nbytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A module, or several that are equal but for their number.
+
+    Attributes:
+        name: the last part of its name; of several layers with their numbers, `layers 0-2, 4-6`.
+        count: how many modules it stands for.
+        entry: what it stores itself; of several modules the sum, and the whole range of scales.
+        children: below it, in the order of the file.
+        nbytes: of all of it.
+    """
+
+    name: str
+    count: int
+    entry: Entry | None
+    children: tuple["Node", ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A checkpoint to look at.
+
+    Attributes:
+        source: folder or Hub id.
+        commit: of a Hub id; None for a folder.
+        model_type: of its architecture.
+        entries: everything in it, in the order of the architecture.
+        manifest: its lowbit.json; None where another tool wrote it.
+    """
+
+    source: str
+    commit: str | None
+    model_type: str
+    entries: tuple[Entry, ...]
+    manifest: Manifest | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def tensors(self) -> int:
+        """How many the files hold."""
+        return sum(entry.tensors for entry in self.entries)
+
+
+def inspect(source: str) -> Inspection:
+    """Look at a folder, or at a Hub id by range requests; no weight is read.
+
+    Args:
+        source: a folder, or `org/name` or `org/name@revision`.
+
+    Raises:
+        LowbitError: a checkpoint that is missing, damaged or of an unknown kind.
+    """
+    on_hub = None if Path(source).exists() else hub_id(source)
+    if on_hub is None:
+        return _inspection(open_packed(Path(source)), source, None)
+    repo, revision = on_hub
+    remote = remote_headers(repo, revision, also=(MANIFEST_FILE,))
+    method = _method(remote.config)
+    if method in TRANSLATED:  # to describe them
+        raise FormatError(
+            f"`{repo}` is packed by {method.upper()}, whose tensors have to be read",
+            hint="download it, then inspect the folder",
+        )
+    checkpoint = Checkpoint(Path(repo), remote.config, remote.tensors)
+    return _inspection(check_packed(checkpoint, read_manifest(remote.folder)), repo, remote.commit)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    section = config.get(KEY)
+    return str(section.get("quant_method")) if isinstance(section, dict) else ""
+
+
+def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> Inspection:
+    config = packed.checkpoint.config
+    listed = () if packed.manifest is None else packed.manifest.tensors
+    ranges = {tensor.name: (tensor.scale_min, tensor.scale_max) for tensor in listed}
+    entries = []
+    for spec in packed.specs:
+        scheme = packed.schemes.get(spec.module)
+        tensors = packed.tensors_of(spec)
+        low, high = ranges.get(f"{spec.module}.{SCALE}", (None, None))
+        entries.append(
+            Entry(
+                name=spec.module,
+                shape=spec.shape,
+                stored=str(scheme or tensors[0].dtype_name),
+                bits=None if scheme is None else scheme.bits,
+                group_size=None if scheme is None else scheme.group_size,
+                scale_min=low,
+                scale_max=high,
+                nbytes=sum(info.nbytes for info in tensors),
+                tensors=len(tensors),
+            )
+        )
+    if packed.carried:
+        dtypes = sorted({info.dtype_name for info in packed.carried})
+        size = sum(info.nbytes for info in packed.carried)
+        count = len(packed.carried)
+        entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
+    return Inspection(source, commit, config["model_type"], tuple(entries), packed.manifest)
+
+
+def tree(entries: Iterable[Entry]) -> tuple[Node, ...]:
+    """The entries as a tree; layers that are equal but for their number are one node."""
+    below: dict[str, list[tuple[list[str], Entry]]] = {}
+    for entry in entries:
+        head, *rest = [entry.name] if entry.name == VISION else entry.name.split(".")
+        below.setdefault(head, []).append((rest, entry))
+    return _nodes(below)
+
+
+def _nodes(below: Mapping[str, list[tuple[list[str], Entry]]]) -> tuple[Node, ...]:
+    nodes = [node for name, rows in below.items() for node in _unfold(_node(name, rows))]
+    groups: dict[object, list[Node]] = {}
+    for node in nodes:
+        key = _likeness(node, top=True) if node.name.isdecimal() else node.name
+        groups.setdefault(key, []).append(node)
+    return tuple(_merge(group, _numbers(group)) for group in groups.values())
+
+
+def _unfold(node: Node) -> list[Node]:
+    """The groups of layers in place of the list that holds them; any other node as it is."""
+    if node.entry is None and all(child.name[0].isdecimal() for child in node.children):
+        return [replace(child, name=f"{node.name} {child.name}") for child in node.children]
+    return [node]
+
+
+def _node(name: str, rows: list[tuple[list[str], Entry]]) -> Node:
+    entry = next((entry for rest, entry in rows if not rest), None)
+    below: dict[str, list[tuple[list[str], Entry]]] = {}
+    for rest, inner in rows:
+        if rest:
+            below.setdefault(rest[0], []).append((rest[1:], inner))
+    children = _nodes(below)
+    numbered = name.isdecimal() or any(child.name[0].isdecimal() for child in children)
+    if entry is None and len(children) == 1 and not numbered:
+        return replace(children[0], name=f"{name}.{children[0].name}")
+    size = sum(child.nbytes for child in children) + (entry.nbytes if entry else 0)
+    return Node(name, 1, entry, children, size)
+
+
+def _likeness(node: Node, top: bool = False) -> object:
+    """Equal for nodes that differ in number, bytes' place and scales alone."""
+    entry = node.entry
+    own = None if entry is None else (entry.shape, entry.stored)
+    return ("" if top else node.name, own, tuple(_likeness(child) for child in node.children))
+
+
+def _merge(nodes: list[Node], name: str) -> Node:
+    if len(nodes) == 1:
+        return replace(nodes[0], name=name)
+    return Node(
+        name=name,
+        count=sum(node.count for node in nodes),
+        entry=_sum([node.entry for node in nodes if node.entry is not None]),
+        children=tuple(
+            _merge(list(same), same[0].name)
+            for same in zip(*(node.children for node in nodes), strict=True)
+        ),
+        nbytes=sum(node.nbytes for node in nodes),
+    )
+
+
+def _sum(entries: list[Entry]) -> Entry | None:
+    if not entries:
+        return None
+    lows = [entry.scale_min for entry in entries if entry.scale_min is not None]
+    highs = [entry.scale_max for entry in entries if entry.scale_max is not None]
+    return replace(
+        entries[0],
+        scale_min=min(lows, default=None),
+        scale_max=max(highs, default=None),
+        nbytes=sum(entry.nbytes for entry in entries),
+        tensors=sum(entry.tensors for entry in entries),
+    )
+
+
+def _numbers(nodes: list[Node]) -> str:
+    """`0-2, 4-6` for layers; the name of anything else."""
+    if not nodes[0].name.isdecimal():
+        return nodes[0].name
+    ranges: list[list[int]] = []
+    for number in sorted(int(node.name) for node in nodes):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

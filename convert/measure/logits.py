@@ -1,0 +1,186 @@
+"""Logits of the original and of its packed form on windows of text, block by block.
+
+transformers' own modules compute in FP32, but the model never exists whole: it is built without
+storage, and a decoder layer gets its weights only while all windows pass through it. Then the next
+layer. Two sets of hidden states are kept, the original's and the packed model's; where BF16's own
+noise is asked for, a third and shorter one, the original's in BF16.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.measure.metrics import LogitSums, TokenFigures
+from lowbit.convert.measure.outputs import Call, output_error, recorded_linears
+from lowbit.convert.original.blocks import BlockMap, block_map
+from lowbit.convert.original.model import Side
+from lowbit.convert.original.walk import (
+    HEAD_ROWS,
+    HEAD_TOKENS,
+    blocks,
+    embed,
+    load_layer,
+    pass_through,
+)
+from lowbit.formats.errors import CheckpointError
+
+SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
+
+Sides = tuple[Side, Side]  # original and packed
+Advance = Callable[[int], None]  # weights times tokens done since the last call
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Results of a pass.
+
+    Attributes:
+        figures: of the packed model against the original.
+        noise: of the original in BF16 against itself; None where no window was asked for.
+        output_errors: by module, of the packed linears in decoder layers; empty same.
+    """
+
+    figures: TokenFigures
+    noise: TokenFigures | None
+    output_errors: Mapping[str, float]
+
+
+def compare(
+    sides: Sides,
+    windows: Tensor,
+    device: torch.device,
+    advance: Advance,
+    noisy: int = 0,
+    watched: int = 0,
+) -> Comparison:
+    """Per-token figures of the packed side against the original.
+
+    Args:
+        sides: original and packed, loaded for windows of T tokens.
+        windows: [windows, T] int64 token ids.
+        device: where to compute.
+        advance: told of work done, `work` in all.
+        noisy: windows, from the first, that also pass through the original in BF16.
+        watched: windows, from the first, on which outputs of linears are compared.
+    """
+    original, packed = sides
+    schemes = packed.weights.packed_schemes()
+    errors: dict[str, float] = {}
+    with block_map(device) as each:
+        hidden = [embed(side, windows, device) for side in sides]
+        rounded = hidden[0][:noisy].to(torch.bfloat16)
+        for number in range(len(original.layers)):
+            calls = _original_layer(original, number, hidden[0], rounded, watched, each)
+            layer = load_layer(packed, number, device)
+            for name in calls:
+                module = f"{packed.prefix}layers.{number}.{name}"
+                if module in schemes and calls[name]:
+                    errors[module] = output_error(layer.get_submodule(name), calls[name])
+            calls.clear()
+            pass_through(layer, packed.arguments[number], hidden[1], each)
+            advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
+        figures, noise = _compare_heads(sides, windows, hidden, rounded, each, advance)
+    return Comparison(figures, noise, errors)
+
+
+def work(side: Side, windows: Tensor, noisy: int = 0) -> int:
+    """Total work that `compare` reports as progress, in weights times tokens."""
+    layers = sum(_weights(layer) for layer in side.layers)
+    weights = layers + side.vocabulary * side.hidden_size
+    return weights * (2 * windows.numel() + windows[:noisy].numel())
+
+
+def _original_layer(
+    side: Side, number: int, hidden: Tensor, rounded: Tensor, watched: int, each: BlockMap
+) -> dict[str, list[Call]]:
+    """Pass all windows through a layer of the original; what its linears saw of those watched."""
+    layer = load_layer(side, number, hidden.device)
+    arguments = side.arguments[number]
+    with recorded_linears(layer) as calls:
+        pass_through(layer, arguments, hidden[:watched], each)
+    pass_through(layer, arguments, hidden[watched:], each)
+    if len(rounded):
+        pass_through(layer.to(torch.bfloat16), _rounded(arguments), rounded, each)
+    return calls
+
+
+def _compare_heads(
+    sides: Sides,
+    windows: Tensor,
+    hidden: list[Tensor],
+    rounded: Tensor,
+    each: BlockMap,
+    advance: Advance,
+) -> tuple[TokenFigures, TokenFigures | None]:
+    for index, side in enumerate(sides):
+        hidden[index] = scored_states(side, hidden[index])  # not both sets twice
+    a, b, c = *hidden, scored_states(sides[0], rounded)
+    device = a.device
+    labels = windows[:, 1:].reshape(-1).to(device)
+    sums, noise = LogitSums(labels), LogitSums(labels[: len(c)])
+    for first, head_a, head_b in _head_blocks(sides, device):
+        add = partial(_add_logits, sums, first, (a, b), (head_a, head_b))
+        each(add, blocks(len(labels), HEAD_TOKENS[device.type]))
+        add = partial(_add_logits, noise, first, (a, c), (head_a, head_a.to(torch.bfloat16)))
+        each(add, blocks(len(c), HEAD_TOKENS[device.type]))
+        advance(head_a.numel() * (2 * windows.numel() + rounded.shape[:2].numel()))
+    return sums.finish(), noise.finish() if len(c) else None
+
+
+def _add_logits(
+    sums: LogitSums,
+    first_row: int,
+    states: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    tokens: slice,
+) -> None:
+    a, b = (x[tokens] @ weight.T for x, weight in zip(states, rows, strict=True))
+    for part in blocks(len(a), SUM_TOKENS[a.device.type]):
+        here = slice(tokens.start + part.start, tokens.start + part.stop)
+        sums.add(here, first_row, a[part], b[part])
+
+
+def scored_states(side: Side, hidden: Tensor) -> Tensor:
+    """Inputs of the head for the tokens that have a successor: [windows * (T - 1), h].
+
+    Overwrites hidden.
+    """
+    name = f"{side.prefix}norm.weight"
+    weight = side.weights.read(name, (side.hidden_size,), hidden.device).to(hidden.dtype)
+    for window in hidden:
+        window.copy_(torch.func.functional_call(side.norm, {"weight": weight}, (window,)))
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
+
+
+def _head_blocks(sides: Sides, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Rows of both heads, block by block: number of the first, [rows, h] float32 twice."""
+    expected = (sides[0].vocabulary, sides[0].hidden_size)
+    for side in sides:
+        shape = side.weights.shape(side.head)
+        if shape != expected:
+            raise CheckpointError(
+                f"`{side.weights.name}`: `{side.head}` has shape {list(shape)}, "
+                f"expected {list(expected)}"
+            )
+    streams = (side.weights.rows(side.head, HEAD_ROWS, device) for side in sides)
+    for (first, a), (_, b) in zip(*streams, strict=True):
+        yield first, a, b
+
+
+def _weights(layer: torch.nn.Module) -> int:
+    return sum(p.numel() for p in layer.parameters())
+
+
+def _rounded(value: Any) -> Any:
+    """Arguments of a layer as a model in BF16 passes them."""
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_rounded(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value

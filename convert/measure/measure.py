@@ -1,0 +1,213 @@
+"""A packed checkpoint against its original on texts: the logit figures of a quality report."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.measure.flips import find_flips
+from lowbit.convert.measure.logits import Comparison, Sides, compare, work
+from lowbit.convert.measure.metrics import (
+    TokenFigures,
+    histogram,
+    kl_error,
+    log_ratio_error,
+    noise,
+    percentile,
+    positions,
+    window_series,
+)
+from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
+from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
+from lowbit.convert.original.model import load_side
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.formats.errors import CheckpointError, QuantizationError
+
+NOISY = 32  # windows of the first text that also pass through the original in BF16
+WATCHED = 4  # windows on which outputs of linears are compared
+
+Progress = Callable[[int, int], None]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures of a packed model on texts.
+
+    Attributes:
+        logits: against the original's.
+        output_errors: relative, of the packed linears in decoder layers, by module.
+    """
+
+    logits: LogitQuality
+    output_errors: Mapping[str, float]
+
+
+def measure_logits(
+    source: Path,
+    packed: Path,
+    texts: Sequence[Text],
+    device: str = "cpu",
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> Measured:
+    """Perplexity of both models and how far the packed one's distributions are, on texts.
+
+    Args:
+        source: folder of the original checkpoint, with tokenizer.json.
+        packed: folder of the packed checkpoint.
+        texts: cut into non-overlapping windows of 512 tokens (fewer where context or the first text
+            are shorter); the first token of a window is not scored. The first text gives the
+            headline figures.
+        device: `cpu` or `cuda`.
+        progress: called with (work done, work in all), in weights times tokens.
+        note: told, before the work, how much memory it takes.
+
+    Raises:
+        CheckpointError: a folder that cannot be read, or two folders that do not fit together.
+        FormatError: packed weights that break the layout.
+        QuantizationError: a model gives NaN or infinite logits.
+        RequestError: a text is too short.
+        ResourceError: a GPU is asked for where there is none, or there is too little memory.
+        UnsupportedModelError: transformers has no causal language model for the checkpoint.
+    """
+    place = open_device(device)
+    weights = open_weights(source), open_weights(packed)
+    context = _context(weights[0])
+    cut = tokenize(source, texts, context)
+    windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)
+    noisy = min(NOISY, len(cut[0].windows))
+    watched = min(WATCHED, len(cut[0].windows))
+    need = logits_peak_bytes(
+        weights[0].checkpoint.config, _shape(windows), _shape(long), noisy, watched, device
+    )
+    check_peak(need, device)
+    if note is not None:
+        tokens = windows.numel() + long.numel()
+        note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
+    with torch.inference_mode(), without_advice():
+        sides = _load(weights, windows.shape[1], place)
+        meter = _Meter(work(sides[0], windows, noisy) + work(sides[0], long), progress)
+        found = compare(sides, windows, place, meter.add, noisy, watched)
+        _check_finite(found.figures, source, packed)
+        far: tuple[Position, ...] = ()
+        if len(long):
+            sides = _load(weights, long.shape[1], place)
+            figures = compare(sides, long, place, meter.add).figures
+            _check_finite(figures, source, packed)
+            far = positions(figures, long.shape[1])
+    flips = find_flips(source, cut, found.figures)
+    return Measured(_summarize(found, cut, far, flips, place), found.output_errors)
+
+
+def _context(weights: Weights) -> int:
+    config = weights.checkpoint.config
+    context = config.get("text_config", config).get("max_position_embeddings", WINDOW)
+    return max(2, int(context))
+
+
+def _shape(windows: Tensor) -> tuple[int, int]:
+    return windows.shape[0], windows.shape[1]
+
+
+def _load(weights: tuple[Weights, Weights], window: int, device: torch.device) -> Sides:
+    original, packed = (load_side(side, window, device) for side in weights)
+    for what, a, b in (
+        ("layers", len(original.layers), len(packed.layers)),
+        ("rows of vocabulary", original.vocabulary, packed.vocabulary),
+        ("hidden size", original.hidden_size, packed.hidden_size),
+    ):
+        if a != b:
+            raise CheckpointError(
+                f"`{packed.weights.name}` is not made from `{original.weights.name}`: "
+                f"{what} {b}, expected {a}"
+            )
+    return original, packed
+
+
+class _Meter:
+    """Adds up work done."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self.add(0)
+
+    def add(self, amount: int) -> None:
+        self._done += amount
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _check_finite(figures: TokenFigures, source: Path, packed: Path) -> None:
+    for nll, folder in ((figures.nll_original, source), (figures.nll_packed, packed)):
+        bad = int((~nll.isfinite()).sum())
+        if bad:
+            raise QuantizationError(
+                f"`{folder.name}`: {bad} of {len(nll)} tokens have NaN or infinite logits"
+            )
+
+
+def _summarize(
+    found: Comparison,
+    texts: Sequence[EvalText],
+    far: tuple[Position, ...],
+    flips: tuple[Flip, ...],
+    device: torch.device,
+) -> LogitQuality:
+    import transformers
+
+    first = texts[0]
+    windows, window = first.windows.shape
+    figures = found.figures.part(slice(0, windows * (window - 1)))
+    return LogitQuality(
+        text_name=first.text.title,
+        text_sha256=first.text.sha256,
+        text_tokens=len(first.ids),
+        window=window,
+        windows=windows,
+        scored_tokens=len(figures.kl),
+        perplexity_original=float(figures.nll_original.mean().exp()),
+        perplexity_packed=float(figures.nll_packed.mean().exp()),
+        log_ratio_error=log_ratio_error(figures, window - 1),
+        kl_mean=float(figures.kl.mean()),
+        kl_error=kl_error(figures, window - 1),
+        kl_p95=percentile(figures.kl, 0.95),
+        kl_p99=percentile(figures.kl, 0.99),
+        kl_max=float(figures.kl.max()),
+        cosine_mean=float(figures.cosine.mean()),
+        cosine_p1=percentile(figures.cosine, 0.01),
+        top1_agreement=float(figures.agree.double().mean()),
+        kl_histogram=histogram(figures.kl),
+        window_series=window_series(figures, window - 1),
+        device=device.type,
+        torch_version=torch.__version__,
+        transformers_version=str(transformers.__version__),
+        noise=None if found.noise is None else noise(found.noise),
+        positions=far,
+        kinds=tuple(_kinds(texts, found.figures)) if len(texts) > 1 else (),
+        flips=flips,
+    )
+
+
+def _kinds(texts: Sequence[EvalText], figures: TokenFigures) -> Iterator[TextKind]:
+    start = 0
+    for text in texts:
+        stop = start + len(text.windows) * (text.window - 1)
+        part = figures.part(slice(start, stop))
+        yield TextKind(
+            name=text.text.name,
+            sha256=text.text.sha256,
+            tokens=stop - start,
+            perplexity_original=float(part.nll_original.mean().exp()),
+            perplexity_packed=float(part.nll_packed.mean().exp()),
+            kl_mean=float(part.kl.mean()),
+            top1_agreement=float(part.agree.double().mean()),
+            kl_p99=percentile(part.kl, 0.99),
+            kl_error=kl_error(part, text.window - 1),
+        )
+        start = stop

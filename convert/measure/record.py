@@ -1,0 +1,325 @@
+"""`quality.json`: the figures of a report, its writer and its reader.
+
+An infinite figure is stored as null, since JSON has no infinity. A file of schema 2 is read too; it
+lacks the date, the model's size and the errors of parts, which are None then.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.convert.measure.ranges import check_ranges
+from lowbit.convert.measure.uncertainty import mean_error
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.errors import FormatError
+from lowbit.formats.file_names import QUALITY_FILE
+from lowbit.formats.layout.records import load_versioned, record, records
+
+SCHEMA = 3
+READ = (2, 3)  # schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts over equal steps of log10 of the value, between two exponents."""
+
+    low_exponent: float
+    high_exponent: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Means over the scored tokens of one window: NLL of both models and KL, nats."""
+
+    nll_original: float
+    nll_packed: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The effect of BF16 alone: the original in BF16 against itself in FP32, same windows."""
+
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The tokens at some positions of long windows.
+
+    Attributes:
+        start: first position; that of the token that is predicted from.
+        stop: the position after the last.
+        tokens: scored, over all the windows.
+        kl_mean: nats.
+        top1_agreement: share of tokens where both rank the same token first.
+        nll_original: mean, nats.
+        nll_packed: same for the packed model.
+        kl_error: standard error of `kl_mean`; None if it rests on too little, or was not measured.
+    """
+
+    start: int
+    stop: int
+    tokens: int
+    kl_mean: float
+    top1_agreement: float
+    nll_original: float
+    nll_packed: float
+    kl_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """One of several evaluation texts.
+
+    Attributes:
+        name: short, `maths`.
+        sha256: of its UTF-8 bytes.
+        tokens: scored.
+        perplexity_original: exp of the mean NLL.
+        perplexity_packed: same for the packed model.
+        kl_mean: nats.
+        top1_agreement: share of tokens where both rank the same token first.
+        kl_p99: the value that 99 % of the tokens do not exceed; None if it was not measured.
+        kl_error: standard error of `kl_mean`; None with too few windows, or if it was not measured.
+    """
+
+    name: str
+    sha256: str
+    tokens: int
+    perplexity_original: float
+    perplexity_packed: float
+    kl_mean: float
+    top1_agreement: float
+    kl_p99: float | None = None
+    kl_error: float | None = None
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative to the original: 0.01 is one percent worse."""
+        return self.perplexity_packed / self.perplexity_original - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A place in the text where the packed model ranks another token first.
+
+    Attributes:
+        kind: name of the text.
+        before: the text up to there, its end.
+        actual: the text's next token.
+        original: the original's first choice.
+        packed: the packed model's.
+        p_original: probability of the original's choice, in the original.
+        p_packed: probability of the original's choice, in the packed model.
+        kl: nats.
+    """
+
+    kind: str
+    before: str
+    actual: str
+    original: str
+    packed: str
+    p_original: float
+    p_packed: float
+    kl: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitQuality:
+    """The packed model against the original on a text, per scored token.
+
+    Of several texts, the figures are those of the first; `kinds` has them all.
+
+    Attributes:
+        text_name: of the evaluation text.
+        text_sha256: of its UTF-8 bytes.
+        text_tokens: tokens of the whole text.
+        window: tokens of a window; the first of each is not scored.
+        windows: number of them.
+        scored_tokens: windows * (window - 1).
+        perplexity_original: exp of the mean NLL.
+        perplexity_packed: same for the packed model.
+        log_ratio_error: standard error of log(packed / original) over windows; None if too few.
+        kl_mean: KL(original || packed) in nats, mean.
+        kl_p95: the value that 95 % of the tokens do not exceed.
+        kl_p99: the value that 99 % of the tokens do not exceed.
+        kl_max: the largest.
+        cosine_mean: of the two logit vectors.
+        cosine_p1: the value that 1 % of the tokens do not exceed.
+        top1_agreement: share of tokens where both rank the same token first.
+        kl_histogram: distribution of the KL.
+        window_series: means by window, at most 256 points.
+        device: `cpu` or `cuda`.
+        torch_version: that computed the logits, in FP32.
+        transformers_version: whose modules did.
+        noise: of BF16 on the same windows; None where it was not measured.
+        positions: by position in long windows of the first text; empty where it is too short.
+        kinds: by text; empty where there is only one.
+        flips: at most 12 examples, the largest KL first, at most one a window.
+        kl_error: standard error of `kl_mean` over windows; None if they are too few.
+    """
+
+    text_name: str
+    text_sha256: str
+    text_tokens: int
+    window: int
+    windows: int
+    scored_tokens: int
+    perplexity_original: float
+    perplexity_packed: float
+    log_ratio_error: float | None
+    kl_mean: float
+    kl_p95: float
+    kl_p99: float
+    kl_max: float
+    cosine_mean: float
+    cosine_p1: float
+    top1_agreement: float
+    kl_histogram: Histogram
+    window_series: tuple[Window, ...]
+    device: str
+    torch_version: str
+    transformers_version: str
+    noise: Noise | None = None
+    positions: tuple[Position, ...] = ()
+    kinds: tuple[TextKind, ...] = ()
+    flips: tuple[Flip, ...] = ()
+    kl_error: float | None = None
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative to the original: 0.01 is one percent worse."""
+        return self.perplexity_packed / self.perplexity_original - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a packed folder.
+
+    Attributes:
+        folder_bytes: all its files, reports aside.
+        source_bytes: the same folder with the source's tensors; None where they are not known.
+        bits_per_weight: of the quantizable linears, head included, scales counted.
+    """
+
+    folder_bytes: int
+    source_bytes: int | None
+    bits_per_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class QualityReport:
+    """The whole of quality.json.
+
+    Attributes:
+        lowbit_version: that measured.
+        manifest_sha256: of lowbit.json's bytes; None in a folder without one.
+        sizes: of the folder.
+        weights: one row a packed linear.
+        logits: None where they were not measured.
+        command: that makes the packed folder again; None where lowbit.json does not say.
+        measured_on: date in UTC, `2026-05-31`; None in older files.
+        original: Hub id of the original; None where it is not on the Hub or not known.
+        model_type: of config.json; None in older files.
+        parameters: of the original's decoder; None in older files.
+    """
+
+    lowbit_version: str
+    manifest_sha256: str | None
+    sizes: Sizes
+    weights: tuple[WeightQuality, ...]
+    logits: LogitQuality | None
+    command: str | None = None
+    measured_on: str | None = None
+    original: str | None = None
+    model_type: str | None = None
+    parameters: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that quality.json holds."""
+        content: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self)})
+        return content
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n").encode()
+
+
+def read_quality(folder: Path) -> QualityReport | None:
+    """The report of a packed folder; None where there is none.
+
+    Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
+        FormatError: malformed, of a schema this release does not know, or with figures that
+            cannot be.
+    """
+    path = folder / QUALITY_FILE
+    hint = "make the report again with `lowbit-convert report`"
+    try:
+        schema, content = load_versioned(path, "schema", READ, hint)
+    except FileNotFoundError:
+        return None
+    where = str(path)
+    if schema == 2:
+        _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
+    content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
+    content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
+    if content.get("logits") is not None:
+        content["logits"] = _logits(content["logits"], schema, f"{where}: logits")
+    found = record(QualityReport, content, where)
+    check_ranges(found, where)
+    return found
+
+
+def _logits(content: Any, schema: int, where: str) -> LogitQuality:
+    if not isinstance(content, dict):
+        raise FormatError(f"`{where}` is not an object")
+    parsed = dict(content)
+    if schema == 2:
+        _add_missing(parsed, ("kl_error",))
+        for key, missing in (("positions", ("kl_error",)), ("kinds", ("kl_p99", "kl_error"))):
+            for row in parsed[key] if isinstance(parsed.get(key), list) else ():
+                _add_missing(row, missing)
+    for key, kind in (
+        ("window_series", Window),
+        ("positions", Position),
+        ("kinds", TextKind),
+        ("flips", Flip),
+    ):
+        parsed[key] = records(kind, content.get(key), f"{where}: {key}")
+    parsed["kl_histogram"] = record(
+        Histogram, content.get("kl_histogram"), f"{where}: kl_histogram"
+    )
+    if content.get("noise") is not None:
+        parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
+    if schema == 2:
+        # The series holds every window of a text of at most 256, else means of neighbours.
+        series = [window.kl for window in parsed["window_series"]]
+        parsed["kl_error"] = mean_error(torch.tensor(series, dtype=torch.float64))
+    return record(LogitQuality, parsed, where)
+
+
+def _add_missing(row: Any, keys: tuple[str, ...]) -> None:
+    """Give an object of an older file the keys that came later."""
+    if isinstance(row, dict):
+        for key in keys:
+            row.setdefault(key, None)
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for every figure that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

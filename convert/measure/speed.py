@@ -1,0 +1,68 @@
+"""Speed and memory of a packed folder, from a bench.json beside it.
+
+`lowbit-run bench DIR --json > DIR/bench.json` makes one; nothing else writes it.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from lowbit.convert.measure.ranges import check_ranges
+from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.formats.file_names import BENCH_FILE
+from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.layout.records import load_object, record
+
+SCHEMA = 1  # of the command's object
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Figures of `lowbit-run bench`.
+
+    Attributes:
+        device: that it ran on.
+        prompt_tokens: before the first token.
+        new_tokens: decoded after it.
+        context: tokens that the cache has room for.
+        first_token_s: from the prompt to the first token.
+        decode_tokens_per_s: afterwards.
+        weight_bytes: of the loaded weights.
+        peak_bytes: of memory in all.
+    """
+
+    device: str
+    prompt_tokens: int
+    new_tokens: int
+    context: int
+    first_token_s: float
+    decode_tokens_per_s: float
+    weight_bytes: int
+    peak_bytes: int
+
+
+def read_speed(folder: Path) -> Speed | None:
+    """The speed of a packed folder; None where it was not kept.
+
+    Raises:
+        FormatError: malformed, no file, older than lowbit.json, or of a model that was quantized
+            while it was loaded.
+    """
+    if not (folder / BENCH_FILE).exists():
+        return None
+    hint = f"run `lowbit-run bench {folder} --json` again, or remove the file"
+    try:
+        return _read(folder / BENCH_FILE, folder / MANIFEST_FILE, hint)
+    except (CheckpointError, FormatError) as error:
+        raise FormatError(str(error), hint=hint) from None
+
+
+def _read(path: Path, manifest: Path, hint: str) -> Speed:
+    if manifest.exists() and path.stat().st_mtime < manifest.stat().st_mtime:
+        raise FormatError(f"`{path}` is older than {MANIFEST_FILE}: it is of an earlier conversion")
+    content = load_object(path, "schema", SCHEMA, hint)
+    if content.get("quantized_at_load") is not None:
+        raise FormatError(f"`{path}`: measured on the original, quantized at load")
+    names = {field.name for field in fields(Speed)}
+    found = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
+    check_ranges(found, str(path))
+    return found

@@ -1,0 +1,101 @@
+"""Error of packed weights against their source, accumulated block by block."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.layout.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class WeightQuality:
+    """One quantized tensor against its source.
+
+    Attributes:
+        name: of the module, without `.weight`.
+        bits: of a code.
+        group_size: weights that share a scale; None for a whole row.
+        weights: number of weights.
+        cosine: of the flattened tensors.
+        relative_l2: |packed - source| / |source|.
+        sqnr_db: -20 log10(relative_l2).
+        clipped_share: share of weights that lie more than half a step beyond the code range.
+        output_error: |x (W - P)^T| / |x W^T| on inputs x that the original gets from the evaluation
+            text; None where it was not measured.
+    """
+
+    name: str
+    bits: int
+    group_size: int | None
+    weights: int
+    cosine: float
+    relative_l2: float
+    sqnr_db: float
+    clipped_share: float
+    output_error: float | None = None
+
+
+@dataclass(slots=True)
+class WeightSums:
+    """Running sums of one tensor."""
+
+    source: float = 0.0  # sum w^2
+    packed: float = 0.0  # sum p^2
+    product: float = 0.0  # sum w p
+    error: float = 0.0  # sum (p - w)^2
+    clipped: int = 0
+    weights: int = 0
+
+    def add(self, w: Tensor, packed: Tensor, scale: Tensor, scheme: Scheme) -> None:
+        """Add a block of rows.
+
+        Args:
+            w: [rows, K] source weights.
+            packed: [rows, K] float32, as a reader dequantizes them.
+            scale: [rows, K/G] stored scales.
+            scheme: code range; where it has zero points, clipping is not counted.
+        """
+        w = w.to(torch.float32)
+        self.source += _dot(w, w)
+        self.packed += _dot(packed, packed)
+        self.product += _dot(w, packed)
+        error = packed - w
+        self.error += _dot(error, error)
+        if scheme.symmetric:
+            rows, groups = scale.shape
+            # Not told from the error: a calibrated code may lie further than half a step away.
+            steps = w.view(rows, groups, -1) / scale.to(torch.float32)[:, :, None]
+            beyond = (steps > scheme.code_max + 0.5) | (steps < scheme.code_min - 0.5)
+            self.clipped += int(beyond.sum())
+        self.weights += w.numel()
+
+    def merge(self, other: "WeightSums") -> None:
+        """Add the sums of other blocks."""
+        self.source += other.source
+        self.packed += other.packed
+        self.product += other.product
+        self.error += other.error
+        self.clipped += other.clipped
+        self.weights += other.weights
+
+    def finish(self, name: str, scheme: Scheme) -> WeightQuality:
+        """The figures of the tensor; an all-zero tensor that stays zero is perfect."""
+        relative = math.sqrt(self.error / self.source) if self.source else 0.0
+        norms = math.sqrt(self.source * self.packed)
+        return WeightQuality(
+            name=name,
+            bits=scheme.bits,
+            group_size=scheme.group_size,
+            weights=self.weights,
+            cosine=min(1.0, self.product / norms) if norms else 1.0,
+            relative_l2=relative,
+            sqnr_db=-20 * math.log10(relative) if relative else math.inf,
+            clipped_share=self.clipped / self.weights if self.weights else 0.0,
+        )
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """Sum of products: FP32 within a row, FP64 over rows."""
+    return float(torch.linalg.vecdot(a, b).sum(dtype=torch.float64))

@@ -1,0 +1,1 @@
+"""The original, or a packed model, run layer by layer by transformers' own modules."""

@@ -1,0 +1,129 @@
+"""The texts that logits are compared on, as windows of tokens."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.text.tokenizer import load_text_tokenizer
+
+WINDOW = 512
+LONGEST = 8192  # of a window for figures by position
+LONG_TOKENS = 16384  # of all such windows
+BUNDLED = (
+    ("prose", "WikiText-2 test, first 200 kB", "wikitext2-test-200kB.txt"),
+    ("maths", "GSM8K test, first 40 kB", "gsm8k-test-40kB.txt"),
+    ("code", "40 kB of lowbit's own code", "lowbit-code-40kB.txt"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An evaluation text.
+
+    Attributes:
+        name: short, by which a gate calls it: `maths`.
+        title: shown in the report.
+        content: all of it.
+    """
+
+    name: str
+    title: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the UTF-8 bytes."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalText:
+    """A text as tokens.
+
+    Attributes:
+        text: itself.
+        ids: [tokens] int64.
+        window: tokens of a window.
+    """
+
+    text: Text
+    ids: Tensor
+    window: int
+
+    @property
+    def windows(self) -> Tensor:
+        """Consecutive windows [windows, window] int64; a rest that fills none is left out."""
+        return _cut(self.ids, self.window, len(self.ids))
+
+    def long_windows(self, context: int) -> Tensor:
+        """A few windows as long as 8192 tokens, the context and the text allow: [windows, T] int64.
+
+        None of them, [0, T], where that is shorter than two ordinary windows.
+        """
+        length = min(LONGEST, context, len(self.ids))
+        return _cut(self.ids, length, LONG_TOKENS if length >= 2 * WINDOW else 0)
+
+
+def default_texts() -> tuple[Text, ...]:
+    """The bundled texts: prose, maths and code."""
+    folder = Path(__file__).with_name("data")
+    return tuple(
+        Text(name, title, (folder / file).read_text(encoding="utf-8"))
+        for name, title, file in BUNDLED
+    )
+
+
+def bundled_hashes() -> frozenset[str]:
+    """SHA-256 of the bundled texts; any other text is one of the user's own."""
+    return frozenset(text.sha256 for text in default_texts())
+
+
+def check_names(texts: Sequence[Text]) -> None:
+    """Refuse texts that a report could not tell apart.
+
+    Raises:
+        RequestError: two have one name.
+    """
+    for name, count in Counter(text.name for text in texts).items():
+        if count > 1:
+            raise RequestError(f"{count} evaluation texts are named `{name}`", hint="rename them")
+
+
+def tokenize(folder: Path, texts: Sequence[Text], context: int) -> tuple[EvalText, ...]:
+    """Texts as tokens of a checkpoint's tokenizer, without special tokens.
+
+    Args:
+        folder: of the original checkpoint.
+        texts: the first has at least two tokens, every other one a window.
+        context: longest sequence of the model; windows have min(512, context, tokens of the first
+            text) tokens.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer.json, or one that fails.
+        RequestError: a text is too short.
+    """
+    tokenizer = load_text_tokenizer(folder, "the logit report")
+    cut: list[EvalText] = []
+    for text in texts:
+        ids = tokenizer.encode(text.content)
+        least = cut[0].window if cut else 2
+        if len(ids) < least:
+            raise RequestError(
+                f"evaluation text `{text.name}` has {len(ids)} tokens, expected at least {least}",
+                hint="give a longer --eval-text",
+            )
+        window = cut[0].window if cut else min(WINDOW, context, len(ids))
+        cut.append(EvalText(text, torch.tensor(ids), window))
+    return tuple(cut)
+
+
+def _cut(ids: Tensor, window: int, most: int) -> Tensor:
+    """Windows of at most `most` tokens in all."""
+    count = min(len(ids), most) // window
+    return ids[: count * window].view(count, window)

@@ -1,0 +1,127 @@
+"""One decoder layer at a time as transformers computes it, in FP32, and what its linears see."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.threads import ordered
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer with its weights, for sequences of one length.
+
+    Attributes:
+        module: transformers' own, FP32.
+        arguments: what the model passes to it besides the hidden states.
+    """
+
+    module: torch.nn.Module
+    arguments: Mapping[str, Any]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[windows, T, h] to [windows, T, h]."""
+        out = self.module(hidden, **self.arguments)
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def weight(self, name: str) -> torch.nn.Parameter:
+        """The weight of one of its linears, [N, K]."""
+        return self.module.get_parameter(f"{name}.weight")
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights of its linears, by name."""
+        for name, weight in weights.items():
+            self.weight(name).data = weight
+
+
+def batches(hidden: Tensor, device: torch.device) -> list[slice]:
+    """Windows to pass through a layer at once, covering all of hidden [windows, T, h]."""
+    count = max(1, BATCH_TOKENS[device.type] // hidden.shape[1])
+    return [slice(start, min(start + count, len(hidden))) for start in range(0, len(hidden), count)]
+
+
+def run(
+    layer: Layer, hidden: Tensor, device: torch.device, pool: ThreadPoolExecutor | None
+) -> None:
+    """Pass all windows through a layer, in place.
+
+    Args:
+        layer: any.
+        hidden: [windows, T, h] float32, on the CPU or the device.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+    """
+    parts = batches(hidden, device)
+    results = ordered(pool, lambda part: layer(hidden[part].to(device)), parts)
+    for part, result in zip(parts, results, strict=True):
+        hidden[part] = result.to(hidden.device)
+
+
+def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[str, ...]]:
+    """Linears that read the same tensor, in the order in which the layer calls them.
+
+    Args:
+        layer: any.
+        window: [1, T, h] hidden states.
+        linears: names of those wanted.
+    """
+    calls: list[tuple[str, Tensor]] = []
+    hooks = [
+        layer.module.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: calls.append((name, inputs[0]))
+        )
+        for name in linears
+    ]
+    with torch.no_grad():
+        layer(window)
+    for hook in hooks:
+        hook.remove()
+    found: list[tuple[str, ...]] = []
+    last: Tensor | None = None
+    for name, x in calls:
+        if x is last:
+            found[-1] = (*found[-1], name)
+        else:
+            found.append((name,))
+        last = x
+    return found
+
+
+class _Reached(Exception):  # noqa: N818  # no error: the rest of the layer is not needed
+    """What the linear was called with."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Probe:
+    """Gives what a linear of a layer is called with, without running what follows it."""
+
+    def __init__(self, layer: Layer, linear: str) -> None:
+        """Watch one linear; `close` when done."""
+        self._layer = layer
+        self._armed = threading.local()
+        module = layer.module.get_submodule(linear)
+        self._hook = module.register_forward_pre_hook(self._stop)
+
+    def _stop(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Reached(inputs[0])
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[windows, T, h] to [windows * T, K], float32."""
+        try:
+            self._layer(hidden)
+        except _Reached as reached:
+            return reached.x.flatten(0, -2)
+        raise RuntimeError("a linear was not reached")  # a bug: `stages` has seen it called
+
+    def close(self) -> None:
+        """Let the layer run through again."""
+        self._hook.remove()

@@ -1,0 +1,125 @@
+"""A model as transformers builds it, without storage for its weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.weights import Weights
+from lowbit.formats.architectures import is_tied
+from lowbit.formats.architectures.qwen3_5 import prefix_of
+from lowbit.formats.errors import CheckpointError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two models: where its weights are, and its modules without storage.
+
+    Attributes:
+        weights: of the checkpoint.
+        layers: decoder layers on the meta device.
+        arguments: what the model passes to each layer besides the hidden states.
+        norm: the final norm, on the meta device.
+        prefix: of the decoder's tensor names in the checkpoint.
+        head: name of the head's weight; the embedding's where they are tied.
+        vocabulary: rows of the head.
+    """
+
+    weights: Weights
+    layers: tuple[torch.nn.Module, ...]
+    arguments: tuple[dict[str, Any], ...]
+    norm: torch.nn.Module
+    prefix: str
+    head: str
+    vocabulary: int
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's weight."""
+        return f"{self.prefix}embed_tokens.weight"
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.weights.shape(self.embedding)[1]
+
+
+def load_side(weights: Weights, window: int, device: torch.device) -> Side:
+    """A model's modules without storage, and what they are called with.
+
+    Args:
+        weights: of the checkpoint.
+        window: tokens of a sequence.
+        device: where positions and masks live.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(weights)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        ).eval()
+    decoder = model.model
+    # Its frequencies are computed when it is built, and so would have no storage either.
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
+    layers, norm = tuple(decoder.layers), decoder.norm
+    prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
+    tied = is_tied(weights.checkpoint.config)
+    return Side(
+        weights=weights,
+        layers=layers,
+        arguments=_layer_arguments(decoder, window, device),
+        norm=norm,
+        prefix=prefix,
+        head=f"{prefix}embed_tokens.weight" if tied else "lm_head.weight",
+        vocabulary=int(decoder.config.vocab_size),
+    )
+
+
+def _read_config(weights: Weights) -> Any:
+    """The configuration as transformers reads it, less what would make it unpack weights itself."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    content = dict(weights.checkpoint.config)
+    content.pop("quantization_config", None)
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"`{weights.name}`: transformers does not know model_type `{model_type}`"
+        )
+    try:
+        return AutoConfig.for_model(**content)
+    except StrictDataclassError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
+        raise CheckpointError(f"`{weights.name}`: config.json is not valid: {reason}") from None
+
+
+class _Recorder(torch.nn.Module):
+    """Stands in for a decoder layer: keeps what it is called with, changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: dict[str, Any] = {}
+
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        self.arguments = arguments
+        return hidden
+
+
+def _layer_arguments(
+    decoder: torch.nn.Module, window: int, device: torch.device
+) -> tuple[dict[str, Any], ...]:
+    """Masks and positions as the model itself makes them; good for any batch of full windows."""
+    recorders = [_Recorder() for _ in range(len(decoder.layers))]  # type: ignore[arg-type]
+    decoder.layers = torch.nn.ModuleList(recorders)
+    decoder.norm = torch.nn.Identity()
+    width = int(decoder.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    hidden = torch.zeros(1, window, width, device=device)
+    with torch.no_grad():  # not inference mode: calibration takes gradients
+        decoder(inputs_embeds=hidden, use_cache=False)
+    return tuple(recorder.arguments for recorder in recorders)

@@ -1,0 +1,72 @@
+"""The steps of a pass over a model that is never whole in memory: embedding, then layers."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.blocks import BlockMap
+from lowbit.convert.original.evaluation_text import WINDOW
+from lowbit.convert.original.model import Side
+from lowbit.formats.errors import CheckpointError
+
+HEAD_ROWS = 4096  # of the vocabulary at a time
+HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread has one
+BATCH_TOKENS = {"cpu": WINDOW, "cuda": 8192}  # through a layer at a time, for each CPU thread
+
+
+def embed(side: Side, windows: Tensor, device: torch.device) -> Tensor:
+    """Hidden states before the first layer: [windows, T, h] float32.
+
+    Raises:
+        CheckpointError: a token id beyond the vocabulary.
+    """
+    if int(windows.max()) >= side.vocabulary:
+        raise CheckpointError(
+            f"the tokenizer gives token {int(windows.max())}, "
+            f"`{side.weights.name}` has a vocabulary of {side.vocabulary}"
+        )
+    flat = windows.reshape(-1).to(device)
+    out = torch.empty(len(flat), side.hidden_size, device=device)
+    for first, rows in side.weights.rows(side.embedding, HEAD_ROWS, device):
+        here = ((flat >= first) & (flat < first + len(rows))).nonzero()[:, 0]
+        out[here] = rows[flat[here] - first]
+    return out.view(*windows.shape, -1)
+
+
+def load_layer(side: Side, number: int, device: torch.device) -> torch.nn.Module:
+    """A decoder layer with its weights, in FP32."""
+    layer = copy.deepcopy(side.layers[number]).requires_grad_(False)
+    weights = {
+        name: side.weights.read(f"{side.prefix}layers.{number}.{name}", tuple(w.shape), device)
+        for name, w in layer.state_dict().items()
+    }
+    layer.load_state_dict(weights, assign=True)
+    return layer
+
+
+def pass_through(
+    layer: torch.nn.Module, arguments: Mapping[str, Any], hidden: Tensor, each: BlockMap
+) -> None:
+    """Pass windows through a decoder layer, in place.
+
+    Args:
+        layer: with its weights.
+        arguments: what the model passes it besides the hidden states.
+        hidden: [windows, T, h], of the layer's dtype.
+        each: calls a function on every batch.
+    """
+
+    def run(batch: slice) -> None:
+        hidden[batch] = layer(hidden[batch], **arguments)
+
+    count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
+    each(run, blocks(len(hidden), count))
+
+
+def blocks(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `total`."""
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

@@ -1,0 +1,182 @@
+"""Any weight of a checkpoint in FP32, as a reader of the file sees it, in blocks of rows."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import CheckpointError, FormatError
+from lowbit.formats.foreign.reader import open_native
+from lowbit.formats.layout.packing import (
+    GROUP_INDEX,
+    PACKED,
+    SCALE,
+    SHAPE,
+    ZERO_POINT,
+    dequantize,
+    packed_shapes,
+    unpack,
+    unpack_zero_point,
+)
+from lowbit.formats.layout.quantization_config import QuantizationConfig, read_quantization_config
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.packed import FLOATS
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint, packed or not, whose weights are read in FP32.
+
+    Attributes:
+        checkpoint: headers of the folder.
+        quantization: how its linears are packed; None where none is.
+    """
+
+    checkpoint: Checkpoint
+    quantization: QuantizationConfig | None
+
+    @property
+    def name(self) -> str:
+        """Name of the folder, for messages."""
+        return self.checkpoint.folder.name
+
+    def packed_schemes(self) -> Mapping[str, Scheme]:
+        """The scheme of every packed linear, by module name.
+
+        Raises:
+            FormatError: a packed tensor that `quantization_config` does not cover.
+        """
+        suffix = f".{PACKED}"
+        modules = [n.removesuffix(suffix) for n in self.checkpoint.tensors if n.endswith(suffix)]
+        return {module: self._scheme(module) for module in modules}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a weight, unpacked.
+
+        Raises:
+            CheckpointError: the checkpoint has no such weight.
+        """
+        tensors = self.checkpoint.tensors
+        if name in tensors:
+            return tensors[name].shape
+        module = name.removesuffix(".weight")
+        if f"{module}.{SHAPE}" not in tensors:
+            raise CheckpointError(f"`{self.name}` lacks `{name}`, packed or not")
+        N, K = self.checkpoint.read(f"{module}.{SHAPE}").tolist()
+        return N, K
+
+    def read(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """A whole weight: float32 of the given shape, on the device.
+
+        Args:
+            name: as in an unpacked checkpoint, `.weight` included.
+            shape: what the model expects.
+            device: where a packed weight is also unpacked.
+
+        Raises:
+            CheckpointError: no such weight, or one of another shape or dtype.
+            FormatError: a packed weight that breaks the layout.
+        """
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"`{self.name}`: `{name}` has shape {list(found)}, expected {list(shape)}"
+            )
+        if name in self.checkpoint.tensors:
+            self._check_dtype(name)
+            return self.checkpoint.read(name).to(device).to(torch.float32)
+        module = name.removesuffix(".weight")
+        scheme = self._checked_scheme(module)
+        return self._unpack_rows(module, scheme, 0, shape[0], shape[1], device)[0]
+
+    def rows(self, name: str, count: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of at most `count` rows with the number of their first row, in FP32.
+
+        Raises:
+            CheckpointError, FormatError: as `read`.
+        """
+        if name in self.checkpoint.tensors:
+            self._check_dtype(name)
+            for start, block in self.checkpoint.rows(name, count):
+                yield start, block.to(device).to(torch.float32)
+            return
+        for start, block, _ in self.packed_rows(name.removesuffix(".weight"), count, device):
+            yield start, block
+
+    def packed_rows(
+        self, module: str, count: int, device: torch.device
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """First row, FP32 weights [rows, K] and stored scales [rows, K/G] of a packed linear.
+
+        Raises:
+            CheckpointError, FormatError: as `read`.
+        """
+        scheme = self._checked_scheme(module)
+        N, K = self.shape(f"{module}.weight")
+        for start in range(0, N, count):
+            stop = min(start + count, N)
+            weights, scale = self._unpack_rows(module, scheme, start, stop, K, device)
+            yield start, weights, scale
+
+    def _unpack_rows(
+        self, module: str, scheme: Scheme, start: int, stop: int, K: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        words = self.checkpoint.read_rows(f"{module}.{PACKED}", start, stop).to(device)
+        scale = self.checkpoint.read_rows(f"{module}.{SCALE}", start, stop).to(device)
+        zero_point = None
+        if not scheme.symmetric:  # packed along N, so that rows cannot be read by themselves
+            packed = self.checkpoint.read(f"{module}.{ZERO_POINT}").to(device)
+            N = self.checkpoint.tensors[f"{module}.{PACKED}"].shape[0]
+            zero_point = unpack_zero_point(packed, scheme.bits, N)[start:stop]
+        return dequantize(unpack(words, scheme.bits, K), scale, zero_point), scale
+
+    def _scheme(self, module: str) -> Scheme:
+        scheme = None if self.quantization is None else self.quantization.scheme_for(module)
+        if scheme is None:
+            raise FormatError(
+                f"`{module}` is packed but config.json's quantization_config does not cover it"
+            )
+        return scheme
+
+    def _checked_scheme(self, module: str) -> Scheme:
+        """The scheme of a packed linear whose tensors fit it."""
+        scheme = self._scheme(module)
+        tensors = self.checkpoint.tensors
+        if f"{module}.{GROUP_INDEX}" in tensors:
+            raise FormatError(f"`{module}.{GROUP_INDEX}`: reordered groups are not supported")
+        N, K = self.shape(f"{module}.weight")
+        for suffix, shape in packed_shapes(N, K, scheme, module).items():
+            name = f"{module}.{suffix}"
+            if name not in tensors:
+                raise FormatError(f"`{module}` is packed but `{name}` is missing")
+            info = tensors[name]
+            if info.shape != shape:
+                raise FormatError(
+                    f"`{name}` has shape {list(info.shape)}, {scheme} of [{N}, {K}] "
+                    f"needs {list(shape)}"
+                )
+        for suffix, dtypes in ((PACKED, (torch.int32,)), (SCALE, FLOATS)):
+            info = tensors[f"{module}.{suffix}"]
+            if info.dtype not in dtypes:
+                raise FormatError(f"`{info.name}` has dtype {info.dtype_name}")
+        return scheme
+
+    def _check_dtype(self, name: str) -> None:
+        info = self.checkpoint.tensors[name]
+        if info.dtype not in FLOATS:
+            raise CheckpointError(
+                f"`{self.name}`: `{name}` has dtype {info.dtype_name}, expected BF16, F16 or F32"
+            )
+
+
+def open_weights(folder: Path) -> Weights:
+    """Read the headers of a folder, packed or not.
+
+    Raises:
+        CheckpointError, FormatError: not a checkpoint, or quantized by another method.
+    """
+    checkpoint = open_native(folder)
+    return Weights(checkpoint, read_quantization_config(checkpoint.config))

@@ -1,0 +1,300 @@
+"""The conversion from start to finish; `lowbit.convert.convert` in Python."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import begin
+from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.original.device import open_device
+from lowbit.convert.pipeline.folder import (
+    check_apart,
+    check_output,
+    check_small_files,
+    pass_through,
+    prepare_shards,
+    put_in_place,
+)
+from lowbit.convert.pipeline.journal import Finished, Journal, open_journal
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.stream import stream
+from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements
+from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import read_config
+from lowbit.formats.errors import CheckpointError, ResourceError
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.locate import Location, locate
+from lowbit.formats.layout.manifest import (
+    MANIFEST_FILE,
+    Calibration,
+    Manifest,
+    OutputFile,
+    Source,
+    SourceTensor,
+    json_bytes,
+    weights_digest,
+)
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    Checkpoint,
+    open_checkpoint,
+)
+from lowbit.formats.safetensors.hashing import hash_file, hash_shard, hash_tensor
+from lowbit.formats.safetensors.shards import index_json
+
+OTHER_WORK = "finish it with the command that began it, or start over with --overwrite"
+Phase = Literal["calibrate", "distill", "check", "convert", "verify"]
+# Phase, done and in all: layers and steps of calibration, bytes of everything else.
+Progress = Callable[[Phase, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A packed checkpoint in its place.
+
+    Attributes:
+        folder: the packed checkpoint.
+        source: where the weights came from.
+        plan: fate of every tensor.
+        manifest: the content of lowbit.json.
+        weights: quality of every quantized tensor, in plan order.
+        calibration: output errors of every calibrated layer; empty for round-to-nearest.
+        resumed: steps that an interrupted run had already finished.
+        seconds: wall time.
+        existed: True where an earlier run had put it there, and this one only checked it.
+    """
+
+    folder: Path
+    source: Location
+    plan: Plan
+    manifest: Manifest
+    weights: tuple[WeightQuality, ...]
+    calibration: tuple[LayerError, ...]
+    resumed: int
+    seconds: float
+    existed: bool = False
+
+
+@disk_errors("free some space and run the same command again: finished tensors are kept")
+def convert(
+    source: str | Path,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    revision: str | None = None,
+    device: str = "cpu",
+    max_ram: int = DEFAULT_MAX_RAM,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    calibration: CalibrationRequest | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Quantize a checkpoint into a packed one at `out`.
+
+    Interrupted at any moment, nothing is at `out`; the same call again continues after the last
+    finished tensor and gives the same bytes.
+
+    Args:
+        source: folder, or Hub id.
+        out: folder to create.
+        recipe: INT4 g128 with an INT8 head where left out.
+        revision: branch, tag or commit of a Hub id.
+        device: `cpu` or `cuda`; the bytes are the same.
+        max_ram: resident memory not to exceed, in bytes.
+        max_shard_bytes: limit of a weight file.
+        overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
+            written here or was changed since; and forget an interrupted conversion that began with
+            another recipe or source.
+        calibration: the text, for methods other than round-to-nearest; the bundled one where left
+            out.
+        progress: called with (phase, done, in all).
+
+    Raises:
+        LowbitError: for anything that a file, an option or the machine causes.
+    """
+    started = time.monotonic()
+    report = progress or (lambda phase, done, total: None)
+    target = open_device(device)
+    out = Path(out)
+    place = place_of(out)  # a link, or `..`, cannot be renamed to
+    check_output(place, overwrite)
+    location = locate(str(source), revision)
+    check_apart(location.folder, place)
+    checkpoint = open_checkpoint(location.folder)
+    plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
+    load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
+    files = check_small_files(location.folder)
+    elements = block_elements(max_ram, core_count(), target)
+    session = None
+    if plan.recipe.method.calibrated:
+        text = (calibration or CalibrationRequest()).read(location.folder)
+        session = begin(plan, location.folder, text, target)
+    partial = partial_of(place)
+    partial.mkdir(parents=True, exist_ok=True)
+    digest = plan.digest() if session is None else session.digest
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
+        prepare_shards(plan, partial)
+        calibrated = None if session is None else session.run(partial, report)
+        kept = _still_valid(journal, plan, checkpoint, partial, report)
+        todo = [number for number in range(len(plan.steps)) if number not in kept]
+        total = sum(step.source.nbytes for step in plan.steps)
+        done = sum(plan.steps[number].source.nbytes for number in kept)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            report("convert", done, total)
+
+        stream(
+            plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
+        )
+        finished = sorted(journal.finished, key=lambda row: row.step)
+        record = None if session is None else session.record
+        manifest = _finish(plan, checkpoint, location, partial, finished, record, report)
+        put_in_place(place, overwrite)
+    return Conversion(
+        folder=out,
+        source=location,
+        plan=plan,
+        manifest=manifest,
+        weights=tuple(row.quality for row in finished if row.quality is not None),
+        calibration=() if calibrated is None else calibrated.errors,
+        resumed=len(kept),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _still_valid(
+    journal: Journal, plan: Plan, source: Checkpoint, folder: Path, report: Progress
+) -> set[int]:
+    """Steps whose source and result still have the hashes an earlier run recorded.
+
+    The journal forgets the others, which are then done again.
+    """
+    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    total = sum(plan.steps[row.step].source.nbytes for row in journal.finished)
+    kept: dict[int, Finished] = {}
+    done = 0
+    for row in journal.finished:
+        info = plan.steps[row.step].source
+        if hash_tensor(source.folder / info.file, info) == row.source_sha256 and all(
+            hash_tensor(folder / tensor.file, places[tensor.name]) == tensor.sha256
+            for tensor in row.tensors
+        ):
+            kept[row.step] = row
+        done += info.nbytes
+        report("check", done, total)
+    journal.finished[:] = kept.values()
+    return set(kept)
+
+
+def _finish(
+    plan: Plan,
+    source: Checkpoint,
+    location: Location,
+    folder: Path,
+    finished: list[Finished],
+    calibration: Calibration | None,
+    report: Progress,
+) -> Manifest:
+    """Write everything beside the weights, and the manifest over what the disk gives back."""
+    small = pass_through(source.folder, folder)
+    (folder / CONFIG_FILE).write_bytes(json_bytes(plan.config))
+    small.append(CONFIG_FILE)
+    if len(plan.shards) > 1:
+        (folder / INDEX_FILE).write_bytes(json_bytes(index_json(plan.shards)))
+        small.append(INDEX_FILE)
+    hashes = _hash_shards(plan, folder, finished, report)
+    hashes |= {name: hash_file(folder / name) for name in small}
+    source_tensors = _source_tensors(plan, source, finished)
+    manifest = Manifest(
+        lowbit_version=version("lowbit"),
+        source=Source(
+            repo=location.repo,
+            commit=location.commit,
+            config_sha256=hash_file(source.folder / CONFIG_FILE),
+            weights_sha256=weights_digest(source_tensors),
+        ),
+        recipe=plan.recipe.to_json(),
+        source_tensors=source_tensors,
+        tensors=tuple(tensor for row in finished for tensor in row.tensors),
+        files=tuple(
+            OutputFile(name, (folder / name).stat().st_size, digest)
+            for name, digest in sorted(hashes.items())
+        ),
+        calibration=calibration,
+    )
+    (folder / MANIFEST_FILE).write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def _hash_shards(
+    plan: Plan, folder: Path, finished: list[Finished], report: Progress
+) -> dict[str, str]:
+    """SHA-256 of every shard, each tensor compared with what was written.
+
+    Raises:
+        ResourceError: the disk returns other bytes.
+    """
+    written = {tensor.name: tensor.sha256 for row in finished for tensor in row.tensors}
+    total, done = plan.output_bytes, 0
+    lock = Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            report("verify", done, total)
+
+    with ThreadPoolExecutor(core_count()) as pool:
+        results = pool.map(
+            lambda shard: hash_shard(folder / shard.file, shard.tensors, advance), plan.shards
+        )
+        hashes = {}
+        for shard, (whole, parts) in zip(plan.shards, results, strict=True):
+            for name, digest in parts.items():
+                if digest != written[name]:
+                    raise ResourceError(
+                        f"`{shard.file}`: `{name}` reads back with other bytes than were written",
+                        hint="check the disk, then run the same command again",
+                    )
+            hashes[shard.file] = whole
+    return hashes
+
+
+def _source_tensors(
+    plan: Plan, source: Checkpoint, finished: list[Finished]
+) -> tuple[SourceTensor, ...]:
+    hashes = {row.step: row.source_sha256 for row in finished}
+    rows = []
+    for number, step in enumerate(plan.steps):
+        if step.rereads:
+            continue
+        info = step.source
+        rows.append(
+            SourceTensor(
+                name=info.name,
+                dtype=info.dtype_name,
+                shape=info.shape,
+                fate=step.fate,
+                reason=step.reason,
+                sha256=hashes[number],
+                bits=step.scheme.bits if step.scheme else None,
+                group_size=step.scheme.group_size if step.scheme else None,
+            )
+        )
+    unread = set(source.tensors) - {row.name for row in rows}
+    if unread:
+        raise CheckpointError(f"`{min(unread)}` has no fate in the plan")
+    return tuple(rows)

@@ -1,0 +1,111 @@
+"""Whether a packed folder follows from its source and recipe: quantized again, and compared."""
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import begin
+from lowbit.convert.calibrate.store import Calibrated
+from lowbit.convert.original.calibration_text import BUNDLED_NAME
+from lowbit.convert.original.device import open_device
+from lowbit.convert.pipeline.folder import small_files
+from lowbit.convert.pipeline.journal import Finished
+from lowbit.convert.pipeline.stream import stream
+from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements
+from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.manifest import Calibration, Manifest, json_bytes
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_checkpoint
+from lowbit.formats.safetensors.hashing import hash_file
+
+Progress = Callable[[str, int, int], None]  # phase, done, in all
+
+
+def check_derived(
+    manifest: Manifest,
+    source: Path,
+    calibration: CalibrationRequest,
+    device: str,
+    progress: Progress,
+) -> str | None:
+    """Make every tensor again and compare hashes; nothing is written beside the source.
+
+    Args:
+        manifest: of the packed folder.
+        source: folder of the original, whose hashes are those of the manifest.
+        calibration: the text, where the method is a calibrated one.
+        device: `cpu` or `cuda`.
+        progress: called with (phase, done, in all).
+
+    Returns:
+        Why it cannot be told here; None where everything was made again and is equal.
+
+    Raises:
+        FormatError: naming the first tensor or file that does not follow from the source.
+        QuantizationError: the recipe is of another release.
+    """
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe.from_json(manifest.recipe))
+    _check_files(manifest, plan, source)
+    target = open_device(device)
+    expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
+    total = sum(step.source.nbytes for step in plan.steps)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("derive", done, total)
+
+    def compare(finished: Finished) -> None:
+        for tensor in finished.tensors:
+            if expected.get(tensor.name) != tensor.sha256:
+                raise FormatError(
+                    f"`{tensor.name}` does not follow from the source by the recipe in lowbit.json",
+                    hint=f"it was written by lowbit {manifest.lowbit_version}",
+                )
+
+    with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
+        calibrated: Calibrated | None = None
+        if plan.recipe.method.calibrated:
+            reason = _elsewhere(manifest.calibration, calibration)
+            if reason is not None:
+                return reason
+            session = begin(plan, source, calibration.read(source), target)
+            if session.record != manifest.calibration:
+                return _difference(session.record, manifest.calibration)
+            calibrated = session.run(Path(folder), progress)
+        elements = block_elements(DEFAULT_MAX_RAM, core_count(), target)
+        steps = range(len(plan.steps))
+        stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
+    return None
+
+
+def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
+    """config.json, and what is passed through from the source."""
+    found = {CONFIG_FILE: hashlib.sha256(json_bytes(plan.config)).hexdigest()}
+    found |= {name: hash_file(source / name) for name in small_files(source)}
+    for file in manifest.files:
+        if file.name in found and found[file.name] != file.sha256:
+            raise FormatError(f"`{file.name}` does not follow from the source")
+
+
+def _elsewhere(made: Calibration | None, request: CalibrationRequest) -> str | None:
+    """Why the text cannot be the one that was used."""
+    if made is None:
+        return "lowbit.json does not say what it was calibrated on"
+    if request.file is None and made.text != BUNDLED_NAME:
+        return f"it was calibrated on `{made.text}`, which --calib would name"
+    return None
+
+
+def _difference(here: Calibration, made: Calibration | None) -> str:
+    names = [name for name in Calibration.__slots__ if getattr(here, name) != getattr(made, name)]
+    return "; ".join(
+        f"{name.replace('_', ' ')} is {getattr(here, name)} here and was {getattr(made, name)}"
+        for name in names
+    )

@@ -1,0 +1,260 @@
+"""The output folder: made beside its final place, filled, synced, and renamed into it."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
+from lowbit.convert.pipeline.journal import JOURNAL_FILE
+from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
+from lowbit.convert.pipeline.place import partial_of, replaced_of
+from lowbit.convert.pipeline.stream import write_at
+from lowbit.convert.plan.plan import Plan
+from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
+from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
+from lowbit.formats.files.reading import open_file, read_text
+from lowbit.formats.hub.locate import OTHER_WEIGHTS
+from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, read_json
+from lowbit.formats.text.settings import MAX_SETTINGS_BYTES
+from lowbit.formats.text.template import load_chat_template
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE, load_text_tokenizer
+
+# Files of a source folder that are not passed through: weights (converted, or in a format that is
+# not read), their index, hidden files, and what this tool writes itself.
+NOT_PASSED = (
+    *("*.safetensors", "*.safetensors.index.json", *OTHER_WEIGHTS, ".*"),
+    *(CONFIG_FILE, *NEVER_PASSED),
+)
+# Passed through and read again by lowbit-run: they are checked before the work.
+READ_JSON = ("generation_config.json", "tokenizer_config.json")
+TEMPLATES = "*.jinja"
+NEVER_FOLDERS = ("*.json", TEMPLATES)  # other folders are left out of the result
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Make sure that nothing of the source is written to.
+
+    Raises:
+        ResourceError: out contains the source or lies inside it.
+    """
+    theirs = source.resolve()
+    for ours in (out, partial_of(out), replaced_of(out)):
+        if ours == theirs or theirs in ours.parents or ours in theirs.parents:
+            raise ResourceError(
+                f"`{ours}` and the source `{source}` overlap", hint="write to a folder beside it"
+            )
+
+
+def check_output(out: Path, overwrite: bool) -> None:
+    """Make sure that the result can take its place at `out` when it is done.
+
+    Args:
+        out: resolved path.
+        overwrite: whether a packed checkpoint there may be replaced.
+
+    Raises:
+        ResourceError: out is a file, is not empty or cannot be replaced, holds a file that
+            lowbit-convert did not write, or what is built beside it would take the place of
+            something else.
+    """
+    _check_beside(partial_of(out), JOURNAL_FILE)
+    replaced = replaced_of(out)
+    _check_beside(replaced, MANIFEST_FILE)
+    if (replaced / MANIFEST_FILE).exists():
+        _check_owned(replaced)
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ResourceError(f"`{out}` is a file, expected a folder to create")
+    if out.is_mount() or out == Path.cwd():
+        raise ResourceError(
+            f"`{out}` is a mount point or the current folder, which no result can be renamed to",
+            hint="name a folder inside it",
+        )
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ResourceError(
+            f"`{out}` is not empty", hint="choose another folder, or replace it with --overwrite"
+        )
+    if not (out / MANIFEST_FILE).exists():
+        raise ResourceError(
+            f"`{out}` was not written by lowbit-convert (it has no {MANIFEST_FILE})",
+            hint="--overwrite replaces packed checkpoints only; remove the folder yourself",
+        )
+    _check_owned(out)
+
+
+def _check_beside(folder: Path, mark: str) -> None:
+    """Refuse a folder in our way that an earlier conversion did not leave there."""
+    if folder.is_dir() and (not any(folder.iterdir()) or (folder / mark).exists()):
+        return
+    if os.path.lexists(folder):
+        raise ResourceError(
+            f"`{folder}` is in the way and was not left there by lowbit-convert",
+            hint="move it away, or choose another output folder",
+        )
+
+
+def _check_owned(folder: Path) -> None:
+    """Refuse to remove a packed folder in which there is anything that is not ours."""
+    try:
+        foreign = foreign_entries(folder)
+    except LowbitError as error:
+        raise ResourceError(
+            f"nothing says which files of `{folder}` lowbit-convert wrote: {error}",
+            hint="remove the folder yourself, or choose another output folder",
+        ) from None
+    if foreign:
+        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        raise ResourceError(
+            f"`{folder / foreign[0]}`{more} was not written by lowbit-convert or was changed since",
+            hint="move it away; --overwrite removes only what lowbit-convert wrote",
+        )
+
+
+def prepare_shards(plan: Plan, folder: Path) -> None:
+    """Create every shard at full size with its header, keeping what an earlier run wrote.
+
+    Everything else that an earlier run left is removed.
+
+    Raises:
+        OSError: the disk has not enough room, found out before any work.
+    """
+    wanted = {JOURNAL_FILE, *(shard.file for shard in plan.shards)}
+    for stale in folder.iterdir():
+        if stale.name not in wanted and not stale.name.startswith(CALIBRATED):
+            stale.unlink()
+    for shard in plan.shards:
+        with (folder / shard.file).open("a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, shard.size)
+            file.truncate(shard.size)
+        with (folder / shard.file).open("r+b", buffering=0) as file:
+            write_at(file.fileno(), 0, memoryview(shard.header))
+
+
+def passed_through(names: Iterable[str]) -> list[str]:
+    """Those of a source folder's files that the result carries unchanged."""
+    return sorted(
+        name for name in names if not any(fnmatchcase(name, pattern) for pattern in NOT_PASSED)
+    )
+
+
+def small_files(source: Path) -> list[str]:
+    """Names of the files that the result carries unchanged, each of which can be read now.
+
+    Folders are left out.
+
+    Raises:
+        CheckpointError: a pipe, a device, a link out of the folder or to nothing, a file that may
+            not be read, or a name that is not UTF-8.
+    """
+    names = []
+    for name in passed_through(path.name for path in source.iterdir()):
+        path = source / name
+        if path.is_dir() and not any(fnmatchcase(name, pattern) for pattern in NEVER_FOLDERS):
+            continue
+        open_file(path).close()
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(
+                f"`{path}`: the name of the file is not valid UTF-8", hint="rename or remove it"
+            ) from None
+        names.append(name)
+    return names
+
+
+def check_small_files(source: Path) -> list[str]:
+    """`small_files`, after a look into those that lowbit-run will read.
+
+    Raises:
+        CheckpointError: see `small_files`; also a tokenizer, settings or a template that cannot be
+            read.
+    """
+    names = small_files(source)
+    for name in names:
+        if name in READ_JSON:
+            read_json(source / name, MAX_SETTINGS_BYTES)
+        elif fnmatchcase(name, TEMPLATES):
+            read_text(source / name)
+    if TOKENIZER_FILE in names:
+        try:
+            load_text_tokenizer(source)
+        except CheckpointError as error:
+            raise CheckpointError(
+                str(error),
+                hint=f"repair {TOKENIZER_FILE}, or remove it to convert the weights alone",
+            ) from None
+    load_chat_template(source)
+    return names
+
+
+def pass_through(source: Path, folder: Path) -> list[str]:
+    """Copy every file of the source that the conversion does not replace; their names here.
+
+    README.md, the card of the original, is copied as SOURCE_README.md.
+
+    Raises:
+        CheckpointError: see `small_files`.
+    """
+    copies = {name: SOURCE_README if name == README else name for name in small_files(source)}
+    for name, copy in copies.items():
+        copy_file(source / name, folder / copy)
+    return list(copies.values())
+
+
+def copy_file(source: Path, copy: Path) -> None:
+    """Copy the content of a file of a model folder.
+
+    Raises:
+        CheckpointError: see `open_file`.
+    """
+    with open_file(source) as file, copy.open("wb") as written:
+        shutil.copyfileobj(file, written)
+
+
+def put_in_place(out: Path, overwrite: bool) -> None:
+    """Sync every file and rename the folder to its final name; journal and old result go last.
+
+    Raises:
+        ResourceError: something has come to lie at `out` since the start.
+    """
+    partial, old = partial_of(out), replaced_of(out)
+    for path in partial.iterdir():
+        if path.name.startswith(CALIBRATED):
+            path.unlink()
+        else:
+            sync(path)
+    sync(partial)
+    check_output(out, overwrite)
+    if out.exists() and any(out.iterdir()):
+        if old.exists():
+            remove_owned(old)
+        out.rename(old)
+    partial.rename(out)
+    finish(out)
+
+
+def finish(out: Path) -> None:
+    """Remove the journal of a result that is in its place, and the result that it replaces."""
+    old, journal = replaced_of(out), out / JOURNAL_FILE
+    if journal.exists():
+        journal.unlink()
+    sync(out)
+    sync(out.parent)
+    if old.exists():
+        _check_owned(old)
+        remove_owned(old)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""The journal of a working folder: finished tensors, written down beside half-filled shards."""
+
+import fcntl
+import json
+import os
+import re
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.file_names import SOURCE_README
+from lowbit.formats.layout.manifest import MANIFEST_FILE, OutputTensor
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
+
+JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through to its place
+# Files of every run; what is passed through from a source is written down in the journal.
+ALWAYS_OURS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors"
+    rf"|{'|'.join(map(re.escape, (INDEX_FILE, CONFIG_FILE, MANIFEST_FILE, SOURCE_README)))}"
+    rf"|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that is done.
+
+    Attributes:
+        step: its number in the plan.
+        source_sha256: of the source tensor's bytes.
+        tensors: those written, with hashes.
+        quality: None unless quantized.
+    """
+
+    step: int
+    source_sha256: str
+    tensors: tuple[OutputTensor, ...]
+    quality: WeightQuality | None
+
+
+class Journal:
+    """Appends finished steps; a line is a step, the first line names the plan."""
+
+    def __init__(self, file: BinaryIO, finished: list[Finished]) -> None:
+        """Wrap an open, locked file positioned at its end."""
+        self._file = file
+        self.finished = finished
+
+    def append(self, finished: Finished) -> None:
+        """Record a step whose bytes have all been handed to the file system."""
+        self._file.write(_line(asdict(finished)))
+        self._file.flush()
+        self.finished.append(finished)
+
+
+@contextmanager
+def open_journal(
+    folder: Path, digest: str, overwrite: bool, files: Collection[str], hint: str
+) -> Iterator[Journal]:
+    """Open and lock the journal of a folder, with the steps that earlier runs finished.
+
+    Work of another plan is finished tensors or calibrated layers. Layers without a readable
+    journal stay: the run that calibrates reads in each file which plan it is of.
+
+    Args:
+        folder: where the shards are built.
+        digest: of the plan.
+        overwrite: throw away the work of another plan.
+        files: names that this run will write beside `ALWAYS_OURS`.
+        hint: what a user can do about work of another plan.
+
+    Raises:
+        ResourceError: another conversion is writing to the folder, one of another plan has
+            done work there, or somebody else put something there.
+    """
+    with (folder / JOURNAL_FILE).open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResourceError(
+                f"another conversion is writing to `{folder}`", hint="wait for it, or stop it"
+            ) from None
+        file.seek(0)
+        begun, rows, good = _read(file)
+        named = {name for row in (begun, *rows) for name in row.get("files", ())}
+        _check_owned(folder, named.union(files))
+        finished = [_finished(row) for row in rows if "step" in row]
+        if begun.get("plan") != digest:
+            calibrated = list(folder.glob(f"{CALIBRATED}*"))
+            if "plan" in begun and (finished or calibrated):
+                if not overwrite:
+                    raise ResourceError(
+                        f"`{folder}` holds an interrupted conversion with another recipe or "
+                        "source, or by another release",
+                        hint=hint,
+                    )
+                for path in calibrated:
+                    path.unlink()
+            finished, good = [], 0
+        # A line cut short by a crash would swallow the next one.
+        file.truncate(good)
+        file.seek(0, os.SEEK_END)
+        if not good:
+            file.write(_line({"plan": digest, "files": sorted(named.union(files))}))
+        elif not named.issuperset(files):
+            file.write(_line({"files": sorted(files)}))
+        file.flush()
+        yield Journal(file, finished)
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    """A line of the journal: a checksum, by which damage is told, and a JSON object."""
+    text = json.dumps(content).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _read(file: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """First line, those after it, and their length in bytes, up to what a crash has damaged."""
+    lines: list[dict[str, Any]] = []
+    good = 0
+    for line in file:
+        checksum, _, text = line.partition(b" ")
+        text = text.removesuffix(b"\n")
+        if line != b"%s %s\n" % (checksum, text) or checksum != b"%08x" % zlib.crc32(text):
+            break
+        row = _parse(text)
+        if row is None:
+            break
+        lines.append(row)
+        good += len(line)
+    return (lines[0] if lines else {}), lines[1:], good
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """The object of a line, or None where it is none of the journal's, whatever its checksum."""
+    try:
+        row: dict[str, Any] = json.loads(text)
+        if "step" in row:
+            _finished(row)
+        if not all(isinstance(name, str) for name in row.get("files", ())):
+            return None
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return None
+    return row
+
+
+def _check_owned(folder: Path, named: Collection[str]) -> None:
+    """Refuse a working folder with something in it that no conversion wrote."""
+    for path in sorted(folder.iterdir()):
+        known = path.name in named or ALWAYS_OURS.fullmatch(path.name)
+        if not known or path.is_symlink() or path.is_dir():
+            raise ResourceError(
+                f"`{path}` was not written by lowbit-convert", hint="move it out of the folder"
+            )
+
+
+def _finished(content: dict[str, Any]) -> Finished:
+    tensors = tuple(
+        OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
+    )
+    quality = content["quality"] and WeightQuality(**content["quality"])
+    return Finished(content["step"], content["source_sha256"], tensors, quality)

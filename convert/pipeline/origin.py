@@ -1,0 +1,231 @@
+"""Finding the original of a packed folder again, and making sure that it is the original.
+
+lowbit.json is published, so it names a local original by hashes alone. Where such an original lies
+is kept in the user's state folder; nothing found there, or beside the packed folder, is trusted
+before its hashes are those of lowbit.json.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, ResourceError
+from lowbit.formats.files.atomic import replace_files
+from lowbit.formats.files.reading import check_regular, read_bytes
+from lowbit.formats.files.user_folders import user_folder
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, Source, SourceTensor
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    TensorInfo,
+    open_checkpoint,
+)
+from lowbit.formats.safetensors.hashing import hash_file, hash_tensor
+
+TOKENIZER_FILE = "tokenizer.json"
+NAME_IT = "name it with --source, a folder or a Hub id"
+NAME_ANOTHER = "this is another model; name the folder or Hub id that was converted"
+
+Ask = Callable[[str], str]  # a question for the user -> the answer
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Folders that may be the original; at least one.
+
+    Attributes:
+        candidates: the likeliest first.
+        manifest: of the packed folder, None where it has none to check a candidate by.
+        guessed: True where they were found, and not named by anybody.
+        repo: Hub id of the original, where it has been fetched.
+        hint: what to do where none of them is the original.
+    """
+
+    candidates: tuple[Path, ...]
+    manifest: Manifest | None
+    guessed: bool = False
+    repo: str | None = None
+    hint: str = NAME_IT
+
+    def confirmed(self, progress: Progress) -> Path:
+        """The first candidate whose tensors have the hashes of lowbit.json.
+
+        It is remembered, so that nobody is asked for it twice.
+
+        Args:
+            progress: called with ("source", bytes done, bytes in all).
+
+        Raises:
+            FormatError: no candidate is the original, naming what differs in the first.
+        """
+        if self.manifest is None:
+            return self.candidates[0]
+        refused: list[FormatError] = []
+        for folder in self.candidates:
+            try:
+                check_origin(self.manifest, folder, progress)
+            except FormatError as error:
+                refused.append(error)
+            else:
+                if self.manifest.source.repo is None:
+                    remember(self.manifest.source, folder)
+                return folder
+        more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
+        raise FormatError(f"{refused[0]}{more}", hint=self.hint)
+
+
+def find_origin(
+    folder: Path, manifest: Manifest | None, given: str | None, ask: Ask | None
+) -> Origin:
+    """Find the folders that may hold the original of a packed one.
+
+    The user's word comes first, then the Hub id in lowbit.json, then the remembered folder and
+    those beside the packed one, and at last the user's answer to a question.
+
+    Args:
+        folder: packed checkpoint.
+        manifest: content of its lowbit.json, if there is one.
+        given: folder or Hub id named by the user.
+        ask: puts a question to the user; None where nobody is there to answer.
+
+    Raises:
+        CheckpointError: the original is not known, or cannot be fetched.
+    """
+    if given is not None:
+        return _located(given, None, manifest, NAME_ANOTHER)
+    if manifest is not None and manifest.source.repo is not None:
+        return _located(manifest.source.repo, manifest.source.commit, manifest)
+    known = None if manifest is None else recall(manifest.source)
+    if manifest is not None:
+        found = tuple(_look_around(folder, manifest, known))
+        if found:
+            return Origin(found, manifest, guessed=True)
+    if ask is not None:
+        answer = ask(f"Where is the original of {folder}? A folder or a Hub id").strip()
+        return _located(answer, None, manifest, NAME_ANOTHER)
+    lost = "" if known is None else f"; it was `{known}`, which is not there any more, or changed"
+    raise CheckpointError(f"`{folder}` does not say where its original is{lost}", hint=NAME_IT)
+
+
+def _located(
+    source: str, revision: str | None, manifest: Manifest | None, hint: str = NAME_IT
+) -> Origin:
+    found = locate(source, revision)
+    return Origin((found.folder,), manifest, repo=found.repo, hint=hint)
+
+
+def _look_around(folder: Path, manifest: Manifest, known: Path | None) -> Iterator[Path]:
+    """The remembered folder and those beside the packed one, if config and headers fit."""
+    here = folder.resolve()
+    beside: Sequence[Path] = ()
+    with suppress(OSError):
+        beside = sorted(here.parent.iterdir())
+    tried = {here}
+    for path in (*([] if known is None else [known]), *beside):
+        with suppress(LowbitError, OSError, RuntimeError):  # the last of a loop of links
+            if path.resolve() not in tried and (path / CONFIG_FILE).exists():
+                tried.add(path.resolve())
+                _check_headers(manifest, path)
+                yield path
+
+
+def check_origin(manifest: Manifest, source: Path, progress: Progress) -> int:
+    """Make sure that a folder holds the original; the number of its tensors.
+
+    Args:
+        manifest: of the packed folder.
+        source: folder to check.
+        progress: called with ("source", bytes done, bytes in all).
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        FormatError: naming the first file or tensor that is not the original's.
+    """
+    tensors = _check_headers(manifest, source)
+    total, done = sum(info.nbytes for info in tensors), 0
+    lock = Lock()
+
+    def digest(info: TensorInfo) -> str:
+        nonlocal done
+        found = hash_tensor(source / info.file, info)
+        with lock:
+            done += info.nbytes
+            progress("source", done, total)
+        return found
+
+    with ThreadPoolExecutor(core_count()) as pool:
+        try:
+            for row, found in zip(manifest.source_tensors, pool.map(digest, tensors), strict=True):
+                if found != row.sha256:
+                    raise FormatError(
+                        f"`{row.name}` in `{source}` has other bytes than the original that was "
+                        "converted"
+                    )
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return len(tensors)
+
+
+def _check_headers(manifest: Manifest, source: Path) -> list[TensorInfo]:
+    """The tensors in the order of lowbit.json, if all but their bytes is the original's."""
+    try:
+        config = read_bytes(source / CONFIG_FILE, MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"`{source}` is not a checkpoint: it has no {CONFIG_FILE}") from None
+    if hashlib.sha256(config).hexdigest() != manifest.source.config_sha256:
+        raise FormatError(f"`{CONFIG_FILE}` in `{source}` is not that of the original")
+    tensors = open_checkpoint(source).tensors
+    extra = tensors.keys() - {row.name for row in manifest.source_tensors}
+    if extra:
+        raise FormatError(f"`{min(extra)}` in `{source}` is not in {MANIFEST_FILE}")
+    for row in manifest.source_tensors:
+        _check_header(row, tensors.get(row.name), source)
+    for file in manifest.files:
+        if file.name == TOKENIZER_FILE and (source / file.name).exists():
+            check_regular(source / file.name)
+            if hash_file(source / file.name) != file.sha256:
+                raise FormatError(f"`{file.name}` in `{source}` is not that of the original")
+    return [tensors[row.name] for row in manifest.source_tensors]
+
+
+def _check_header(row: SourceTensor, info: TensorInfo | None, source: Path) -> None:
+    if info is None:
+        raise FormatError(f"`{row.name}` is not in `{source}`: this is not the original")
+    if (info.dtype_name, info.shape) != (row.dtype, row.shape):
+        raise FormatError(
+            f"`{row.name}` in `{source}` is {info.dtype_name} {list(info.shape)}, the "
+            f"original {row.dtype} {list(row.shape)}"
+        )
+
+
+def remember(source: Source, folder: Path) -> None:
+    """Note for later commands of this user where an original lies.
+
+    A state folder that cannot be written to only means that somebody is asked later.
+    """
+    with suppress(OSError, RuntimeError, ResourceError):
+        note = _note_of(source)
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_files({note: os.fsencode(folder.resolve()) + b"\n"})
+
+
+def recall(source: Source) -> Path | None:
+    """The folder that `remember` noted, which may hold anything by now; None without a note."""
+    with suppress(OSError, RuntimeError, CheckpointError):
+        found = os.fsdecode(read_bytes(_note_of(source), max_bytes=10_000).removesuffix(b"\n"))
+        if Path(found).is_absolute() and "\0" not in found:
+            return Path(found)
+    return None
+
+
+def _note_of(source: Source) -> Path:
+    name = hashlib.sha256(f"{source.config_sha256} {source.weights_sha256}".encode()).hexdigest()
+    return user_folder("XDG_STATE_HOME", ".local/state") / "originals" / name[:32]

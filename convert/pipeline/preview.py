@@ -1,0 +1,83 @@
+"""`plan`: what a conversion would do, from headers and config alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.convert.pipeline.folder import check_small_files, passed_through
+from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
+from lowbit.convert.plan.plan import Plan, make_plan, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import part_of, read_config
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.locate import hub_id, locate, remote_headers
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A plan and what follows from it.
+
+    Attributes:
+        source: as the user named it.
+        plan: the fate of every tensor.
+        other_bytes: of the files passed through.
+        peak_ram: resident bytes of the conversion, at most.
+        vllm: why vLLM could not load the result; empty where it can.
+        unserved: why lowbit-run could not serve it; None where it can.
+        run_bytes: what its decoder's weights take on a GPU.
+        context: tokens that a sequence is counted with.
+        sequence_bytes: keys, values and states of such a sequence in BF16 (two of each state).
+    """
+
+    source: str
+    plan: Plan
+    other_bytes: int
+    peak_ram: int
+    vllm: tuple[str, ...]
+    unserved: str | None
+    run_bytes: int
+    context: int
+    sequence_bytes: int
+
+
+def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: int) -> Preview:
+    """Plan the conversion of a folder or a Hub id without reading a weight.
+
+    Raises:
+        LowbitError: whatever would stop the conversion before it starts.
+    """
+    on_hub = None if Path(source).exists() else hub_id(source, revision)
+    if on_hub is None:
+        folder = locate(source, revision).folder
+        checkpoint = open_checkpoint(folder)
+        config, tensors = checkpoint.config, checkpoint.tensors
+        sizes = {name: (folder / name).stat().st_size for name in check_small_files(folder)}
+    else:
+        remote = remote_headers(*on_hub)
+        config, tensors, sizes = remote.config, remote.tensors, remote.other_files
+    plan = make_plan(config, tensors, recipe, max_shard_bytes)
+    sizes_of = read_config(config)
+    if on_hub is None:
+        load_generation_config(folder, sizes_of.vocab_size)  # checks it
+    context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
+    workers = core_count()
+    elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))
+    return Preview(
+        source=source,
+        plan=plan,
+        other_bytes=sum(sizes[name] for name in passed_through(sizes)),
+        peak_ram=peak_estimate(elements, workers),
+        vllm=tuple(vllm_verdict(plan)),
+        unserved=runtime_verdict(plan),
+        run_bytes=sum(
+            step.output_bytes
+            for step in plan.steps
+            if part_of(config, step.source.name) == "decoder"
+        ),
+        context=context,
+        sequence_bytes=kv_bytes(sizes_of, context, 2) + 2 * state_bytes(sizes_of, 2),
+    )

@@ -1,0 +1,287 @@
+"""Reading, quantizing and writing, a block of rows at a time: memory does not grow with the model.
+
+Four stages overlap: read, hash the source, quantize and measure, hash and write. Quantizing has a
+thread a core, the others one; blocks leave every stage in order, so results do not depend on
+timing.
+"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.store import Calibrated
+from lowbit.convert.measure.weights import WeightSums
+from lowbit.convert.pipeline.journal import Finished
+from lowbit.convert.plan.plan import Plan, Step
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.manifest import OutputTensor
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack
+from lowbit.formats.layout.rtn import ScaleRule, quantize
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.packed import FLOATS
+from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint, TensorInfo
+
+READ_AHEAD = 2  # blocks a stage may be ahead of the next
+Progress = Callable[[int], None]  # bytes of the source done since the last call
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class _Work:
+    """A step under way; hashes and sums grow block by block, in order."""
+
+    number: int
+    step: Step
+    source_hash: Any = field(default_factory=hashlib.sha256)
+    hashes: dict[str, Any] = field(default_factory=dict)
+    sums: WeightSums = field(default_factory=WeightSums)
+    scale_min: float = float("inf")
+    scale_max: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some rows of a source tensor."""
+
+    work: _Work
+    start: int  # first row
+    rows: Tensor
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a block became: parts of output tensors by name, on the CPU."""
+
+    block: _Block
+    parts: tuple[tuple[str, Tensor], ...]
+    sums: WeightSums
+    scales: tuple[float, float]
+
+
+def stream(
+    plan: Plan,
+    source: Checkpoint,
+    folder: Path | None,
+    record: Callable[[Finished], None],
+    todo: Iterable[int],
+    elements: int,
+    device: torch.device,
+    progress: Progress,
+    calibrated: Calibrated | None = None,
+) -> None:
+    """Carry out steps of a plan into the shards of `folder`.
+
+    Args:
+        plan: decides everything.
+        source: opened checkpoint.
+        folder: where the shards lie, created and sized; None to hash without writing.
+        record: called with every finished step.
+        todo: numbers of the steps to do, in order.
+        elements: weights in a block.
+        device: where codes are computed; the result does not depend on it.
+        progress: called with the source bytes done.
+        calibrated: linears whose codes are chosen already.
+
+    Raises:
+        QuantizationError: a tensor holds NaN or Inf.
+        CheckpointError: a source file is cut short while it is read.
+        OSError: the disk is full.
+    """
+    places = {info.name: info for shard in plan.shards for info in shard.tensors}
+    with ExitStack() as stack:
+        files = {
+            shard.file: stack.enter_context((folder / shard.file).open("r+b", buffering=0))
+            for shard in plan.shards
+            if folder is not None
+        }
+        stack.enter_context(_one_thread_an_operation())
+        reader, hasher, writer = (stack.enter_context(_Pool(1)) for _ in range(3))
+        workers = stack.enter_context(_Pool(core_count()))
+        writes: deque[Future[None]] = deque()
+
+        def put(made: _Made) -> None:
+            work = made.block.work
+            for name, data in made.parts:
+                info = places[name]
+                start = 0 if name.endswith(SHAPE) else made.block.start
+                view = data.contiguous().view(-1).view(torch.uint8).numpy().data
+                work.hashes.setdefault(name, hashlib.sha256()).update(view)
+                if files:
+                    write_at(files[info.file].fileno(), info.offset + start * info.row_bytes, view)
+            work.sums.merge(made.sums)
+            work.scale_min = min(work.scale_min, made.scales[0])
+            work.scale_max = max(work.scale_max, made.scales[1])
+            if made.block.last:
+                record(_finished(work, places))
+
+        tasks = _tasks(plan, todo, elements)
+        read = _overlap(reader, lambda task: _read(source, task), tasks)
+        hashed = _overlap(hasher, _hash_source, read)
+        rule = plan.recipe.rule
+        make = partial(_make, source=source, rule=rule, device=device, calibrated=calibrated)
+        for made in _overlap(workers, make, hashed):
+            writes.append(writer.submit(put, made))
+            while len(writes) > READ_AHEAD:
+                writes.popleft().result()
+            progress(made.block.rows.nbytes)
+        for write in writes:
+            write.result()
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that drop what is queued when the conversion fails."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(max_workers=threads)
+        self.threads = threads
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """Blocks run side by side instead: cheaper than splitting each small operation over cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _overlap(
+    pool: _Pool, work: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """`map(work, items)` in the pool's threads, in order, few results ahead."""
+    ahead: deque[Future[Result]] = deque()
+    for item in items:
+        ahead.append(pool.submit(work, item))
+        if len(ahead) > READ_AHEAD + pool.threads - 1:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
+
+
+def _tasks(
+    plan: Plan, todo: Iterable[int], elements: int
+) -> Iterator[tuple[_Work, int, int, bool]]:
+    """(work, first row, last row + 1, whether it ends the tensor) of every block."""
+    for number in todo:
+        work = _Work(number, plan.steps[number])
+        total = _row_count(work.step.source)
+        rows = _rows(work.step.source, elements)
+        for start in range(0, max(1, total), rows):  # no rows are a block too
+            stop = min(start + rows, total)
+            yield work, start, stop, stop == total
+
+
+def _row_count(info: TensorInfo) -> int:
+    """Rows of a tensor; one without dimensions is a single row."""
+    return info.shape[0] if info.shape else 1
+
+
+def _rows(info: TensorInfo, elements: int) -> int:
+    """Rows of a tensor in a block of `elements` weights."""
+    return max(1, elements * info.dtype.itemsize // max(1, info.row_bytes))
+
+
+def _read(source: Checkpoint, task: tuple[_Work, int, int, bool]) -> _Block:
+    work, start, stop, last = task
+    return _Block(work, start, source.read_rows(work.step.source.name, start, stop), last)
+
+
+def _hash_source(block: _Block) -> _Block:
+    block.work.source_hash.update(block.rows.view(-1).view(torch.uint8).numpy().data)
+    return block
+
+
+def _make(
+    block: _Block,
+    source: Checkpoint,
+    rule: ScaleRule,
+    device: torch.device,
+    calibrated: Calibrated | None,
+) -> _Made:
+    """Quantize, pack and measure the rows of a block, or pass them on."""
+    step = block.work.step
+    # The sum is finite unless a value is not, or values are so large that only a closer look tells.
+    if block.rows.dtype in FLOATS and not torch.isfinite(block.rows.sum(dtype=torch.float32)):
+        _check_finite(block, source)
+    sums = WeightSums()
+    if step.scheme is None:
+        copied = tuple((name, block.rows) for name, _, _ in step.outputs)
+        return _Made(block, copied, sums, (0.0, 0.0))
+    w = block.rows.to(device)
+    if calibrated is not None and step.module is not None and step.module in calibrated.files:
+        rows = (block.start, block.start + len(w))
+        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *rows)
+        codes, scale = (part.to(device) for part in chosen)
+    else:
+        codes, scale = quantize(w, step.scheme, rule)
+    packed = pack(codes, step.scheme.bits)
+    # Measured on what a reader will decode, not on what was meant to be written.
+    read = dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale)
+    sums.add(w, read, scale, step.scheme)
+    scales = (float(scale.min()), float(scale.max()))
+    parts = [(f"{step.module}.{PACKED}", packed.cpu()), (f"{step.module}.{SCALE}", scale.cpu())]
+    if block.last:
+        shape = torch.tensor(step.source.shape, dtype=torch.int64)
+        parts.append((f"{step.module}.{SHAPE}", shape))
+    return _Made(block, tuple(parts), sums, scales)
+
+
+def _check_finite(block: _Block, source: Checkpoint) -> None:
+    if torch.isfinite(block.rows).all():
+        return
+    info = block.work.step.source
+    nan = inf = 0
+    total = _row_count(info)
+    for start in range(0, total, len(block.rows)):
+        rows = source.read_rows(info.name, start, min(start + len(block.rows), total))
+        nan += int(torch.isnan(rows).sum())
+        inf += int(torch.isinf(rows).sum())
+    raise QuantizationError(
+        f"`{info.name}` holds {nan} NaN and {inf} infinite values",
+        hint="the checkpoint is damaged; download it again or ask its author",
+    )
+
+
+def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
+    step = work.step
+    tensors = []
+    for name, dtype, shape in step.outputs:
+        is_scale = step.scheme is not None and name.endswith(SCALE)
+        tensors.append(
+            OutputTensor(
+                name=name,
+                dtype=DTYPE_NAMES[dtype],
+                shape=shape,
+                file=places[name].file,
+                sha256=work.hashes[name].hexdigest(),
+                scale_min=work.scale_min if is_scale else None,
+                scale_max=work.scale_max if is_scale else None,
+            )
+        )
+    quality = work.sums.finish(step.module or "", step.scheme) if step.scheme else None
+    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), quality)
+
+
+def write_at(descriptor: int, offset: int, view: memoryview) -> None:
+    """Write all of `view` at a byte offset."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)

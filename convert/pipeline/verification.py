@@ -1,0 +1,203 @@
+"""`verify`: compare a packed folder with its architecture, lowbit.json and original."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.pipeline.derivation import check_derived
+from lowbit.convert.pipeline.origin import check_origin
+from lowbit.formats.errors import FormatError, RequestError
+from lowbit.formats.files.reading import check_regular
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.layout.packing import SHAPE
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE, TensorInfo
+from lowbit.formats.safetensors.hashing import hash_file, hash_shard
+
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Record of a verification; every check passed.
+
+    Attributes:
+        folder: packed checkpoint.
+        files: hashed and equal to the manifest.
+        tensors: likewise.
+        size_bytes: of the files.
+        source_tensors: hashed in the original and equal; None where it was not given.
+        derived: True where all tensors were made again from the source, and are equal.
+        not_derived: why they were not; None where they were, or no source was given.
+        unlisted: files beside the checkpoint that the manifest does not name.
+    """
+
+    folder: Path
+    files: int
+    tensors: int
+    size_bytes: int
+    source_tensors: int | None
+    derived: bool
+    not_derived: str | None
+    unlisted: tuple[str, ...]
+
+
+def verify_folder(
+    folder: Path,
+    source: str | None,
+    progress: Progress,
+    calib: Path | None = None,
+    device: str = "cpu",
+) -> Verification:
+    """Check layout and completeness against the architecture, bytes against lowbit.json.
+
+    Args:
+        folder: packed checkpoint.
+        source: original to compare with the recorded hashes and to quantize again, or None.
+        progress: called with (phase, bytes done, bytes in all).
+        calib: text of a calibrated method, the bundled one where left out.
+        device: where to quantize again.
+
+    Raises:
+        FormatError: naming the first file or tensor that differs.
+        CheckpointError: a damaged or missing file.
+        RequestError: a text for a folder that was not calibrated.
+    """
+    packed = open_packed(folder)
+    manifest = packed.manifest
+    if manifest is None:
+        raise FormatError(
+            f"`{folder}` has no {MANIFEST_FILE}, nothing to verify against",
+            hint="layout and completeness are fine; only lowbit-convert writes hashes",
+        )
+    if calib is not None and manifest.calibration is None:
+        raise RequestError(f"`{folder}` was not calibrated on a text", hint="leave out --calib")
+    original = None if source is None else locate(source).folder  # before long hashing
+    check_recorded(packed, manifest, progress)
+    compared, reason = None, None
+    if original is not None:
+        compared = check_origin(manifest, original, progress)
+        made = manifest.calibration
+        request = (
+            CalibrationRequest(calib)
+            if made is None
+            else CalibrationRequest(calib, made.samples, made.length, made.chat)
+        )
+        reason = check_derived(manifest, original, request, device, progress)
+    listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
+    return Verification(
+        folder=folder,
+        files=len(manifest.files),
+        tensors=len(manifest.tensors),
+        size_bytes=sum(file.size_bytes for file in manifest.files),
+        source_tensors=compared,
+        derived=source is not None and reason is None,
+        not_derived=reason,
+        unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
+    )
+
+
+def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
+    """Compare every tensor and file of a packed folder with its lowbit.json.
+
+    Args:
+        packed: the opened folder.
+        manifest: its lowbit.json.
+        progress: called with ("verify", bytes done, bytes in all).
+
+    Raises:
+        FormatError: naming the first file or tensor that differs.
+        CheckpointError: a file that cannot be read, or lies outside the folder.
+    """
+    _check_layout(packed, manifest)
+    _check_shapes(packed)
+    _check_files(packed, manifest, progress)
+
+
+def _check_layout(packed: PackedCheckpoint, manifest: Manifest) -> None:
+    found = packed.checkpoint.tensors
+    listed = {tensor.name: tensor for tensor in manifest.tensors}
+    for name in sorted(found.keys() ^ listed.keys()):
+        where = "the weights" if name in found else MANIFEST_FILE
+        raise FormatError(f"`{name}` is only in {where}")
+    for name, info in found.items():
+        expected = (listed[name].dtype, listed[name].shape, listed[name].file)
+        if (info.dtype_name, info.shape, info.file) != expected:
+            raise FormatError(
+                f"`{name}`: {info.dtype_name} {list(info.shape)} in `{info.file}`, "
+                f"{MANIFEST_FILE} says {expected[0]} {list(expected[1])} in `{expected[2]}`"
+            )
+
+
+def _check_shapes(packed: PackedCheckpoint) -> None:
+    """Compare every `weight_shape` with the architecture."""
+    for spec in packed.specs:
+        if packed.schemes.get(spec.module) is None:
+            continue
+        name = f"{spec.module}.{SHAPE}"
+        found = packed.checkpoint.read(name).tolist()
+        if found != list(spec.shape):
+            raise FormatError(f"`{name}` holds {found}, expected {list(spec.shape)}")
+
+
+def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:
+    folder, tensors = packed.checkpoint.folder, packed.checkpoint.tensors
+    by_file: dict[str, list[TensorInfo]] = {}
+    for info in tensors.values():
+        by_file.setdefault(info.file, []).append(info)
+    listed = {file.name for file in manifest.files}
+    for name in (*by_file, CONFIG_FILE, INDEX_FILE):
+        if name not in listed and (folder / name).exists():
+            raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
+    expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
+    total, done = sum(file.size_bytes for file in manifest.files), 0
+    lock = Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress("verify", done, total)
+
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            check_regular(path, folder)
+        except FileNotFoundError:
+            raise FormatError(f"`{file.name}` is missing from `{folder}`") from None
+        if path.stat().st_size != file.size_bytes:
+            raise FormatError(
+                f"`{file.name}` has {path.stat().st_size} bytes, expected {file.size_bytes}"
+            )
+    shards = {file.name for file in manifest.files if file.name in by_file}
+    others = [file for file in manifest.files if file.name not in shards]
+    with ThreadPoolExecutor(core_count()) as pool:
+        found = {
+            name: pool.submit(hash_shard, folder / name, by_file[name], advance) for name in shards
+        }
+        for file in others:
+            _require(file.name, hash_file(folder / file.name), file.sha256)
+            advance(file.size_bytes)
+        for file in manifest.files:
+            if file.name not in shards:
+                continue
+            whole, parts = found[file.name].result()
+            for name, digest in parts.items():
+                _require(name, digest, expected[name], f" in `{file.name}`")
+            _require(file.name, whole, file.sha256)
+    progress("verify", total, total)
+
+
+def _require(name: str, found: str, expected: str, where: str = "") -> None:
+    """Refuse a file or tensor whose hash is not the recorded one."""
+    if found != expected:
+        raise FormatError(
+            f"`{name}`{where} is not what {MANIFEST_FILE} says (sha256 {found[:12]}…, expected "
+            f"{expected[:12]}…)",
+            hint="the file was changed or damaged; convert or download it again",
+        )

@@ -1,0 +1,73 @@
+"""A cache of sensitivities, so that nobody measures them twice."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from lowbit.formats.files.atomic import check_place, disk_errors, replace_files
+from lowbit.formats.files.user_folders import user_folder
+from lowbit.formats.layout.manifest import SourceTensor, weights_digest
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.safetensors.hashing import hash_tensor
+
+ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, take less
+
+
+def cache_file(identity: dict[str, Any]) -> Path:
+    """Place of the measurement with this identity, below XDG_CACHE_HOME or ~/.cache.
+
+    Args:
+        identity: all that the figures depend on, as JSON values.
+    """
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return user_folder("XDG_CACHE_HOME", ".cache") / "sensitivity" / f"{name[:32]}.json"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, and the folders above it.
+
+    Raises:
+        ResourceError: the place cannot be written to, or the disk is full.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_files({path: content})
+
+
+def check_file(path: Path) -> None:
+    """Make sure, before a measurement, that `write_file` can write its figures.
+
+    Raises:
+        ResourceError: as `write_file`.
+    """
+    with disk_errors(path=path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path, ROOM_BYTES)
+
+
+def hash_weights(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> str:
+    """The hash over all tensors that lowbit.json names as `weights_sha256`.
+
+    Args:
+        checkpoint: what to read.
+        progress: called with (bytes done, bytes in all).
+    """
+    total, done = sum(info.nbytes for info in checkpoint.tensors.values()), 0
+    lock = Lock()
+
+    def one(name: str) -> SourceTensor:
+        nonlocal done
+        info = checkpoint.tensors[name]
+        digest = hash_tensor(checkpoint.folder / info.file, info)
+        with lock:
+            done += info.nbytes
+            progress(done, total)
+        return SourceTensor(name, info.dtype_name, info.shape, "copied", "", digest)
+
+    with ThreadPoolExecutor(core_count()) as pool:
+        return weights_digest(pool.map(one, checkpoint.tensors))

@@ -1,0 +1,334 @@
+"""The plan of a conversion, made from headers and config alone: nothing is decided later."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import (
+    Part,
+    is_carried,
+    is_tied,
+    never_quantized,
+    part_of,
+    tensor_table,
+    untied,
+)
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.hub.locate import HUB_ID
+from lowbit.formats.layout.manifest import Fate, json_bytes
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
+from lowbit.formats.layout.quantization_config import (
+    KEY,
+    method_of,
+    unserved,
+    write_quantization_config,
+)
+from lowbit.formats.layout.rtn import SCALE_DTYPE
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.packed import FLOATS
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
+from lowbit.formats.safetensors.shards import Shard, lay_out
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
+HEAD = "lm_head.weight"
+NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
+
+Output = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One source tensor and what becomes of it.
+
+    Attributes:
+        source: where it is read.
+        fate: quantized, copied or dropped.
+        reason: why it is dropped or left as it is.
+        module: the linear it is the weight of (a tied embedding is lm_head's); None for others.
+        scheme: None unless quantized.
+        outputs: tensors written, (name, dtype, shape).
+        rereads: True where another step reads the same tensor and accounts for it.
+    """
+
+    source: TensorInfo
+    fate: Fate
+    reason: str
+    module: str | None
+    scheme: Scheme | None
+    outputs: tuple[Output, ...]
+    rereads: bool = False
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes this step writes."""
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole conversion.
+
+    Attributes:
+        config: config.json of the result.
+        recipe: rules that decided the schemes.
+        steps: decoder in the order of the forward pass, head, multi-token prediction, vision; a
+            tied head that is quantized reads the embedding a second time.
+        shards: the files to be.
+        schemes: of every linear module.
+    """
+
+    config: Mapping[str, Any]
+    recipe: Recipe
+    steps: tuple[Step, ...]
+    shards: tuple[Shard, ...]
+    schemes: Mapping[str, Scheme | None]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors, each counted once."""
+        return sum(step.source.nbytes for step in self.steps if not step.rereads)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def parameters(self) -> dict[Part, int]:
+        """Weights of the source by part, a stale copy of a tied embedding left out."""
+        counts: dict[Part, int] = {}
+        for step in self.steps:
+            part = part_of(self.config, step.source.name)
+            if not step.rereads and not (part == "decoder" and step.fate == "dropped"):
+                counts[part] = counts.get(part, 0) + math.prod(step.source.shape)
+        return counts
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the decoder's linears, head included, over their weights."""
+        bits = weights = 0
+        for step in self.steps:
+            decodes = part_of(self.config, step.source.name) == "decoder"
+            if decodes and step.module is not None and step.fate != "dropped":
+                bits += 8 * step.output_bytes
+                weights += math.prod(step.source.shape)
+        return bits / weights if weights else 0.0
+
+    def digest(self) -> str:
+        """Identifies recipe, source headers, layout and release: equal in a resumed run."""
+        content = {
+            "lowbit": version("lowbit"),
+            "recipe": self.recipe.to_json(),
+            "config": dict(self.config),
+            "sources": [
+                [step.source.name, step.source.dtype_name, step.source.shape, step.fate]
+                for step in self.steps
+            ],
+            "shards": [hashlib.sha256(shard.header).hexdigest() for shard in self.shards],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    recipe: Recipe,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Plan:
+    """Decide the fate of every tensor of a source.
+
+    Args:
+        config: its config.json.
+        tensors: its headers.
+        recipe: which linear gets which scheme.
+        max_shard_bytes: limit of an output file.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        CheckpointError: a tensor is missing, extra, misshapen or of an unexpected dtype; or the
+            result's config.json would be longer than readers allow.
+        QuantizationError: the source is quantized already, or the recipe does not fit.
+    """
+    method = method_of(config)
+    if method is not None:
+        raise QuantizationError(
+            f"the source is already quantized (`{method}`)",
+            hint="convert from the BF16 checkpoint",
+        )
+    table = tensor_table(config, tensors)
+    tied = is_tied(config)
+    carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
+    check_tensors(table, {n: info for n, info in tensors.items() if n not in carried}, tied)
+    if recipe.drop_vision and not carried:
+        raise QuantizationError(
+            "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
+        )
+    schemes = recipe.schemes(table)
+    if tied and schemes["lm_head"] is None:
+        del schemes["lm_head"]  # it stays the embedding
+    steps = _steps(table, tensors, tied, schemes)
+    steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
+    out_config = _published(untied(config) if schemes.get("lm_head") else config)
+    kept = [step.source.name for step in steps if step.fate != "dropped"]
+    out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
+    _check_length(out_config)
+    outputs = [output for step in steps for output in step.outputs]
+    shards = lay_out(outputs, max_shard_bytes)
+    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
+
+
+def _check_length(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json that no reader would take: indented it is longer than the source's."""
+    length = len(json_bytes(config))
+    if length > MAX_CONFIG_BYTES:
+        raise CheckpointError(
+            f"{CONFIG_FILE} of the result would have {length} bytes, expected at most "
+            f"{MAX_CONFIG_BYTES}",
+            hint=f"remove from {CONFIG_FILE} the keys that do not describe the model",
+        )
+
+
+def _published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without paths of the machine that saved it; a Hub id stays."""
+    kept = {}
+    for key, value in config.items():
+        named = isinstance(value, str) and value != "" and not HUB_ID.fullmatch(value)
+        if key != NAME_OR_PATH or not named:
+            kept[key] = _published(value) if isinstance(value, dict) else value
+    return kept
+
+
+def check_tensors(
+    table: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo], tied: bool
+) -> None:
+    """Compare a source's headers with its tensor table.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, extra, misshapen or of an
+            unexpected dtype, and how many more there are.
+    """
+    expected = {spec.name: spec for spec in table}
+    missing = [name for name in expected if name not in tensors and not (tied and name == HEAD)]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks `{missing[0]}`{_more(missing)}",
+            hint="config.json and weights do not belong together, or the download is incomplete",
+        )
+    extra = [name for name in tensors if name not in expected]
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint holds `{extra[0]}`{_more(extra)}, which its architecture does not have"
+        )
+    for name, info in tensors.items():
+        if info.shape != expected[name].shape:
+            raise CheckpointError(
+                f"`{name}`: shape {list(info.shape)}, expected {list(expected[name].shape)}",
+                hint="config.json and weights do not belong together",
+            )
+        if info.dtype not in FLOATS:
+            raise CheckpointError(
+                f"`{name}`: dtype {info.dtype_name}, expected BF16, F16 or F32",
+                hint="convert from the BF16 checkpoint" if "8" in info.dtype_name else None,
+            )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _steps(
+    table: Sequence[TensorSpec],
+    tensors: Mapping[str, TensorInfo],
+    tied: bool,
+    schemes: Mapping[str, Scheme | None],
+) -> list[Step]:
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    steps = []
+    for spec in table:
+        if spec.role != "head" or not tied:
+            step = _step(tensors[spec.name], spec, schemes.get(spec.module))
+            if spec.name == embedding and tied and "lm_head" not in schemes:
+                step = replace(step, module="lm_head", reason="embedding and tied head")
+            steps.append(step)
+            continue
+        if spec.name in tensors:
+            reason = "tied: the embedding is used"
+            steps.append(Step(tensors[spec.name], "dropped", reason, spec.module, None, ()))
+        if spec.module in schemes:
+            step = _step(tensors[embedding], spec, schemes[spec.module])
+            reason = "tied to the embedding, untied to be quantized"
+            steps.append(replace(step, reason=reason, rereads=True))
+    return steps
+
+
+def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
+    if scheme is None:
+        reason = "as the recipe says" if spec.quantizable else f"{spec.role}: never quantized"
+        outputs: tuple[Output, ...] = ((spec.name, source.dtype, source.shape),)
+        module = spec.module if spec.quantizable else None
+        return Step(source, "copied", reason, module, None, outputs)
+    N, K = source.shape
+    outputs = tuple(
+        (f"{spec.module}.{suffix}", OUTPUT_DTYPES[suffix], shape)
+        for suffix, shape in packed_shapes(N, K, scheme, spec.module).items()
+    )
+    return Step(source, "quantized", "", spec.module, scheme, outputs)
+
+
+def _carry(source: TensorInfo, dropped: bool) -> Step:
+    """A tensor of the vision tower, whatever it is."""
+    if dropped:
+        return Step(source, "dropped", "vision tower: as the recipe says", None, None, ())
+    outputs = ((source.name, source.dtype, source.shape),)
+    return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
+
+
+def vllm_verdict(plan: Plan) -> list[str]:
+    """Why vLLM could not load the result; empty where it can."""
+    return vllm_reasons(
+        (step.module, step.source.shape, step.scheme)
+        for step in plan.steps
+        if step.scheme is not None and step.module is not None
+    )
+
+
+def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list[str]:
+    """Why vLLM could not load packed linears; empty where it can.
+
+    vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
+    whole rows, N a multiple of 64 and K of 128.
+
+    Args:
+        linears: module, [N, K] and scheme of each.
+    """
+    reasons: dict[str, list[str]] = {}
+    for module, (N, K), scheme in linears:
+        if scheme.bits not in SERVED_BITS:
+            reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
+        if not scheme.symmetric:
+            reasons.setdefault("asymmetric weights", []).append(module)
+        if scheme.group_size not in (None, 32, 64, 128):
+            reasons.setdefault(f"group size {scheme.group_size}", []).append(module)
+        if N % 64:
+            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
+        if K % 128:
+            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
+    return [f"{reason}: `{names[0]}`{_more(names)}" for reason, names in reasons.items()]
+
+
+def runtime_verdict(plan: Plan) -> str | None:
+    """Why lowbit-run could not serve the result; None where it can."""
+    for module, scheme in plan.schemes.items():
+        reason = scheme and unserved(scheme, SERVED_BITS)
+        if reason:
+            return f"{reason}: `{module}`"
+    return None

@@ -1,0 +1,208 @@
+"""A recipe: which linear gets which scheme."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.recipes import AS_STORED as AS_STORED
+from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
+from lowbit.formats.layout.recipes import Base as Base
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.layout.scheme import BITS, GROUP_SIZES, Scheme
+
+Head = Literal["int4", "int8", "bf16"]
+
+VALUE = re.compile(r"(\d+)(?:g(\d+))?", re.ASCII)
+
+HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Bits, and group size where given, for the linears whose name matches a shell pattern.
+
+    The head for multi-token prediction has linears named like the decoder's; only a pattern that
+    begins with `mtp` means them.
+    """
+
+    pattern: str
+    bits: int
+    group_size: int | None = None  # the recipe's
+
+    def matches(self, spec: TensorSpec) -> bool:
+        """Whether it decides the bits of a linear."""
+        meant = spec.role != "mtp" or self.pattern.startswith("mtp")
+        return meant and fnmatchcase(spec.module, self.pattern)
+
+    @classmethod
+    def parse(cls, text: str) -> "Override":
+        """Read `PATTERN=BITS` or `PATTERN=BITSgGROUP`.
+
+        Raises:
+            QuantizationError: not of that form, bits other than 2 to 8 and 16, or a group size
+                that is not supported.
+        """
+        pattern, _, value = text.rpartition("=")
+        match = VALUE.fullmatch(value)
+        if not pattern or match is None:
+            raise QuantizationError(
+                f"`{text}` is not of the form PATTERN=BITS or PATTERN=BITSgGROUP",
+                hint="for example '*.down_proj=8' or '*.down_proj=4g32'",
+            )
+        bits, group = match.groups()
+        if bits not in map(str, (*BITS, AS_STORED)):
+            raise QuantizationError(
+                f"`{text}`: bits must be 2 to 8, or {AS_STORED} to leave the weight as it is"
+            )
+        if group is not None and (int(bits) == AS_STORED or group not in map(str, GROUP_SIZES)):
+            raise QuantizationError(
+                f"`{text}`: a group size is one of {', '.join(map(str, GROUP_SIZES))}, "
+                f"of 2 to 8 bits"
+            )
+        return cls(pattern, int(bits), None if group is None else int(group))
+
+    def __str__(self) -> str:
+        """As it is written on the command line."""
+        group = "" if self.group_size is None else f"g{self.group_size}"
+        return f"{self.pattern}={self.bits}{group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What decides every code, besides the weights.
+
+    Attributes:
+        base: bits by role.
+        group_size: weights that share a scale; None for one scale per row.
+        rule: how scales are chosen.
+        head: bits of lm_head where they differ from the base recipe's.
+        overrides: applied in order, the last match wins.
+        drop_vision: leave the vision tower out instead of taking it along.
+        method: how codes are chosen.
+    """
+
+    base: Base = "int4"
+    group_size: int | None = GROUP_SIZE
+    rule: ScaleRule = "signed"
+    head: Head | None = None
+    overrides: tuple[Override, ...] = ()
+    drop_vision: bool = False
+    method: Method = RTN
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe has."""
+        if self.base not in BITS_BY_ROLE:
+            raise QuantizationError(
+                f"recipe `{self.base}` is not known", hint=f"recipes: {', '.join(BITS_BY_ROLE)}"
+            )
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise QuantizationError(
+                f"group size {self.group_size} is not supported",
+                hint=f"use one of {', '.join(map(str, GROUP_SIZES))} or a whole row",
+            )
+        if self.rule not in get_args(ScaleRule):
+            raise QuantizationError(f"scale rule `{self.rule}` is not known")
+        if self.method.calibrated and self.rule == "absmax":
+            raise QuantizationError(f"method `{self.method}` searches scales; `absmax` does not")
+        if self.head is not None and self.head not in HEAD_BITS:
+            raise QuantizationError(
+                f"head `{self.head}` is not known", hint=f"heads: {', '.join(HEAD_BITS)}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to lowbit.json."""
+        return {
+            "recipe": self.base,
+            "method": str(self.method),
+            "scales": self.rule,
+            "group_size": self.group_size,
+            "lm_head": self.head,
+            "overrides": [str(override) for override in self.overrides],
+            "drop_vision": self.drop_vision,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
+        """What `to_json` wrote.
+
+        Raises:
+            QuantizationError: it was written by another release, or is no recipe.
+        """
+        try:
+            recipe = cls(
+                base=content["recipe"],
+                group_size=content["group_size"],
+                rule=content["scales"],
+                head=content["lm_head"],
+                overrides=tuple(Override.parse(text) for text in content["overrides"]),
+                drop_vision=content["drop_vision"],
+                method=Method.parse(content["method"]),
+            )
+        except (KeyError, TypeError, AttributeError):
+            recipe = None
+        if recipe is None or recipe.to_json() != content:
+            raise QuantizationError(
+                "the recipe in lowbit.json is not one of this release",
+                hint="use the release of lowbit that wrote it",
+            )
+        return recipe
+
+    def schemes(self, table: Sequence[TensorSpec]) -> dict[str, Scheme | None]:
+        """The scheme of every linear module, None for those left as they are.
+
+        Raises:
+            QuantizationError: a pattern matches nothing, a group size does not divide K, a fused
+                set would get two schemes, or nothing is left to quantize.
+        """
+        linears = [spec for spec in table if spec.quantizable]
+        self._check_patterns(linears)
+        schemes: dict[str, Scheme | None] = {}
+        for spec in linears:
+            scheme = self.scheme_of(spec)
+            if scheme is not None:
+                scheme.groups(spec.module, spec.shape[1])
+            schemes[spec.module] = scheme
+        _check_fused_sets(linears, schemes)
+        if not any(schemes.values()):
+            raise QuantizationError(
+                "the recipe quantizes nothing", hint="leave out a --bits PATTERN=16"
+            )
+        return schemes
+
+    def scheme_of(self, spec: TensorSpec) -> Scheme | None:
+        """The scheme of one linear, whether or not it fits; None where it is left as it is."""
+        bits, group = BITS_BY_ROLE[self.base][spec.role], self.group_size
+        if spec.role == "head" and self.head is not None:
+            bits = HEAD_BITS[self.head]
+        for override in self.overrides:
+            if override.matches(spec):
+                bits, group = override.bits, override.group_size or self.group_size
+        return None if bits == AS_STORED else Scheme(bits, group)
+
+    def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:
+        for override in self.overrides:
+            if not any(override.matches(spec) for spec in linears):
+                raise QuantizationError(
+                    f"pattern `{override.pattern}` matches no linear of this model",
+                    hint=f"module names look like `{linears[0].module}`; quote * in the shell",
+                )
+
+
+def _check_fused_sets(linears: Sequence[TensorSpec], schemes: dict[str, Scheme | None]) -> None:
+    """Engines stack a fused set's rows into one matrix, so it needs one scheme."""
+    first: dict[str, str] = {}
+    for spec in linears:
+        if spec.fused_set is None:
+            continue
+        other = first.setdefault(spec.fused_set, spec.module)
+        if schemes[other] != schemes[spec.module]:
+            raise QuantizationError(
+                f"`{other}` ({schemes[other] or 'as stored'}) and `{spec.module}` "
+                f"({schemes[spec.module] or 'as stored'}) are fused and need one scheme",
+                hint="let the pattern cover the whole set, for example '*.self_attn.[qkv]_proj=8'",
+            )

@@ -1,0 +1,134 @@
+"""The fused sets of a model: what gets one scheme, and what each scheme makes of its size."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.convert.plan.plan import OUTPUT_DTYPES
+from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.layout.packing import packed_shapes
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import TensorInfo
+
+BITS = (4, 8)
+GROUPS = (32, 64, 128)
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSet:
+    """Linears that engines stack into one matrix, or one that stands alone.
+
+    Attributes:
+        name: of the fused set; of the module where it stands alone.
+        modules: its linears.
+        shapes: of their weights, [N, K] each; K is the same for all.
+        stored_bytes: of their weights in the source; a tied head's are the embedding's.
+        shared: whether they stay in the file even when quantized, as a tied head's do.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    stored_bytes: int
+    shared: bool
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the set."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def layer(self) -> int | None:
+        """Number of its decoder layer; None for the head."""
+        return layer_number(self.name)
+
+    @property
+    def kind(self) -> str:
+        """Its name inside a layer: `self_attn.qkv`."""
+        return inside_layer(self.name)
+
+    def packed_bytes(self, scheme: Scheme | None) -> int:
+        """Bytes of its tensors under a scheme, None for as stored.
+
+        Raises:
+            QuantizationError: the group size does not divide K.
+        """
+        if scheme is None:
+            return self.stored_bytes
+        return sum(
+            OUTPUT_DTYPES[suffix].itemsize * math.prod(shape)
+            for module, (N, K) in zip(self.modules, self.shapes, strict=True)
+            for suffix, shape in packed_shapes(N, K, scheme, module).items()
+        )
+
+    def file_bytes(self, scheme: Scheme | None) -> int:
+        """Bytes that it adds to a file: a tied head adds none unless it is quantized."""
+        return 0 if self.shared and scheme is None else self.packed_bytes(scheme)
+
+
+def layer_number(name: str) -> int | None:
+    """The layer that a name lies in; None of what is in none."""
+    match = LAYER.search(name)
+    return None if match is None else int(match[1])
+
+
+def inside_layer(name: str) -> str:
+    """Part of a name after the layer's number; the whole name outside of layers."""
+    match = LAYER.search(name)
+    return name if match is None else name[match.end() :]
+
+
+def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[FusedSet]:
+    """The sets of decoder and head in the order of the forward pass.
+
+    What only drafts (multi-token prediction) is not among them.
+
+    Args:
+        config: content of config.json.
+        tensors: headers of the checkpoint.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        CheckpointError: a weight is missing.
+    """
+    table = tensor_table(config, tensors)
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    members: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        if spec.quantizable and spec.role != "mtp":
+            members.setdefault(spec.fused_set or spec.module, []).append(spec)
+    sets = []
+    for name, specs in members.items():
+        shared = specs[0].role == "head" and is_tied(config)
+        names = [embedding if shared else spec.name for spec in specs]
+        missing = [weight for weight in names if weight not in tensors]
+        if missing:
+            raise CheckpointError(f"the checkpoint lacks `{missing[0]}`")
+        sets.append(
+            FusedSet(
+                name=name,
+                modules=tuple(spec.module for spec in specs),
+                shapes=tuple((spec.shape[0], spec.shape[1]) for spec in specs),
+                stored_bytes=sum(tensors[weight].nbytes for weight in names),
+                shared=shared,
+            )
+        )
+    return sets
+
+
+def schemes_of(fused: FusedSet, groups: Sequence[int]) -> list[Scheme]:
+    """The schemes to choose from: 4 and 8 bits with every group size that divides K.
+
+    Raises:
+        QuantizationError: none does.
+    """
+    K = fused.shapes[0][1]
+    if not any(K % group == 0 for group in groups):
+        sizes = ", ".join(map(str, groups))
+        raise QuantizationError(f"`{fused.name}`: none of the group sizes {sizes} divides K = {K}")
+    return [Scheme(bits, group) for bits in BITS for group in groups if K % group == 0]

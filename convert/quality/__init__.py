@@ -1,1 +1,0 @@
-"""Distance of a packed checkpoint from its source: weights and logits."""

@@ -1,0 +1,197 @@
+"""Several packed folders side by side: in a terminal, in Markdown, as a page."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.text import Text
+
+from lowbit.convert.report import words
+from lowbit.convert.report.comparison import Comparison, Row
+from lowbit.convert.report.limits import LIMITS, Limit
+from lowbit.convert.report.page import render_page
+from lowbit.convert.report.svg import (
+    Axis,
+    Dot,
+    Line,
+    Mark,
+    Rule,
+    around,
+    chart,
+    linear_axis,
+    log_axis,
+)
+from lowbit.convert.report.terminal import COLORS
+from lowbit.formats.files.atomic import replace_files
+from lowbit.formats.printable import printable
+from lowbit.formats.shell.tables import plain_table
+
+PLOT_HEIGHT = 320.0
+SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
+
+
+def render_comparison(console: Console, found: Comparison, page: Path | None = None) -> None:
+    """Print the tables, and where the page is."""
+    loss = plain_table("", ("folder", "method", "verdict"), ("size", "mean KL", "minus first"))
+    rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
+    near = plain_table("", ("folder",), rest)
+    for row in found.rows:
+        name = Text(printable(row.name))
+        loss.add_row(
+            name,
+            Text(printable(row.method)),
+            Text(verdict_text(row), COLORS[row.verdict.level]),
+            words.size(row.folder_bytes),
+            words.kl(row.kl_mean),
+            difference_text(row),
+        )
+        near.add_row(
+            name,
+            f"{row.bits_per_weight:.2f}",
+            words.kl(row.kl_p99),
+            words.percent(row.top1_agreement),
+            perplexity_text(row),
+            words.cosine(row.logit_cosine),
+        )
+    console.print(loss, near)
+    console.print(
+        Text(
+            f"{printable(found.text_name)}: {found.scored_tokens:,} tokens in {found.windows} "
+            f"windows of {found.window}; perplexity of the original "
+            f"{words.number(found.perplexity_original)}",
+            style="dim",
+        )
+    )
+    if page is not None:
+        console.print(Text(f"page: {page}", style="dim"))
+
+
+def verdict_text(row: Row) -> str:
+    """`usable`, or `not judged`; the page and the reports have the reasons."""
+    return row.verdict.grade or row.verdict.title.lower()
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = 2) -> str:
+    """A Markdown table whose first `text` columns are words and the others figures."""
+    rule = ["---"] * text + ["--:"] * (len(headings) - text)
+    lines = [headings, rule, *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: str) -> str:
+    return printable(value).replace("|", "\\|")
+
+
+def difference_text(row: Row) -> str:
+    """`-0.00401 ± 0.00012`: the mean KL against the first row's; a dash where there is none."""
+    if row.difference is None:
+        return words.MISSING
+    mean, error = row.difference.mean, row.difference.standard_error
+    if not (math.isfinite(mean) and error > 0):
+        return words.signed_kl(mean)
+    digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two of the error
+    return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
+
+
+def perplexity_text(row: Row) -> str:
+    """`3.354 (+2.06 %)`."""
+    return f"{words.number(row.perplexity)} ({words.signed(row.perplexity_change)})"
+
+
+def weight_cosine_text(row: Row) -> str:
+    """The mean weight cosine; a dash where the folders pack no linear in common."""
+    return words.MISSING if row.weight_cosine is None else words.cosine(row.weight_cosine)
+
+
+def comparison_page(found: Comparison) -> str:
+    """The page: size against loss, verdicts, and tables."""
+    best = min(found.rows, key=lambda row: row.kl_mean)
+    return render_page(
+        "compare.html.jinja",
+        found=found,
+        model=_model(found),
+        best=best,
+        smallest=frontier(found.rows)[0],
+        difference=difference_text,
+        verdict_text=verdict_text,
+        size_plot=_plot(found),
+    )
+
+
+def _model(found: Comparison) -> str:
+    """`Qwen/Qwen3-8B`, or `a qwen3 model of 5.8 M parameters` of a local original."""
+    if found.source is not None:
+        return found.source
+    size = "" if found.parameters is None else f" of {words.count(found.parameters)} parameters"
+    return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other row beats in size and loss at once, smallest first."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.folder_bytes, row.kl_mean)):
+        if not kept:
+            kept.append(row)
+        elif row.kl_mean < kept[-1].kl_mean:
+            if row.folder_bytes <= kept[-1].folder_bytes * SAME_SIZE:
+                kept.pop()
+            kept.append(row)
+    return kept
+
+
+def _plot(found: Comparison) -> Markup:
+    """Size of every folder against its mean KL, and the line of those that none beats."""
+    unit, name = _unit(found.rows)
+    best = frontier(found.rows)
+    marks: list[Mark] = [
+        Line(tuple((row.folder_bytes / unit, row.kl_mean) for row in best), "original-line")
+    ]
+    marks += [
+        Dot(
+            row.folder_bytes / unit,
+            row.kl_mean,
+            _short(row.name),
+            "packed-dot" if row in best else "guide-dot",
+        )
+        for row in found.rows
+    ]
+    described = "; ".join(
+        f"{row.name}: {words.size(row.folder_bytes)}, {words.kl(row.kl_mean)}" for row in found.rows
+    )
+    marks += [Rule(limit.kl, "limit-line", vertical=False) for limit in _limits(found.rows)]
+    return chart(
+        f"Size of the folder against mean KL divergence. {described}",
+        linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows]),
+        _kl_axis(found.rows),
+        marks,
+        height=PLOT_HEIGHT,
+    )
+
+
+def _kl_axis(rows: Sequence[Row]) -> Axis:
+    return log_axis("mean KL (nats per token)", *around(row.kl_mean for row in rows))
+
+
+def _limits(rows: Sequence[Row]) -> list[Limit]:
+    """The limits of grades that lie within the chart."""
+    axis = _kl_axis(rows)
+    return [limit for limit in LIMITS if axis.low < limit.kl < axis.high]
+
+
+def _unit(rows: Sequence[Row]) -> tuple[float, str]:
+    return (1e9, "GB") if max(row.folder_bytes for row in rows) >= 1e9 else (1e6, "MB")
+
+
+def _short(name: str, most: int = 24) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def write_comparison(path: Path, found: Comparison) -> None:
+    """Write the page.
+
+    Raises:
+        ResourceError: the place cannot be written to, or the disk is full.
+    """
+    replace_files({path: comparison_page(found).encode()})

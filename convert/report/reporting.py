@@ -1,0 +1,224 @@
+"""Quality reports around a conversion: the texts, the figures, the files beside the checkpoint."""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lowbit.convert.measure.build import build_report
+from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.measure import Measured, Note, measure_logits
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
+from lowbit.convert.pipeline.conversion import Conversion
+from lowbit.convert.pipeline.finished import Finished
+from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
+from lowbit.convert.pipeline.verification import check_recorded
+from lowbit.convert.report.files import check_reports, left_out, write_reports
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.file_names import HTML_FILE
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.files.user_file import read_text_file
+from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.packed import open_packed
+from lowbit.formats.printable import printable
+
+Progress = Callable[[str, int, int], None]  # phase, done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRequest:
+    """Settings of a comparison of logits.
+
+    Attributes:
+        texts: the first gives the headline figures.
+        device: `cpu` or `cuda`.
+        note: told, before the work, how much memory it takes, and which original was found.
+    """
+
+    texts: Sequence[Text]
+    device: str = "cpu"
+    note: Note | None = None
+
+    def measure(self, original: Path, packed: Path, progress: Progress) -> Measured:
+        """Compare a packed folder with its original."""
+        return measure_logits(
+            original,
+            packed,
+            self.texts,
+            self.device,
+            lambda done, total: progress("logits", done, total),
+            self.note,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Figures of a report, and what became of its files.
+
+    Attributes:
+        quality: the figures.
+        page: where quality.html is; None where no file could be written.
+        failure: why none could; to be raised once the figures are shown.
+        notes: sentences on what the files leave out.
+    """
+
+    quality: QualityReport
+    page: Path | None
+    failure: LowbitError | None
+    notes: tuple[str, ...] = ()
+
+    def raise_failure(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+
+def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
+    """Evaluation texts; the bundled ones where no file is named.
+
+    Raises:
+        RequestError: a file cannot be read as UTF-8 text, or two have one name.
+    """
+    if not paths:
+        return default_texts()
+    texts = tuple(
+        Text(name, name, read_text_file(path, "evaluation text"))
+        for path, name in ((path, printable(path.name)) for path in paths)
+    )
+    check_names(texts)
+    return texts
+
+
+def write_weight_report(conversion: Conversion) -> Reported:
+    """Report a fresh conversion without logits, in files beside it."""
+    source = conversion.source.folder
+    report = build_report(conversion.folder, conversion.weights, None, source)
+    return _save(conversion.folder, report)
+
+
+def write_logit_report(
+    conversion: Conversion, request: LogitRequest, progress: Progress
+) -> Reported:
+    """Report a fresh conversion with logits, in files beside it."""
+    source = conversion.source.folder
+    found = request.measure(source, conversion.folder, progress)
+    weights = _with_outputs(conversion.weights, found.output_errors)
+    report = build_report(conversion.folder, weights, found.logits, source)
+    return _save(conversion.folder, report)
+
+
+def prepare_report(
+    folder: Path, source: str | None, ask: Ask | None, place: Path | None = None
+) -> Origin:
+    """Try what can fail before anything is measured, and find the original.
+
+    Args:
+        folder: packed checkpoint, of any tool.
+        source: folder or Hub id of the original; found as `find_origin` does when None.
+        ask: as in `find_origin`.
+        place: folder for the report's files; the packed one when None.
+
+    Raises:
+        LowbitError: a folder that cannot be read, a place that cannot be written to, or an
+            original that is not known.
+    """
+    with _explained(folder):
+        check_reports(folder, place)
+    return find_origin(folder, read_manifest(folder), source, ask)
+
+
+def go_on(done: Finished, request: LogitRequest | None, progress: Progress) -> Reported:
+    """The report of a finished conversion; what it lacks is measured now.
+
+    Args:
+        done: the conversion, and the report that an earlier run has left.
+        request: how logits are to be compared; None for the weights alone.
+        progress: called with ("logits", done, in all).
+    """
+    quality = done.quality
+    if quality is not None and (request is None or _is_on(quality, request.texts)):
+        return Reported(quality, done.conversion.folder / HTML_FILE, None)
+    if quality is not None and request is not None:
+        return write_logit_report(done.conversion, request, progress)
+    found = write_weight_report(done.conversion)
+    if request is None or found.failure is not None:
+        return found
+    return write_logit_report(done.conversion, request, progress)
+
+
+def _is_on(quality: QualityReport, texts: Sequence[Text]) -> bool:
+    """Tell whether a report has the logits on these texts."""
+    if quality.logits is None:
+        return False
+    logits = quality.logits
+    measured = [kind.sha256 for kind in logits.kinds] or [logits.text_sha256]
+    return measured == [text.sha256 for text in texts]
+
+
+def write_full_report(
+    folder: Path,
+    origin: Origin,
+    request: LogitRequest,
+    progress: Progress,
+    place: Path | None = None,
+) -> Reported:
+    """Measure a packed folder, of any tool, against its original, and write the report.
+
+    Args:
+        folder: packed checkpoint.
+        origin: of `prepare_report`.
+        request: how logits are to be compared.
+        progress: called with ("verify", "source", "weights" or "logits", done, in all).
+        place: folder for the report's files; the packed one when None.
+
+    Raises:
+        LowbitError: a folder that cannot be read or differs from its lowbit.json, or another model
+            than the original.
+    """
+    packed = open_packed(folder)
+    if packed.manifest is not None:  # the report names its hash, so it must be about those bytes
+        check_recorded(packed, packed.manifest, progress)
+    original = origin.confirmed(progress)
+    if origin.guessed and request.note is not None:
+        request.note(f"original: {original}")
+    weights = measure_weights(
+        original, folder, request.device, lambda done, total: progress("weights", done, total)
+    )
+    found = request.measure(original, folder, progress)
+    weights = _with_outputs(weights, found.output_errors)
+    report = build_report(folder, weights, found.logits, original, origin.repo)
+    return _save(folder, report, place)
+
+
+def _save(folder: Path, report: QualityReport, place: Path | None = None) -> Reported:
+    """Write the files of a report whose figures must not be lost with them."""
+    try:
+        with _explained(folder):
+            notes = left_out(folder, place)
+            files = write_reports(folder, report, place)
+    except LowbitError as error:
+        return Reported(report, None, error)
+    page = next(file for file in files if file.name == HTML_FILE)
+    return Reported(report, page, None, tuple(notes))
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say how to have the report elsewhere where its files cannot be written."""
+    try:
+        with disk_errors():
+            yield
+    except ResourceError as error:
+        command = shlex.join(["lowbit-convert", "report", str(folder), "--out", "FOLDER"])
+        first = f"{error.hint}; or " if error.hint else ""
+        hint = f"{first}`{command}` writes the report elsewhere"
+        raise ResourceError(str(error), hint=hint) from error
+
+
+def _with_outputs(
+    rows: Sequence[WeightQuality], errors: Mapping[str, float]
+) -> tuple[WeightQuality, ...]:
+    return tuple(replace(row, output_error=errors.get(row.name)) for row in rows)

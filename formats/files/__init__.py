@@ -1,0 +1,1 @@
+"""Files read with limits and written whole or not at all."""

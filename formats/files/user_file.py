@@ -1,0 +1,84 @@
+"""Text files that a user names: `<(zcat text.gz)` is one, `/dev/zero` is not."""
+
+import os
+import select
+import stat
+from pathlib import Path
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.files.reading import kind_of
+
+MAX_BYTES = 256_000_000
+WRITER_S = 5.0  # until somebody opens a named pipe for writing
+SILENCE_S = 60.0  # that a writer may take to the next byte
+CHUNK_BYTES = 1 << 20
+
+
+def read_user_file(path: Path, what: str) -> bytes:
+    """Content of a file, or of a pipe that ends.
+
+    Args:
+        path: as the user gave it; it may be a link.
+        what: names the file in messages: "evaluation text".
+
+    Raises:
+        RequestError: it cannot be read, is a folder, a device or a socket, is longer than
+            `MAX_BYTES`, or is a pipe that nobody writes to.
+    """
+    where = f"{what} `{path}`"
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+            raise RequestError(f"{where} is {kind_of(mode)}, expected a file")
+        # A named pipe without a writer would block the open.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _read(descriptor, stat.S_ISFIFO(mode), where)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RequestError(f"{where} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise RequestError(f"{where} cannot be the name of a file") from None
+
+
+def _read(descriptor: int, is_pipe: bool, where: str) -> bytes:
+    content = bytearray()
+    while True:
+        try:
+            chunk = os.read(descriptor, CHUNK_BYTES)
+        except BlockingIOError:  # a writer that has nothing to say yet
+            silent = f"{where} is a pipe that sent nothing for {SILENCE_S:g} seconds"
+            _wait(descriptor, SILENCE_S, silent)
+            continue
+        content += chunk
+        if len(content) > MAX_BYTES:
+            raise RequestError(f"{where} is longer than {MAX_BYTES} bytes")
+        if chunk:
+            continue
+        if content or not is_pipe or select.select([descriptor], [], [], 0)[0]:
+            return bytes(content)  # a pipe is ready once its writers have closed it
+        _wait(descriptor, WRITER_S, f"{where} is a pipe that nobody writes to")
+
+
+def _wait(descriptor: int, seconds: float, otherwise: str) -> None:
+    """Until there is something to read, or the end."""
+    if not select.select([descriptor], [], [], seconds)[0]:
+        raise RequestError(otherwise)
+
+
+def read_text_file(path: Path, what: str) -> str:
+    """The content of a text file that a user named; line ends become LF.
+
+    Args:
+        path: of the file.
+        what: names the file in messages: "evaluation text".
+
+    Raises:
+        RequestError: the file cannot be read as UTF-8 text; see `read_user_file`.
+    """
+    try:
+        text = read_user_file(path, what).decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{what} `{path}` is not UTF-8: {error}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,1 @@
+"""Folders of the Hugging Face Hub."""

@@ -1,0 +1,362 @@
+"""Where a model is: a folder as it stands, or a Hub id fetched into the library's cache.
+
+Only what is needed travels: the small files of the top level, then exactly the shards that the
+index names; what has arrived is compared with the hash that the Hub gives for it. Headers alone are
+read by range requests. huggingface_hub is imported when needed.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import re
+import sys
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.hub.errors import explained, not_cached, not_found
+from lowbit.formats.safetensors.checkpoint import (
+    CONFIG_FILE,
+    TensorInfo,
+    header_length,
+    join_headers,
+    parse_header,
+    read_headers,
+    read_json,
+    weight_map,
+)
+from lowbit.formats.safetensors.hashing import hash_file
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm
+
+HUB_ID = re.compile(r"[a-z0-9_][\w.-]*/[a-z0-9_][\w.-]*", re.ASCII | re.IGNORECASE)
+SHARDS = "*.safetensors"
+SUBFOLDERS = "*/*"
+OTHER_WEIGHTS = (
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx"),
+    *("*.onnx_data", "*.msgpack", "*.h5", "*.npz", "*.ot", "*.tflite"),
+)
+ARCHIVES = ("*.zip", "*.tar", "*.gz")
+UNWANTED = [SHARDS, SUBFOLDERS, ".*", *OTHER_WEIGHTS, *ARCHIVES]  # all but the small files
+FIRST_READ_BYTES = 65_536  # holds the header of most shards, so that one request is enough
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A model folder on this machine.
+
+    Attributes:
+        folder: holds config, tokenizer and shards.
+        repo: the Hub id it came from, or None for a folder that was given as such.
+        commit: sha of the snapshot, or None for a folder.
+    """
+
+    folder: Path
+    repo: str | None
+    commit: str | None
+
+
+class RemoteHeaders(NamedTuple):
+    """What is known of a Hub model without its weights.
+
+    Attributes:
+        config: content of config.json.
+        tensors: every tensor by name, in shards that need not be on this machine.
+        commit: sha of the revision that was read.
+        other_files: size in bytes of every other file that `locate` would fetch.
+        folder: holds config.json and whatever else was asked for.
+    """
+
+    config: Mapping[str, Any]
+    tensors: dict[str, TensorInfo]
+    commit: str
+    other_files: dict[str, int]
+    folder: Path
+
+
+def hub_id(source: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """Id and revision of `org/name` or `org/name@revision`; None for any other text.
+
+    Args:
+        source: as the user wrote it; that it is not a folder is for the caller to find out.
+        revision: given beside it.
+
+    Raises:
+        CheckpointError: two different revisions.
+    """
+    repo, mark, named = source.partition("@")
+    if not HUB_ID.fullmatch(repo) or bool(mark) != bool(named):
+        return None
+    if named and revision not in (None, named):
+        raise CheckpointError(f"`{source}` names a revision, and `{revision}` is another")
+    return repo, named or revision
+
+
+def locate(source: str, revision: str | None = None) -> Location:
+    """The folder of a model; a Hub id is fetched first, into the cache of huggingface_hub.
+
+    Without a network, or with HF_HUB_OFFLINE set, a cached snapshot serves.
+
+    Args:
+        source: a folder, or a Hub id of the form `org/name` or `org/name@revision`.
+        revision: branch, tag or commit of a Hub id; the default branch when None.
+
+    Raises:
+        CheckpointError: neither a folder nor a Hub id, a repository, revision or file that is
+            missing or refused, or a download that does not succeed.
+        ResourceError: the disk is full.
+    """
+    if not source:  # which a path takes for the current folder
+        raise not_found(source)
+    path = Path(source)
+    try:
+        exists, is_folder = path.exists(), path.is_dir()
+    except OSError as error:  # too long for a path, or in a folder that may not be looked into
+        raise CheckpointError(f"`{source}` cannot be opened: {error.strerror}") from None
+    if is_folder:
+        if revision is not None:
+            raise CheckpointError(
+                f"`{source}` is a folder, a revision (`{revision}`) needs a Hub id",
+                hint="leave the revision out, or give the Hub id",
+            )
+        return Location(folder=path, repo=None, commit=None)
+    if exists:
+        raise CheckpointError(f"`{source}` is not a folder", hint="give the folder of the model")
+    found = hub_id(source, revision)
+    if found is None:
+        raise not_found(source)
+    before = _blobs(found[0])
+    location = _fetch(*found)
+    _check_arrived(found[0], location.folder, before)
+    return location
+
+
+def remote_headers(
+    repo: str, revision: str | None = None, also: Collection[str] = ()
+) -> RemoteHeaders:
+    """Config and headers of a Hub model by range requests; no weights are fetched.
+
+    Where the Hub cannot be reached, a complete cached snapshot is read instead.
+
+    Args:
+        repo: a Hub id of the form `org/name`.
+        revision: branch, tag or commit; the default branch when None.
+        also: names of small files to fetch into the folder, where the repository has them.
+
+    Raises:
+        CheckpointError: as `locate` and `open_checkpoint`.
+    """
+    if not HUB_ID.fullmatch(repo):
+        raise not_found(repo)
+    listing = _list_files(repo, revision)
+    if listing is None:
+        return _cached_headers(_fetch(repo, revision, local_only=True))
+    commit, sizes = listing
+    small = [
+        name
+        for name in sizes
+        if _is_wanted(name)
+        and (name == CONFIG_FILE or name in also or name.endswith(".index.json"))
+    ]
+    folder = _download(repo, commit, allow=small)
+    _require_config(repo, folder)
+    index = weight_map(folder)
+    named = fnmatch.filter(sizes, SHARDS) if index is None else index.values()
+    shards = sorted(set(named))
+    _require_shards(repo, shards, sizes)
+    with explained(repo, revision), ThreadPoolExecutor(max_workers=8) as pool:
+        headers = list(pool.map(lambda file: _read_header(repo, commit, file, sizes[file]), shards))
+    return RemoteHeaders(
+        config=read_json(folder / CONFIG_FILE),
+        tensors=join_headers(headers, index),
+        commit=commit,
+        other_files={name: size for name, size in sizes.items() if _is_wanted(name)},
+        folder=folder,
+    )
+
+
+def _fetch(repo: str, revision: str | None, local_only: bool = False) -> Location:
+    """The snapshot of a revision; small files first, so that bad ones fail before the long work."""
+    folder = _download(repo, revision, ignore=UNWANTED, local_only=local_only)
+    _require_config(repo, folder)
+    location = Location(folder=folder, repo=repo, commit=folder.name)
+    index = weight_map(folder)
+    if index is None:
+        _download(repo, folder.name, [SHARDS], [SUBFOLDERS], local_only)
+        present = [path.name for path in folder.glob(SHARDS)]
+        _require_shards(repo, present, present)
+        return location
+    shards = sorted(set(index.values()))
+    missing = [file for file in shards if not (folder / file).is_file()]
+    if missing:
+        listing = None if local_only else _list_files(repo, folder.name)
+        if listing is None:
+            raise not_cached(repo, f"`{missing[0]}` is missing")
+        _require_shards(repo, shards, listing[1])
+        _download(repo, folder.name, allow=[glob.escape(file) for file in missing])
+    return location
+
+
+def _download(
+    repo: str,
+    revision: str | None,
+    allow: list[str] | None = None,
+    ignore: list[str] | None = None,
+    local_only: bool = False,
+) -> Path:
+    """The snapshot folder, with every file in it that the patterns choose."""
+    from huggingface_hub import snapshot_download
+
+    with explained(repo, revision):
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=allow,
+            ignore_patterns=ignore,
+            tqdm_class=None if sys.stderr.isatty() else _silent_bar(),
+            local_files_only=local_only,
+        )
+    return Path(folder)
+
+
+def _blobs(repo: str) -> set[str]:
+    """Names of the contents that the cache holds of a repository."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _check_arrived(repo: str, folder: Path, before: Collection[str]) -> None:
+    """Compare what the cache did not hold before with its name, which is its hash.
+
+    The library names a content by what the Hub says of it, SHA-256 or git's blob id, and compares
+    nothing but sizes.
+
+    Raises:
+        CheckpointError: other bytes have arrived; they are removed.
+    """
+    paths = [path for path in folder.iterdir() if path.is_symlink()]
+    fresh = [path for path in paths if path.resolve().name not in before]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for path, right in zip(fresh, pool.map(_is_named_right, fresh), strict=True):
+            if not right:
+                path.resolve().unlink(missing_ok=True)
+                raise CheckpointError(
+                    f"`{path.name}` of `{repo}` has arrived with other bytes than the Hub holds",
+                    hint="run the command again: it is fetched anew",
+                )
+
+
+def _is_named_right(path: Path) -> bool:
+    """Whether a content has the hash that is its name; any other name says nothing."""
+    blob = path.resolve()
+    if len(blob.name) == 64:
+        return hash_file(blob) == blob.name
+    if len(blob.name) == 40:
+        content = blob.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == blob.name
+    return True
+
+
+def _silent_bar() -> "type[tqdm]":
+    """A progress bar that shows nothing: the library's own writes into files and pipes too."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+    return Silent
+
+
+def _list_files(repo: str, revision: str | None) -> tuple[str, dict[str, int]] | None:
+    """Commit and top-level file sizes of a revision, or None where the Hub cannot be reached."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+    with explained(repo, revision):
+        try:
+            info = HfApi().model_info(
+                repo, revision=revision, files_metadata=True, timeout=TIMEOUT_S
+            )
+        except HfHubHTTPError:  # the Hub was reached
+            raise
+        except (HTTPError, OfflineModeIsEnabled):
+            return None
+    if info.sha is None:
+        raise CheckpointError(f"the Hub names no commit of `{repo}`")
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return info.sha, {name: size for name, size in sizes.items() if "/" not in name}
+
+
+def _cached_headers(location: Location) -> RemoteHeaders:
+    folder = location.folder
+    return RemoteHeaders(
+        config=read_json(folder / CONFIG_FILE),
+        tensors=read_headers(folder),
+        commit=folder.name,
+        other_files={
+            path.name: path.stat().st_size
+            for path in sorted(folder.iterdir())
+            if path.is_file() and _is_wanted(path.name)
+        },
+        folder=folder,
+    )
+
+
+def _read_header(repo: str, commit: str, file: str, size: int) -> dict[str, TensorInfo]:
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo, file, revision=commit)
+    head = _read_range(url, 0, min(size, FIRST_READ_BYTES))
+    end = 8 + header_length(head[:8], file, size)
+    if end > len(head):
+        head += _read_range(url, len(head), end)
+    return parse_header(head[8:end], file, size)
+
+
+def _read_range(url: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a file on the Hub, and little more even where ranges are ignored."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    headers = build_hf_headers(
+        headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    )
+    data = bytearray()
+    with http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+        hf_raise_for_status(response)
+        first = start if response.status_code == 206 else 0
+        for chunk in response.iter_bytes(FIRST_READ_BYTES):
+            data += chunk
+            if first + len(data) >= stop:
+                break
+    return bytes(data[start - first : stop - first])
+
+
+def _is_wanted(name: str) -> bool:
+    return not any(fnmatch.fnmatchcase(name, pattern) for pattern in UNWANTED)
+
+
+def _require_config(repo: str, folder: Path) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"`{repo}` is not a checkpoint: it has no {CONFIG_FILE}")
+
+
+def _require_shards(repo: str, shards: Collection[str], present: Collection[str]) -> None:
+    if not shards:
+        raise CheckpointError(
+            f"`{repo}` is not a checkpoint: no .safetensors file of it was found",
+            hint="only safetensors checkpoints are read",
+        )
+    for file in shards:
+        if file not in present:
+            raise CheckpointError(
+                f"the index names shard `{file}`, which `{repo}` lacks",
+                hint="the repository is incomplete; try another revision",
+            )

@@ -1,0 +1,1 @@
+"""Bits, scales and names of a packed checkpoint."""

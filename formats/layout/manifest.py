@@ -1,0 +1,171 @@
+"""`lowbit.json`: what was made from what, and the hash of every part. SPEC.md describes it.
+
+Holds no time, path, device or thread count: the same recipe on the same source gives the same
+bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.records import load_object, record, records
+
+MANIFEST_FILE = "lowbit.json"
+FORMAT_VERSION = 1
+
+Fate = Literal["quantized", "copied", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor of the source and what became of it.
+
+    Attributes:
+        dtype: safetensors name, `BF16`.
+        fate: quantized, copied (bytes unchanged), or dropped.
+        reason: why it was dropped or left unquantized; empty otherwise.
+        sha256: of its bytes in the source.
+        bits: of its codes; None unless quantized.
+        group_size: weights that share a scale; None unless quantized in groups.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fate: Fate
+    reason: str
+    sha256: str
+    bits: int | None = None
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the packed checkpoint.
+
+    Attributes:
+        scale_min: smallest value, for scales only.
+        scale_max: largest value, for scales only.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    sha256: str
+    scale_min: float | None = None
+    scale_max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the packed checkpoint, the manifest and quality files aside."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights came from: hashes always, hub id and commit when there is one."""
+
+    repo: str | None
+    commit: str | None
+    config_sha256: str
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a calibrated method saw and ran on: with the recipe, all that decides its codes.
+
+    Attributes:
+        text: name of the text.
+        text_sha256: of its bytes.
+        samples: windows of it that were used.
+        length: tokens of a window.
+        chat: whether the chat template was applied.
+        device: `cpu`, or the GPU's name.
+        threads: of the CPU; 0 on a GPU.
+        torch_version: that computed.
+        transformers_version: whose modules did.
+    """
+
+    text: str
+    text_sha256: str
+    samples: int
+    length: int
+    chat: bool
+    device: str
+    threads: int
+    torch_version: str
+    transformers_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole of lowbit.json; calibration is None for round-to-nearest."""
+
+    lowbit_version: str
+    source: Source
+    recipe: dict[str, Any]
+    source_tensors: tuple[SourceTensor, ...]
+    tensors: tuple[OutputTensor, ...]
+    files: tuple[OutputFile, ...]
+    calibration: Calibration | None = None
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a packed folder; None where there is none, as in other tools' files.
+
+    Raises:
+        CheckpointError: not a regular file, or a link out of the folder or to nothing.
+        FormatError: malformed, or of a version this release does not know.
+    """
+    path = folder / MANIFEST_FILE
+    hint = "use the release of lowbit that wrote it, or convert again"
+    try:
+        content = load_object(path, "format_version", FORMAT_VERSION, hint)
+    except FileNotFoundError:
+        return None
+    where = str(path)
+    for key, kind in (
+        ("source_tensors", SourceTensor),
+        ("tensors", OutputTensor),
+        ("files", OutputFile),
+    ):
+        content[key] = records(kind, content.get(key), f"{where}: {key}")
+    content["source"] = record(Source, content.get("source"), f"{where}: source")
+    made = content.setdefault("calibration", None)
+    if made is not None:
+        content["calibration"] = record(Calibration, made, f"{where}: calibration")
+    manifest = record(Manifest, content, where)
+    for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or not relative.parts or ".." in relative.parts:
+            raise FormatError(f"`{where}`: file `{name}` is not inside the folder")
+    return manifest
+
+
+def weights_digest(tensors: Iterable[SourceTensor]) -> str:
+    """One hash over every source tensor, whatever shards it came in."""
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        row = [tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256]
+        digest.update(json.dumps(row).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """JSON as lowbit writes it into a checkpoint: two spaces, UTF-8, final newline."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

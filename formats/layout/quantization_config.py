@@ -1,0 +1,255 @@
+"""`quantization_config` of config.json as compressed-tensors writes it: reader and writer."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.formats.errors import FormatError
+from lowbit.formats.layout.scheme import Scheme
+
+KEY = "quantization_config"
+METHOD = "compressed-tensors"
+FORMAT = "pack-quantized"
+VERSION = "0.20.0"  # of compressed-tensors, whose reader this was proven with
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """Which modules are quantized, and how.
+
+    Attributes:
+        groups: (targets, scheme) in file order; a target is a module name, a class name
+            (`Linear`) or `re:` and a pattern for `re.match` on the module name.
+        ignore: targets left as they are; they win over groups.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...]
+
+    def scheme_for(self, module: str) -> Scheme | None:
+        """The scheme of a linear module, or None where it is stored as it was.
+
+        An exact name wins over a pattern, a pattern over the class; of several patterns the one
+        that sorts first, of equal ones the last: as in compressed-tensors.
+        """
+        if any(_rank(target, module) is not None for target in self.ignore):
+            return None
+        ranked = [
+            (rank, target, -order, scheme)
+            for order, (targets, scheme) in enumerate(self.groups)
+            for target in targets
+            if (rank := _rank(target, module)) is not None
+        ]
+        return min(ranked, key=lambda row: row[:3])[3] if ranked else None
+
+
+def _rank(target: str, module: str) -> int | None:
+    """0 for an exact name, 1 for a pattern, 2 for the class; None where it does not match."""
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], module) else None
+    if target == module:
+        return 0
+    return 2 if target == "Linear" else None
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """What a config.json says the checkpoint is quantized by; None where it is not quantized."""
+    section = config.get(KEY) or config.get("compression_config")
+    if not section:
+        return None
+    return str(section.get("quant_method") if isinstance(section, dict) else section)
+
+
+def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
+    """Parse the `quantization_config` of a config.json, from any tool.
+
+    Returns:
+        None where the checkpoint is not quantized.
+
+    Raises:
+        FormatError: another method or layout, activation quantization, or a scheme that
+            `pack-quantized` does not have.
+    """
+    section = config.get(KEY)
+    if section is None:
+        section = config.get("compression_config")
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise FormatError(f"config.json: `{KEY}` is not an object")
+    method = section.get("quant_method")
+    if method != METHOD:
+        raise FormatError(
+            f"config.json: quantization method `{method}` is not supported",
+            hint=f"read: {METHOD} ({FORMAT}), gptq, awq (gemm); for others convert from the BF16 "
+            "checkpoint with lowbit-convert",
+        )
+    if section.get("sparsity_config"):
+        raise FormatError("config.json: sparse checkpoints (`sparsity_config`) are not supported")
+    if section.get("kv_cache_scheme"):
+        raise FormatError("config.json: a quantized KV cache (`kv_cache_scheme`) is not supported")
+    if section.get("transform_config"):
+        raise FormatError("config.json: rotated weights (`transform_config`) are not supported")
+    groups = section.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise FormatError("config.json: `config_groups` is missing or empty")
+    ignore = _strings(section.get("ignore") or [], "ignore")
+    default = section.get("format")
+    parsed = tuple(_read_group(name, group, default) for name, group in groups.items())
+    return QuantizationConfig(groups=parsed, ignore=ignore)
+
+
+def _read_group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme]:
+    where = f"config.json: quantization group `{name}`"
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise FormatError(f"{where} has no `weights`")
+    layout = group.get("format") or default
+    if layout != FORMAT:
+        raise FormatError(f"{where}: format `{layout}`, expected `{FORMAT}`")
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) is not None:
+            raise FormatError(f"{where}: `{key}` is set, only weights may be quantized")
+    weights = group["weights"]
+    if weights.get("type", "int") != "int":
+        raise FormatError(f"{where}: type `{weights['type']}`, expected `int`")
+    if weights.get("dynamic"):
+        raise FormatError(f"{where}: dynamic weight quantization is not supported")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise FormatError(f"{where}: actorder `{weights['actorder']}` needs g_idx, not supported")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy == "channel" or (strategy == "group" and size == -1):
+        size = None
+    elif strategy != "group" or type(size) is not int:
+        raise FormatError(f"{where}: strategy `{strategy}` with group_size {size} is not supported")
+    bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
+    if type(bits) is not int or not isinstance(symmetric, bool):
+        raise FormatError(f"{where}: num_bits is {bits!r}, symmetric is {symmetric!r}")
+    targets = _strings(group.get("targets") or [], f"{name}.targets")
+    return targets, Scheme(bits, size, symmetric)
+
+
+def _strings(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise FormatError(f"config.json: `{where}` is not a list of strings")
+    for item in value:
+        if item.startswith("re:"):
+            try:
+                re.compile(item[3:])
+            except (re.error, OverflowError, RecursionError) as error:
+                raise FormatError(
+                    f"config.json: `{where}`: bad pattern `{item}`: {error}"
+                ) from None
+    return tuple(value)
+
+
+def write_quantization_config(
+    schemes: Mapping[str, Scheme | None], never: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config` for a set of linears, proven to give each its scheme back.
+
+    Args:
+        schemes: scheme of every linear that a recipe may quantize, None where it is left as it was.
+        never: patterns of other linears, to be ignored too.
+
+    Returns:
+        The object for config.json. Targets are suffix patterns, since engines nest the same
+        modules under different prefixes.
+
+    Raises:
+        FormatError: modules of different schemes that suffix patterns cannot tell apart.
+    """
+    used = sorted({s for s in schemes.values() if s is not None}, key=str)
+    targets = {scheme: _patterns(schemes, scheme) for scheme in used}
+    ignore = [*never, *_patterns(schemes, None)]
+    written = QuantizationConfig(
+        groups=tuple((tuple(patterns), scheme) for scheme, patterns in targets.items()),
+        ignore=tuple(ignore),
+    )
+    for module, wanted in schemes.items():
+        if written.scheme_for(module) != wanted:
+            raise FormatError(
+                f"`{module}`: no suffix pattern tells it from a module of another scheme"
+            )
+    return section_of(targets, ignore)
+
+
+def section_of(
+    targets: Mapping[Scheme, Sequence[str]], ignore: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config` that gives each scheme to its targets, in this order."""
+    groups = {
+        f"group_{number}": {
+            "targets": list(names),
+            "format": FORMAT,
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": scheme.bits,
+                "type": "int",
+                "symmetric": scheme.symmetric,
+                "strategy": "channel" if scheme.group_size is None else "group",
+                "group_size": scheme.group_size,
+                "dynamic": False,
+                "actorder": None,
+            },
+        }
+        for number, (scheme, names) in enumerate(targets.items())
+    }
+    return {
+        "quant_method": METHOD,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "version": VERSION,
+        "ignore": list(ignore),
+        "config_groups": groups,
+    }
+
+
+_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+_MTP = "mtp."  # the prefix of a multi-token-prediction head, which has layers of its own
+
+
+def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> list[str]:
+    """Patterns for the modules of one scheme: decoder and head, then multi-token prediction."""
+    decoder = {module: s for module, s in schemes.items() if not module.startswith(_MTP)}
+    mtp = {module: s for module, s in schemes.items() if module.startswith(_MTP)}
+    if not mtp:
+        return _suffixes(decoder, wanted, ".*")
+    patterns = _suffixes(decoder, wanted, "(?!.*mtp[.]).*")
+    if any(mtp.values()):
+        return patterns + _suffixes(mtp, wanted, ".*mtp[.]")
+    return patterns + (["re:^mtp.*"] if wanted is None else [])
+
+
+def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start: str) -> list[str]:
+    """Patterns for the modules of one scheme, one a kind of linear; `start` goes before layers."""
+    layers: dict[str, list[int]] = {}  # kind of linear -> layers with the wanted scheme
+    others: set[str] = set()  # kinds that have another scheme somewhere
+    plain = []
+    for module, scheme in schemes.items():
+        match = _LAYER.match(module)
+        if match is None:
+            plain += [module] if scheme == wanted else []
+        elif scheme == wanted:
+            layers.setdefault(match[2], []).append(int(match[1]))
+        else:
+            others.add(match[2])
+    patterns = []
+    for kind, numbers in layers.items():
+        which = f"({'|'.join(map(str, numbers))})" if kind in others else r"\d+"
+        patterns.append(rf"re:{start}layers[.]{which}[.]{_quote(kind)}$")
+    return patterns + [f"re:.*{_quote(module)}$" for module in plain]
+
+
+def _quote(name: str) -> str:
+    return name.replace(".", "[.]")
+
+
+def unserved(scheme: Scheme, served_bits: Collection[int]) -> str | None:
+    """Why the runtime cannot serve a scheme, or None."""
+    if scheme.bits not in served_bits:
+        return f"{scheme.bits}-bit weights (served: {', '.join(map(str, served_bits))})"
+    if not scheme.symmetric and scheme.bits >= max(served_bits):  # q - z takes one bit more
+        return f"asymmetric {scheme.bits}-bit weights (zero points)"
+    return None

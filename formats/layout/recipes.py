@@ -1,0 +1,48 @@
+"""The base recipes: bits of every linear by what it does, the same for a file and at load."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.scheme import Scheme
+
+Base = Literal["int4", "int8", "mixed"]
+
+AS_STORED = 16  # bits of a linear that is left as it is
+GROUP_SIZE = 128  # unless another is asked for
+
+# Bits by recipe and role. Published sensitivities put attention before MLP and the output of a
+# gated DeltaNet before all; multi-token prediction only drafts, and is small.
+BITS_BY_ROLE: dict[Base, dict[str, int]] = {
+    "int4": {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
+    "int8": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8, "mtp": AS_STORED},
+    "mixed": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
+}
+
+
+def base_schemes(
+    base: Base, table: Sequence[TensorSpec], group_size: int = GROUP_SIZE
+) -> dict[str, Scheme | None]:
+    """The scheme of every linear module by a base recipe alone, None for those left as they are.
+
+    Raises:
+        QuantizationError: no such recipe, or the group size does not divide K.
+    """
+    if base not in BITS_BY_ROLE:
+        raise QuantizationError(
+            f"recipe `{base}` is not known", hint=f"recipes: {', '.join(BITS_BY_ROLE)}"
+        )
+    schemes: dict[str, Scheme | None] = {}
+    for spec in table:
+        if not spec.quantizable:
+            continue
+        bits = BITS_BY_ROLE[base][spec.role]
+        scheme = None if bits == AS_STORED else Scheme(bits, group_size)
+        if scheme is not None and spec.shape[1] % group_size:
+            raise QuantizationError(
+                f"`{spec.module}`: groups of {group_size} do not divide K = {spec.shape[1]}",
+                hint="convert with another --group-size and run the result",
+            )
+        schemes[spec.module] = scheme
+    return schemes

@@ -1,0 +1,1 @@
+"""Checkpoint folders: headers, shards and hashes."""

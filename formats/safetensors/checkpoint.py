@@ -1,0 +1,383 @@
+"""Reading a folder of safetensors: headers without data, rows without the whole tensor.
+
+Files are read with `pread` and never mapped: mapped pages count as resident memory, and bounded
+memory is a promise of the converter. Format: the safetensors specification (8-byte header length,
+JSON header, data).
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import CheckpointError
+from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, reopen
+from lowbit.formats.files.strict_json import loads, object_of
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+METADATA_KEY = "__metadata__"  # of a header, where no tensor can stand
+MAX_CONFIG_BYTES = 5_000_000  # of config.json, which may list 50,000 modules that stay dense
+MAX_HEADER_BYTES = 64_000_000  # the safetensors library reads 100 MB, which parsed take 2 GB
+MAX_SIZE = 2**63 - 1  # of a dimension or an offset
+MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    Attributes:
+        name: as in the header.
+        dtype: torch dtype of the stored values.
+        shape: sizes.
+        file: name of the shard inside the folder.
+        offset: of the first byte, from the start of the file.
+        nbytes: length of the data.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def dtype_name(self) -> str:
+        """The safetensors name of the dtype, `BF16` for instance."""
+        return DTYPE_NAMES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: everything below the first dimension."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, where
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose headers have been read and checked; holds no data and no open file.
+
+    Attributes:
+        folder: where the files lie.
+        config: content of config.json.
+        tensors: by name.
+        derived: how to make rows of those tensors that the files hold in another tool's layout.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    derived: Mapping[str, DerivedRows] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        info = self.tensors[name]
+        if name in self.derived:
+            return self.derived[name](0, info.shape[0], torch.device("cpu"))
+        out = torch.empty(info.shape, dtype=info.dtype)
+        self._fill(info, info.offset, out)
+        return out
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor with at least one dimension."""
+        info = self.tensors[name]
+        if name in self.derived:
+            return self.derived[name](start, stop, torch.device("cpu"))
+        out = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        self._fill(info, info.offset + start * info.row_bytes, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill a contiguous CPU tensor of the same dtype and size, without a copy between.
+
+        Raises:
+            CheckpointError: `out` does not match, or the file is cut short.
+        """
+        info = self.tensors[name]
+        if out.dtype != info.dtype or out.nbytes != info.nbytes or not out.is_contiguous():
+            raise CheckpointError(
+                f"`{name}`: {info.dtype_name} {list(info.shape)} does not fit a buffer of "
+                f"{out.dtype} {list(out.shape)}"
+            )
+        if name in self.derived:
+            out.copy_(self.read(name))
+        else:
+            self._fill(info, info.offset, out)
+
+    def rows(self, name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of at most `rows` rows with the number of their first row, in order."""
+        total = self.tensors[name].shape[0]
+        for start in range(0, total, rows):
+            yield start, self.read_rows(name, start, min(start + rows, total))
+
+    def _fill(self, info: TensorInfo, offset: int, out: Tensor) -> None:
+        if out.numel():
+            read_at(self.folder / info.file, offset, out)
+
+
+def read_at(path: Path, offset: int, out: Tensor) -> None:
+    """Fill a contiguous CPU tensor with the bytes of a file from `offset` on.
+
+    Args:
+        path: of a file whose header has been read.
+        offset: in bytes.
+        out: any dtype and shape.
+
+    Raises:
+        CheckpointError: the file ends first, or `reopen` refuses it.
+    """
+    view = out.view(-1).view(torch.uint8).numpy().data
+    done = 0
+    with reopen(path) as file:
+        while done < len(view):
+            count = os.preadv(file.fileno(), [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"`{path.name}` ends at byte {offset + done}, expected {offset + len(view)}",
+                    hint="the file is cut short; download or copy it again",
+                )
+            done += count
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read config and headers of a checkpoint folder: one file, or shards with or without index.
+
+    Raises:
+        CheckpointError: no folder, no config.json, no safetensors, or a shard that is missing,
+            cut short or malformed.
+    """
+    if not folder.exists():
+        raise CheckpointError(f"`{folder}` does not exist")
+    if not folder.is_dir():
+        raise CheckpointError(f"`{folder}` is not a folder", hint="give the folder of the model")
+    config = read_json(folder / CONFIG_FILE)
+    return Checkpoint(folder=folder, config=config, tensors=read_headers(folder))
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a folder by name, in file order.
+
+    Raises:
+        CheckpointError: see `open_checkpoint`.
+    """
+    index = weight_map(folder)
+    present = sorted(path.name for path in folder.glob("*.safetensors") if not path.is_dir())
+    if index is None:
+        files = present
+        if not files:
+            raise CheckpointError(
+                f"`{folder}` is not a checkpoint: it holds no .safetensors file",
+                hint="only safetensors checkpoints are read; convert .bin files first",
+            )
+    else:
+        files = sorted(set(index.values()))
+    for file in files:
+        if file not in present:
+            raise CheckpointError(
+                f"the index names shard `{file}`, which is missing from `{folder}`",
+                hint="download the missing shard",
+            )
+    return join_headers((read_header(folder / file) for file in files), index)
+
+
+def join_headers(
+    headers: Iterable[Mapping[str, TensorInfo]], index: Mapping[str, str] | None
+) -> dict[str, TensorInfo]:
+    """The tensors of all shards by name, placed as the index says.
+
+    Raises:
+        CheckpointError: a tensor is in two shards, or index and shards disagree.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for name, info in header.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"`{name}` is in both `{tensors[name].file}` and `{info.file}`"
+                )
+            tensors[name] = info
+    if index is not None:
+        _check_index(index, tensors)
+    return tensors
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The index's map from tensor to shard, or None where the folder has no index.
+
+    Raises:
+        CheckpointError: several indexes, or one that does not map names to file names.
+    """
+    path = folder / INDEX_FILE
+    if not path.exists():
+        others = sorted(folder.glob("*.safetensors.index.json"))
+        if not others:
+            return None
+        if len(others) > 1:
+            names = ", ".join(f"`{other.name}`" for other in others)
+            raise CheckpointError(f"`{folder}` holds several indexes: {names}")
+        path = others[0]
+    shards = read_json(path, MAX_TEXT_BYTES).get("weight_map")
+    if not isinstance(shards, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in shards.values()
+    ):
+        raise CheckpointError(f"`{path}`: `weight_map` must map tensor names to file names")
+    return shards
+
+
+def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    for name, file in index.items():
+        if name not in tensors:
+            raise CheckpointError(f"the index places `{name}` in `{file}`, which lacks it")
+        if tensors[name].file != file:
+            raise CheckpointError(
+                f"the index places `{name}` in `{file}`, it is in `{tensors[name].file}`"
+            )
+    extra = sorted(tensors.keys() - index.keys())
+    if extra:
+        raise CheckpointError(
+            f"`{extra[0]}` is in `{tensors[extra[0]].file}` but not in the index"
+            + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else "")
+        )
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: the header is malformed, the data is cut short, or `open_file` refuses the
+            file.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(header_length(file.read(8), path.name, size))
+    return parse_header(raw, path.name, size)
+
+
+def header_length(prefix: bytes, file: str, size: int) -> int:
+    """Bytes of the JSON header, from the first 8 bytes of a file of `size` bytes.
+
+    Raises:
+        CheckpointError: the file is too short for such a header, or the header is too long.
+    """
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"`{file}` is not a safetensors file or is cut short: {size} bytes hold no "
+            "complete header"
+        )
+    return length
+
+
+def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
+    """The tensors a header names, checked against the size of its file.
+
+    Args:
+        raw: the JSON header, without its 8-byte length.
+        file: name used in messages and in the result.
+        size: of the whole file in bytes.
+
+    Raises:
+        CheckpointError: not JSON, an unknown dtype, offsets that do not match, or missing data.
+    """
+    try:
+        header = loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"`{file}`: the header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"`{file}`: the header is not a JSON object")
+    start = 8 + len(raw)
+    tensors = {}
+    for name, entry in header.items():
+        if name == METADATA_KEY:
+            continue
+        info = _parse_entry(name, entry, file, start)
+        if info.offset + info.nbytes > size:
+            raise CheckpointError(
+                f"`{file}` is cut short: `{name}` ends at byte {info.offset + info.nbytes}, "
+                f"the file has {size}",
+                hint="download or copy it again",
+            )
+        tensors[name] = info
+    _check_layout(tensors.values(), file, start, size)
+    return tensors
+
+
+def _parse_entry(name: str, entry: object, file: str, start: int) -> TensorInfo:
+    where = f"`{file}`: `{name}`"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where}: the header entry is not an object")
+    dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where}: dtype `{dtype}` is not known")
+    if not (isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and _are_sizes(shape)):
+        raise CheckpointError(f"{where}: shape {shape} is not a list of sizes")
+    if not (isinstance(span, list) and len(span) == 2 and _are_sizes(span)):
+        raise CheckpointError(f"{where}: data_offsets {span} is not a pair of offsets")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if span[1] - span[0] != nbytes:
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} needs {nbytes} bytes, data_offsets give {span[1] - span[0]}"
+        )
+    return TensorInfo(name, DTYPES[dtype], tuple(shape), file, start + span[0], nbytes)
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(n) is int and 0 <= n <= MAX_SIZE for n in values)
+
+
+def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: int) -> None:
+    """Refuse overlaps, holes and trailing bytes, as the specification does."""
+    end = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            raise CheckpointError(
+                f"`{file}`: `{info.name}` starts at byte {info.offset}, expected {end}"
+            )
+        end += info.nbytes
+    if end != size:
+        raise CheckpointError(f"`{file}` has {size - end} bytes that no tensor names")
+
+
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of a model folder.
+
+    Args:
+        path: of the file.
+        max_bytes: longest file that is read.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or does not hold a JSON object.
+    """
+    try:
+        raw = read_bytes(path, max_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"`{path.parent}` is not a checkpoint: it has no {path.name}"
+        ) from None
+    return object_of(raw, path)

@@ -1,0 +1,66 @@
+"""SHA-256 of files and of the tensors inside them, in one pass and bounded memory."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lowbit.formats.files.reading import open_file
+from lowbit.formats.safetensors.checkpoint import TensorInfo
+
+CHUNK_BYTES = 1 << 20
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a whole file of a model folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: see `open_file`.
+    """
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tensor(path: Path, info: TensorInfo) -> str:
+    """SHA-256 of one tensor's bytes; short if the file ends first."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        file.seek(info.offset)
+        left = info.nbytes
+        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+def hash_shard(
+    path: Path, tensors: Iterable[TensorInfo], progress: Callable[[int], None]
+) -> tuple[str, dict[str, str]]:
+    """Hash a safetensors file and every tensor in it, reading it once.
+
+    Args:
+        path: the file.
+        tensors: all of its tensors.
+        progress: called with the bytes done since the last call.
+
+    Returns:
+        SHA-256 of the file, and of each tensor by name.
+    """
+    whole = hashlib.sha256()
+    parts = {}
+    with open_file(path) as file:
+        for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+            header = file.read(info.offset - file.tell())
+            whole.update(header)
+            progress(len(header))
+            part = hashlib.sha256()
+            left = info.nbytes
+            while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+                whole.update(chunk)
+                part.update(chunk)
+                left -= len(chunk)
+                progress(len(chunk))
+            parts[info.name] = part.hexdigest()
+        while chunk := file.read(CHUNK_BYTES):
+            whole.update(chunk)
+    return whole.hexdigest(), parts

@@ -1,0 +1,269 @@
+"""Calibrated conversions from start to finish, on the bundled models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowbit.convert.calibrate import autoround, distill, distilled, held_out
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.store import PREFIX
+from lowbit.convert.export.export import export
+from lowbit.convert.original.layer import Layer, stages
+from lowbit.convert.original.model import load_side
+from lowbit.convert.original.walk import load_layer
+from lowbit.convert.original.weights import open_weights
+from lowbit.convert.pipeline.conversion import Conversion, convert
+from lowbit.convert.pipeline.place import partial_of
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Override, Recipe
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.layout.scheme import Scheme
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli, Hashes
+
+LENGTH, SAMPLES = 32, 20
+
+
+class _StopError(Exception):
+    """A crash."""
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training long enough to help, short enough to wait for."""
+    monkeypatch.setattr(autoround, "STEPS", 12)
+    monkeypatch.setattr(distill, "STEPS", 12)
+    monkeypatch.setattr(distilled, "STEPS", 12)
+    monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stories, some of which the bundled models were trained on the like of."""
+    path = tmp_path_factory.mktemp("text") / "stories.txt"
+    stories = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
+    path.write_text(stories.read_text()[:20_000])
+    return path
+
+
+Make = Callable[..., Conversion]
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path, text: Path) -> Make:
+    def make(source: Path, method: str, name: str = "out", **fields: object) -> Conversion:
+        recipe = Recipe(method=Method.parse(method), **fields)  # type: ignore[arg-type]
+        request = CalibrationRequest(text, SAMPLES, LENGTH)
+        return convert(source, tmp_path / name, recipe, calibration=request, overwrite=True)
+
+    return make
+
+
+@pytest.mark.parametrize("other", ["recipe", "calibration", "export"])
+def test_another_command_leaves_finished_layers_alone(
+    tiny: Path, tmp_path: Path, text: Path, other: str
+) -> None:
+    out = tmp_path / "out"
+    gptq = Recipe(method=Method.parse("gptq"))
+    request = CalibrationRequest(text, 2, LENGTH)
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if phase == "calibrate" and list(partial_of(out).glob(f"{PREFIX}*")):
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        convert(tiny, out, gptq, calibration=request, progress=stop)
+    layers = {path.name: path.read_bytes() for path in partial_of(out).glob(f"{PREFIX}*")}
+    assert layers
+    if other == "export":
+        convert(tiny, tmp_path / "packed", Recipe(head="bf16"))
+    commands: dict[str, Callable[[], object]] = {
+        "recipe": lambda: convert(tiny, out),
+        "calibration": lambda: convert(
+            tiny, out, gptq, calibration=CalibrationRequest(text, 3, LENGTH)
+        ),
+        "export": lambda: export(tmp_path / "packed", out, "mlx"),
+    }
+    with pytest.raises(ResourceError, match="holds an interrupted conversion") as caught:
+        commands[other]()
+    assert caught.value.hint is not None
+    assert ("--overwrite" in caught.value.hint) == (other != "export")
+    assert layers.items() <= {p.name: p.read_bytes() for p in partial_of(out).iterdir()}.items()
+    if other == "recipe":
+        done = convert(tiny, out, overwrite=True)
+        assert not list(done.folder.glob(f"{PREFIX}*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["weighted", "gptq", "autoround", "gptq+autoround+distill"])
+@pytest.mark.parametrize("model", ["tiny", "hybrid"])
+def test_layers_get_closer_to_the_original(
+    calibrated: Make, request: pytest.FixtureRequest, model: str, method: str
+) -> None:
+    source: Path = request.getfixturevalue(model)
+    done = calibrated(source, method, head="bf16", group_size=32)
+    layers = 6 if model == "tiny" else 4
+    assert [row.layer for row in done.calibration] == list(range(layers))
+    better = [row.chosen < row.rtn for row in done.calibration]
+    if method != "weighted":  # which wins little, and not everywhere
+        assert all(better)
+    manifest = read_manifest(done.folder)
+    assert manifest is not None
+    assert manifest.recipe["method"] == method
+    assert manifest.calibration is not None
+    assert (manifest.calibration.samples, manifest.calibration.length) == (SAMPLES, LENGTH)
+    assert manifest.calibration.text == "stories.txt"
+    assert not [path.name for path in done.folder.iterdir() if path.name.startswith(".")]
+    # Nothing but codes and scales of what the recipe quantizes differs from round-to-nearest.
+    plain = convert(source, done.folder.with_name("plain"), Recipe(head="bf16", group_size=32))
+    a, b = (load_file(x.folder / "model.safetensors") for x in (done, plain))
+    changed = {name for name in a if not torch.equal(a[name], b[name])}
+    assert a.keys() == b.keys()
+    assert changed
+    assert all(name.endswith(("weight_packed", "weight_scale")) for name in changed)
+    assert (done.folder / "config.json").read_bytes() == (plain.folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq+autoround+distill"])
+def test_same_bytes_again(calibrated: Make, tiny: Path, hashes: "Hashes", method: str) -> None:
+    first = hashes(calibrated(tiny, method, "a").folder)
+    assert hashes(calibrated(tiny, method, "b").folder) == first
+
+
+def test_resumes_after_any_layer(
+    calibrated: Make,
+    tiny: Path,
+    hashes: "Hashes",
+    tmp_path: Path,
+    text: Path,
+) -> None:
+    whole = hashes(calibrated(tiny, "gptq+distill").folder)
+    recipe = Recipe(method=Method.parse("gptq+distill"))
+    request = CalibrationRequest(text, SAMPLES, LENGTH)
+    out = tmp_path / "resumed"
+    for crash in ((("calibrate", 2)), (("calibrate", 4)), (("distill", 5)), (("convert", 9))):
+        calls = 0
+
+        def progress(phase: str, done: int, total: int, crash: tuple[str, int] = crash) -> None:
+            nonlocal calls
+            calls += phase == crash[0]
+            if calls > crash[1]:
+                raise _StopError
+
+        with pytest.raises(_StopError):
+            convert(tiny, out, recipe, calibration=request, progress=progress)
+        assert not out.exists()
+    kept = [path.name for path in partial_of(out).iterdir() if path.name.startswith(PREFIX)]
+    assert len(kept) == 6 + 6 + 1  # layers twice, head
+    seen: list[str] = []
+    done = convert(
+        tiny, out, recipe, calibration=request, progress=lambda phase, *_: seen.append(phase)
+    )
+    assert "distill" not in seen
+    assert hashes(out) == whole
+    assert len(done.calibration) == 6
+
+
+def test_another_text_does_not_take_up_what_is_there(
+    calibrated: Make, tiny: Path, hashes: "Hashes", tmp_path: Path, text: Path
+) -> None:
+    fresh = hashes(calibrated(tiny, "gptq", head="bf16").folder)
+    other = tmp_path / "other.txt"
+    other.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    recipe = Recipe(method=Method("gptq"), head="bf16")
+    out = tmp_path / "next"
+
+    def crash(phase: str, done: int, total: int) -> None:
+        if phase == "convert":
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        convert(tiny, out, recipe, calibration=CalibrationRequest(other, 8, 32), progress=crash)
+    convert(
+        tiny, out, recipe, calibration=CalibrationRequest(text, SAMPLES, LENGTH), overwrite=True
+    )
+    assert hashes(out) == fresh
+
+
+def test_a_quantized_head_and_odd_recipes(calibrated: Make, tiny: Path) -> None:
+    overrides = (
+        Override("*.down_proj", 3, 64),
+        Override("*.o_proj", 8),
+        Override("*.layers.0.*", 16),
+    )
+    done = calibrated(tiny, "gptq", head="int4", rule="positive", overrides=overrides)
+    tensors = load_file(done.folder / "model.safetensors")
+    assert all(
+        (value > 0).all() for name, value in tensors.items() if name.endswith("weight_scale")
+    )
+    assert done.plan.schemes["lm_head"] == Scheme(4, 128)
+    rtn = convert(
+        tiny,
+        done.folder.with_name("rtn"),
+        Recipe(head="int4", rule="positive", overrides=overrides),
+    )
+    head = load_file(rtn.folder / "model.safetensors")["lm_head.weight_packed"]
+    assert not torch.equal(tensors["lm_head.weight_packed"], head)
+    # The layer that stays as it is has nothing to lose but what its input has lost: nothing.
+    assert done.calibration[0].rtn == done.calibration[0].chosen == 0.0
+
+
+def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:
+    expected = {
+        (tiny, 0): [
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("self_attn.o_proj",),
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ("mlp.down_proj",),
+        ],
+        (hybrid, 0): [
+            ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+            ("linear_attn.out_proj",),
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ("mlp.down_proj",),
+        ],
+    }
+    for (folder, number), wanted in expected.items():
+        side = load_side(open_weights(folder), 8, torch.device("cpu"))
+        layer = Layer(load_layer(side, number, torch.device("cpu")), side.arguments[number])
+        names = [name for stage in wanted for name in stage]
+        assert stages(layer, torch.randn(1, 8, 256), names) == wanted
+
+
+def test_text_too_short(calibrated: Make, tiny: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Once")
+    with pytest.raises(RequestError):
+        convert(
+            tiny,
+            tmp_path / "out",
+            Recipe(method=Method("gptq")),
+            calibration=CalibrationRequest(short, SAMPLES, LENGTH),
+        )
+    assert not (tmp_path / "out").exists()
+    assert not partial_of(tmp_path / "out").exists()
+
+
+def test_command(cli: "Cli", tiny: Path, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--calib", text, "--calib-samples", 8, "--calib-length", 32)
+    said = cli(tiny, out, "--method", "gptq", *options, "--json")
+    assert said.exit_code == 0, said.output
+    content = json.loads(said.stdout)
+    assert len(content["calibration"]) == 6
+    assert {"layer", "rtn", "chosen"} == set(content["calibration"][0])
+    shown = cli(tiny, tmp_path / "b", "--method", "weighted", *options)
+    assert shown.exit_code == 0, shown.output
+    wrong = cli(tiny, tmp_path / "c", "--method", "awq")
+    assert wrong.exit_code == 2
+    assert "method `awq` is not known" in wrong.output
+    idle = cli(tiny, tmp_path / "c", *options)
+    assert idle.exit_code == 2
+    assert "--calib" in idle.output

@@ -1,0 +1,202 @@
+"""`sensitivity`, and targets of `plan` and `quantize`, as people and scripts run them."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import Result
+
+from lowbit.convert.plan import lookup
+from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
+from lowbit.convert.report.sensitivity_plot import heat_map
+from lowbit.formats.files import atomic
+from lowbit.formats.layout.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
+
+
+def parsed(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(result.stdout, parse_constant=lambda name: 1 / 0)
+    assert content["schema"] == 1
+    return content
+
+
+def test_sensitivity_then_targets(
+    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, cache: Path
+) -> None:
+    out = tmp_path / "kept" / "record.json"
+    said = parsed(cli("sensitivity", readable, "--calib", short_text, "--out", out, "--json"))
+    assert said["measured"] is True
+    assert Path(said["file"]).is_relative_to(cache)
+    assert said["plot"] == str(out.with_suffix(".svg"))
+    assert read_sensitivities(out) == read_sensitivities(Path(said["file"]))
+    ElementTree.fromstring(out.with_suffix(".svg").read_bytes())
+    again = cli("sensitivity", readable, "--calib", short_text)
+    assert "known:" in again.stdout
+    assert "lm_head" in again.stdout
+    assert again.stderr.startswith("plot: ")
+
+    # The plan, the conversion, and the same conversion from its recipe alone, agree.
+    options = ("--target-bpw", "6", "--calib", short_text)
+    planned = parsed(cli("plan", readable, *options, "--json"))
+    assert 5.5 < planned["bits_per_weight"] <= 6
+    result = cli(readable, tmp_path / "packed", *options)
+    assert result.exit_code == 0, result.output
+    assert "chosen for 9 sets" in result.stderr
+    assert "sensitivities from" in result.stderr
+    manifest = read_manifest(tmp_path / "packed")
+    assert manifest is not None
+    assert manifest.recipe == planned["recipe"]
+    overrides = [part for text in manifest.recipe["overrides"] for part in ("--bits", text)]
+    assert cli(readable, tmp_path / "again", *overrides).exit_code == 0
+    for name in ("model.safetensors", "lowbit.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "packed" / name).read_bytes()
+
+    limit = planned["output_bytes"]
+    options = ("--target-size", f"{limit}", "--sensitivities", out)
+    assert parsed(cli("plan", readable, *options, "--json"))["output_bytes"] <= limit
+
+
+def test_measured_on_the_fly(cli: "Cli", readable: Path, short_text: Path, tmp_path: Path) -> None:
+    result = cli(readable, tmp_path / "out", "--target-bpw", "5", "--calib", short_text)
+    assert result.exit_code == 0, result.output
+    assert "measuring the sensitivity of 9 sets at 54 precisions" in result.stderr
+    assert "sensitivities measured now, kept in" in result.stderr
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the disk be full for files of a name: (part of it, writes that still succeed)."""
+
+    def install(name: str, after: int = 0) -> None:
+        write, left = atomic.write_synced, [after]
+
+        def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
+            if name in path.name:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(atomic, "write_synced", refused)
+
+    return install
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_full_disk_is_found_before_measuring(
+    cli: "Cli",
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    out: bool,
+) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(lookup, "measure", measured)
+    refuse("record.json" if out else ".json")
+    arguments = ("--out", tmp_path / "record.json") if out else ()
+    result = cli("sensitivity", readable, "--calib", short_text, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be written: the disk is full" in result.stderr
+    assert ("XDG_CACHE_HOME" in result.stderr) == (not out)
+
+
+@pytest.mark.parametrize(("name", "after"), [(".json", 2), ("record.json", 1), ("record.svg", 0)])
+def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
+    cli: "Cli",
+    readable: Path,
+    short_text: Path,
+    tmp_path: Path,
+    refuse: Callable[..., None],
+    name: str,
+    after: int,
+) -> None:
+    out = tmp_path / "record.json"
+    refuse(name, after)  # the trials succeed
+    result = cli("sensitivity", readable, "--calib", short_text, "--out", out, "--json")
+    assert result.exit_code == 1
+    assert {row["name"] for row in json.loads(result.stdout)["rows"]} >= {"lm_head"}
+    assert "cannot be written: the disk is full" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_target_is_met_by_figures_that_could_not_be_kept(
+    cli: "Cli", readable: Path, short_text: Path, tmp_path: Path, refuse: Callable[..., None]
+) -> None:
+    refuse(".json", after=1)
+    result = cli("plan", readable, "--target-bpw", "5", "--calib", short_text)
+    assert result.exit_code == 0, result.output
+    assert "the sensitivities are not kept for another time" in result.stderr
+    assert "chosen for 9 sets" in result.stderr
+
+
+def test_a_target_out_of_reach_is_known_before_measuring(
+    cli: "Cli", readable: Path, cache: Path
+) -> None:
+    result = cli("plan", readable, "--target-bpw", "4")
+    assert result.exit_code == 1
+    assert "4 bits per weight cannot be met: the smallest choice has 4.12" in result.stderr
+    assert "hint: give a target between the two" in result.stderr
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--target-bpw", "5", "--target-size", "1GB"), "two ways to give one target"),
+        (("--target-bpw", "0"), "is not a number of bits"),
+        (("--target-bpw", "4,5"), "is not a number of bits"),
+        (("--target-size", "big"), "is not a size"),
+        (("--sensitivities", "x.json"), "--sensitivities is for --target-bpw or --target-size"),
+    ],
+)
+def test_usage(cli: "Cli", readable: Path, options: tuple[str, ...], message: str) -> None:
+    result = cli("plan", readable, *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("sizes", ["", "48", "32,32", "32;64", "row"])
+def test_group_sizes(cli: "Cli", readable: Path, sizes: str) -> None:
+    result = cli("sensitivity", readable, "--group-sizes", sizes)
+    assert result.exit_code == 2
+    assert "is not a list of different sizes out of 32, 64, 128, 256, 512" in " ".join(
+        result.stderr.replace("│", " ").split()
+    )
+
+
+def test_plot_named_like_the_record(cli: "Cli", readable: Path, tmp_path: Path) -> None:
+    result = cli("sensitivity", readable, "--out", tmp_path / "x.svg")
+    assert result.exit_code == 2
+    assert "it names the JSON file" in " ".join(result.stderr.split())
+
+
+def test_heat_map_shows_every_set_once() -> None:
+    rows = [
+        Row(f"model.layers.{layer}.mlp.gate_up", ("a",), 1, bits, group, 1, kl)
+        for layer, kl in ((0, 0.1), (1, 0.0), (2, float("inf")))
+        for bits in (4, 8)
+        for group in (32, 128)
+    ]
+    rows.append(Row("lm_head", ("lm_head",), 1, 4, 128, 1, 1e-3))
+    record = Sensitivities("", "", "", "", "", "", "<a&b>", "", 1, 1, "signed", tuple(rows))
+    root = ElementTree.fromstring(heat_map(record))
+    titles = [element.text for element in root.iter() if element.tag.endswith("title")]
+    assert titles == [
+        "model.layers.0.mlp.gate_up INT4 g128: 0.100",
+        "model.layers.1.mlp.gate_up INT4 g128: 0.00",
+        "model.layers.2.mlp.gate_up INT4 g128: ∞",
+        "lm_head INT4 g128: 0.00100",
+    ]
+    assert "; on <a&b>" in "".join(root.itertext())

@@ -1,0 +1,112 @@
+"""A packed checkpoint made by hand, without the converter."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lowbit.convert.measure.measure import Measured, measure_logits
+from lowbit.convert.original.evaluation_text import Text
+from lowbit.formats.architectures import tensor_table
+from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack
+from lowbit.formats.layout.quantization_config import write_quantization_config
+from lowbit.formats.layout.rtn import quantize
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).parents[3]
+
+PackModel = Callable[[str, int, int | None], Path]
+WholeLogits = Callable[..., Tensor]
+Measure = Callable[..., Measured]
+
+
+@pytest.fixture(scope="session")
+def whole_logits() -> WholeLogits:
+    """transformers' logits of the whole model: (folder, windows, dtype), FP32 unless named.
+
+    Packed folders go through the compressed-tensors reader.
+    """
+    from transformers import AutoModelForCausalLM
+
+    def run(folder: Path, windows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        with torch.inference_mode():
+            logits: Tensor = model(windows).logits
+        return logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def measure() -> Measure:
+    """Measure logits on texts given by name: (source, packed, other arguments, name=content)."""
+
+    def run(source: Path, packed: Path, progress: object = None, **texts: str) -> Measured:
+        named = [Text(name, name, content) for name, content in texts.items()]
+        return measure_logits(source, packed, named, progress=progress)  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The bundled trained model."""
+    return ROOT / "examples" / "models" / "tiny-qwen3"
+
+
+@pytest.fixture(scope="session")
+def stories() -> str:
+    """Text of the kind the bundled model was trained on."""
+    return (ROOT / "examples" / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def pack_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> PackModel:
+    """Pack the bundled model into a new folder: (name, bits, bits of the head or None)."""
+
+    def make(name: str, bits: int, head: int | None) -> Path:
+        folder = tmp_path_factory.mktemp("packed") / name
+        shutil.copytree(tiny, folder)
+        source = open_checkpoint(tiny)
+        tensors = {name: source.read(name) for name in source.tensors}
+        schemes: dict[str, Scheme | None] = {}
+        for spec in tensor_table(source.config):
+            if not spec.quantizable:
+                continue
+            wanted = head if spec.role == "head" else bits
+            if wanted is None:
+                continue
+            stored = "model.embed_tokens.weight" if spec.role == "head" else spec.name
+            w = source.read(stored)
+            schemes[spec.module] = scheme = Scheme(wanted, 128)
+            codes, scale = quantize(w, scheme)
+            tensors.pop(spec.name, None)
+            tensors[f"{spec.module}.{PACKED}"] = pack(codes, wanted)
+            tensors[f"{spec.module}.{SCALE}"] = scale
+            tensors[f"{spec.module}.{SHAPE}"] = torch.tensor(w.shape)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = dict(source.config)
+        config["quantization_config"] = write_quantization_config(schemes)
+        config["tie_word_embeddings"] = head is None
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed(pack_model: PackModel) -> Path:
+    """INT4 body, INT8 head, untied."""
+    return pack_model("tiny-int4", 4, 8)
+
+
+@pytest.fixture(scope="session")
+def packed_tied(pack_model: PackModel) -> Path:
+    """INT4 body, the head stays the BF16 embedding."""
+    return pack_model("tiny-int4-tied", 4, None)

@@ -1,0 +1,76 @@
+"""Sizes, hash, date and original of a report."""
+
+import hashlib
+import json
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit.convert.measure.build import build_report, measure_sizes, parameters
+
+
+def test_sizes(tiny: Path, packed: Path, packed_tied: Path) -> None:
+    found = measure_sizes(packed, tiny)
+    assert found.folder_bytes == sum(path.stat().st_size for path in packed.iterdir())
+    source = sum(path.stat().st_size for path in tiny.iterdir())
+    assert found.source_bytes == pytest.approx(source, rel=0.001)  # headers and config differ
+    # 4 + 16/128 bits in 6 layers of 786,432 weights, 8 + 16/128 in a head of 4096 x 256,
+    # and two int64 of shape a linear.
+    body, head = 6 * 786_432, 4096 * 256
+    expected = (body * 4.125 + head * 8.125 + 43 * 128) / (body + head)
+    assert found.bits_per_weight == pytest.approx(expected)
+    tied = measure_sizes(packed_tied)
+    assert tied.source_bytes is None
+    expected = (body * 4.125 + head * 16 + 42 * 128) / (body + head)
+    assert tied.bits_per_weight == pytest.approx(expected)
+
+
+def test_reports_do_not_count(packed: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
+    before = measure_sizes(tmp_path)
+    (tmp_path / "quality.html").write_text("x" * 1000)
+    assert measure_sizes(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+def test_parameters_equal_transformers(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(__file__).parents[3] / "examples/models" / name
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    config = json.loads((folder / "config.json").read_text())
+    assert parameters(config) == sum(weight.numel() for weight in model.parameters())
+
+
+def test_date_and_original(tiny: Path, packed: Path) -> None:
+    before = datetime.now(UTC).date()
+    found = build_report(packed, [], None, tiny, "org/tiny")
+    assert found.measured_on is not None
+    assert before <= date.fromisoformat(found.measured_on) <= datetime.now(UTC).date()
+    assert (found.original, found.model_type) == ("org/tiny", "qwen3")
+    # The packed head is no longer tied, and is no further parameter of the original.
+    assert found.parameters == parameters(json.loads((tiny / "config.json").read_text()))
+    assert str(tiny) not in found.to_bytes().decode()
+
+
+def test_manifest_hash(packed: Path) -> None:
+    assert build_report(packed, [], None).manifest_sha256 is None
+
+
+def test_manifest_hash_is_of_its_bytes(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.formats.layout.manifest import Manifest, Source
+
+    (tmp_path / "config.json").write_bytes((packed / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((packed / "model.safetensors").read_bytes())
+    manifest = Manifest("0", Source(None, None, "", ""), {}, (), (), ())
+    (tmp_path / "lowbit.json").write_bytes(manifest.to_bytes())
+    found = build_report(tmp_path, [], None)
+    assert found.manifest_sha256 == hashlib.sha256(manifest.to_bytes()).hexdigest()

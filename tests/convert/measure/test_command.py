@@ -1,0 +1,70 @@
+"""The command in a report makes the same folder again."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lowbit.convert.cli.main import main
+from lowbit.convert.measure.command import command_of
+from lowbit.formats.layout.manifest import Manifest, Source, read_manifest
+
+
+def recipe_of(arguments: list[str]) -> dict[str, object]:
+    """What `plan` takes them for."""
+    result = CliRunner().invoke(main, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    recipe: dict[str, object] = json.loads(result.stdout)["recipe"]
+    return recipe
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--recipe mixed --group-size row --method absmax --lm-head bf16",
+        "--recipe int8 --group-size 64 --positive-scales",
+        "--bits *.down_proj=8 --bits *.up_proj=4g32 --bits *.gate_proj=4g32 --lm-head int4",
+        "--method gptq+distill --drop-vision",
+    ],
+)
+def test_the_options_come_back(hybrid: Path, options: str) -> None:
+    recipe = recipe_of([str(hybrid), *options.split()])
+    manifest = Manifest("0", Source("org/a", "c0ffee", "", ""), recipe, (), (), ())
+    command = command_of(manifest, "out put")
+    assert command is not None
+    program, source, out, *rest = shlex.split(command)
+    assert (program, source, out) == ("lowbit-convert", "org/a", "out put")
+    assert rest[:2] == ["--revision", "c0ffee"]
+    assert recipe_of([str(hybrid), *rest[2:]]) == recipe
+
+
+def test_a_local_source_and_a_foreign_recipe(tiny: Path) -> None:
+    recipe = recipe_of([str(tiny)])
+    manifest = Manifest("0", Source(None, None, "", ""), recipe, (), (), ())
+    command = command_of(manifest, "out")
+    assert command == "lowbit-convert SRC out --recipe int4 --method rtn"
+    assert command_of(replace(manifest, recipe={}), "out") is None
+    assert command_of(replace(manifest, recipe={**recipe, "x": 1}), "out") is None
+
+
+def test_what_was_calibrated_on_is_named(tiny: Path, tmp_path: Path, stories: str) -> None:
+    text = tmp_path / "my text.txt"
+    text.write_text(stories[:5000])
+    options = (
+        f"--method weighted --calib-samples 2 --calib-length 128 --calib {shlex.quote(str(text))}"
+    )
+    result = CliRunner().invoke(main, [str(tiny), str(tmp_path / "out"), *shlex.split(options)])
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    command = command_of(manifest, "out")
+    assert command is not None
+    given = shlex.split(command)
+    assert given[given.index("--calib") + 1] == "my text.txt"
+    assert given[given.index("--calib-samples") + 1] == "2"
+    assert given[given.index("--calib-length") + 1] == "128"
+    assert given[given.index("--device") + 1] == "cpu"

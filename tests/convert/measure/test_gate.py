@@ -1,0 +1,162 @@
+"""Gates: what parses, what is refused, and what a report's figures say of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from lowbit.convert.measure.gate import check_texts, hold, parse_gate
+from lowbit.convert.measure.record import (
+    Histogram,
+    LogitQuality,
+    QualityReport,
+    Sizes,
+    TextKind,
+)
+from lowbit.formats.errors import RequestError
+
+
+@pytest.fixture
+def report() -> QualityReport:
+    kinds = (
+        TextKind("prose", "ab", 5110, 10.0, 10.2, 0.02, 0.96, 0.2, 0.0007),
+        TextKind("notes.txt", "cd", 511, 20.0, 19.0, 0.05, 0.91),
+    )
+    logits = LogitQuality(
+        text_name="a title",
+        text_sha256="ab",
+        text_tokens=5200,
+        window=512,
+        windows=10,
+        scored_tokens=5110,
+        perplexity_original=10.0,
+        perplexity_packed=10.2,
+        log_ratio_error=0.001,
+        kl_mean=0.02,
+        kl_p95=0.08,
+        kl_p99=0.2,
+        kl_max=1.5,
+        cosine_mean=0.997,
+        cosine_p1=0.98,
+        top1_agreement=0.96,
+        kl_histogram=Histogram(-8.0, 2.0, (1,)),
+        window_series=(),
+        device="cpu",
+        torch_version="2",
+        transformers_version="5",
+        kinds=kinds,
+        kl_error=0.0007,
+    )
+    return QualityReport("0.1.0", None, Sizes(1, 2, 4.5), (), logits)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("kl_mean<0.03", 0.02),
+        ("kl_stderr<0.001", 0.0007),
+        ("prose.kl_p99<0.3", 0.2),
+        ("prose.kl_stderr<=0.0007", 0.0007),
+        ("kl_p95<=0.08", 0.08),
+        ("kl_p99 <= .2", 0.2),
+        ("kl_max>1", 1.5),
+        ("top1>=0.96", 0.96),
+        ("ppl_change<2.1e-2", 0.02),
+        ("cosine>0.99", 0.997),
+        ("bits_per_weight<5", 4.5),
+        ("notes.txt.kl_mean<0.06", 0.05),
+        ("notes.txt.ppl_change<0", -0.05),
+        ("prose.top1>0.9", 0.96),
+    ],
+)
+def test_every_figure(report: QualityReport, text: str, found: float) -> None:
+    result = hold(parse_gate(text), report)
+    assert result.passed
+    assert result.outcomes[0].found == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["kl_mean<0.02", "kl_mean>0.02", "top1>=0.97", "kl_max<=1.4", "bits_per_weight>4.5"]
+)
+def test_missed(report: QualityReport, text: str) -> None:
+    assert not hold(parse_gate(text), report).passed
+
+
+def test_every_condition_counts_and_is_told(report: QualityReport) -> None:
+    result = hold(parse_gate(" kl_mean < 0.03 , notes.txt.top1>0.95,bits_per_weight<=4.5"), report)
+    assert result.to_json() == {
+        "passed": False,
+        "conditions": [
+            {"condition": "kl_mean<0.03", "found": 0.02, "met": True},
+            {"condition": "notes.txt.top1>0.95", "found": 0.91, "met": False},
+            {"condition": "bits_per_weight<=4.5", "found": 4.5, "met": True},
+        ],
+    }
+    assert hold((), report).passed
+
+
+def test_an_infinite_figure_misses_and_is_null(report: QualityReport) -> None:
+    assert report.logits is not None
+    endless = replace(report, logits=replace(report.logits, kl_max=float("inf")))
+    result = hold(parse_gate("kl_max<100"), endless)
+    assert result.to_json()["conditions"] == [
+        {"condition": "kl_max<100", "found": None, "met": False}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "`` is not a condition; write it like kl_mean<0.03"),
+        ("kl_mean", "`kl_mean` is not a condition"),
+        ("kl_mean=0.03", "is not a condition"),
+        ("kl_mean<", "is not a condition"),
+        ("kl_mean<0.03,", "`` is not a condition"),
+        ("kl_mean<0.03 top1>0.9", "is no figure|is not a"),
+        ("kl<0.03", "`kl` is no figure; figures are kl_mean, kl_stderr, kl_p95, kl_p99, kl_max, "),
+        (
+            "maths.kl_p95<1",
+            "of the text `maths`; figures are kl_mean, kl_stderr, kl_p99, top1, ppl_",
+        ),
+        ("kl_mean<nan", "`nan` is not a number"),
+        ("kl_mean<inf", "`inf` is not a number"),
+        ("top1>95%", "`95%` is not a number"),
+    ],
+)
+def test_what_is_no_gate(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_gate(text)
+
+
+def test_texts_that_are_not_evaluated(report: QualityReport) -> None:
+    conditions = parse_gate("maths.kl_mean<1")
+    check_texts(conditions, ["prose", "maths"])
+    with pytest.raises(RequestError, match="no evaluation text is named `maths`; there is prose"):
+        check_texts(conditions, ["prose"])
+    (outcome,) = hold(conditions, report).outcomes
+    assert not outcome.met
+    assert outcome.reason == "no text of that name was evaluated"
+
+
+def test_a_single_text_has_the_headline_figures(report: QualityReport) -> None:
+    assert report.logits is not None
+    single = replace(report, logits=replace(report.logits, kinds=(), text_name="notes.txt"))
+    result = hold(parse_gate("notes.txt.kl_mean<0.03"), single)
+    assert result.outcomes[0].found == 0.02
+
+
+def test_a_figure_that_is_not_known_is_no_figure(report: QualityReport) -> None:
+    assert report.logits is not None
+    few = replace(report, logits=replace(report.logits, kl_error=None))
+    for condition in ("kl_stderr<1", "notes.txt.kl_p99<1", "notes.txt.kl_stderr<1"):
+        result = hold(parse_gate(condition), few)
+        assert not result.passed
+        (row,) = result.to_json()["conditions"]
+        assert (row["found"], row["met"]) == (None, False)
+        assert "was not measured, or on too few windows" in row["reason"]
+
+
+def test_without_logits_only_the_size_is_known(report: QualityReport) -> None:
+    bare = replace(report, logits=None)
+    assert hold(parse_gate("bits_per_weight<5"), bare).passed
+    (outcome,) = hold(parse_gate("kl_mean<1"), bare).outcomes
+    assert (outcome.met, outcome.reason) == (False, "the logits were not measured")

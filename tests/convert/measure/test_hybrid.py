@@ -1,0 +1,79 @@
+"""Reports of a hybrid model: block by block gives what transformers gives on the whole."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lowbit.convert import Recipe, convert
+from lowbit.convert.measure.build import measure_sizes
+from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.original.evaluation_text import Text, tokenize
+from lowbit.convert.original.quiet import without_advice
+
+if TYPE_CHECKING:
+    from tests.convert.measure.conftest import Measure, WholeLogits
+
+CHARACTERS = 4500  # two windows of 512 tokens
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Path:
+    return Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+def test_figures_equal_those_of_the_whole_model(
+    hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", whole_logits: "WholeLogits"
+) -> None:
+    done = convert(hybrid, tmp_path / "out")
+    text = stories[:CHARACTERS]
+    windows = tokenize(hybrid, [Text("test", "test", text)], 4096)[0].windows
+    assert windows.shape == (2, 512)
+    p, q = (
+        whole_logits(folder, windows)[:, :-1].double().log_softmax(-1)
+        for folder in (hybrid, done.folder)
+    )
+    found = measure(hybrid, done.folder, stories=text).logits
+    assert found.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+    for log_p, perplexity in ((p, found.perplexity_original), (q, found.perplexity_packed)):
+        expected = -log_p.gather(-1, windows[:, 1:, None]).mean()
+        assert perplexity == pytest.approx(float(expected.exp()), rel=1e-6)
+    assert measure_weights(hybrid, done.folder) == done.weights
+    sizes = measure_sizes(done.folder, hybrid)
+    assert sizes.bits_per_weight == done.plan.bits_per_weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "most"), [("int8", 0.001), ("int4", 0.018)])
+def test_perplexity(
+    hybrid: Path, tmp_path: Path, stories: str, measure: "Measure", base: str, most: float
+) -> None:
+    folder = convert(hybrid, tmp_path / "out", Recipe(base)).folder  # type: ignore[arg-type]
+    found = measure(hybrid, folder, stories=stories[:20_000]).logits
+    assert found.perplexity_original == pytest.approx(3.2944, abs=0.0005)
+    assert abs(found.perplexity_change) < most
+    assert 0 < found.kl_mean < {"int8": 0.0003, "int4": 0.02}[base]
+
+
+def test_advice_about_kernels_is_kept_from_the_terminal(
+    hybrid: Path, stories: str, measure: "Measure", caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers.utils.logging  # noqa: F401 - gives loggers their warning_once
+
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    child = logging.getLogger("transformers.models.some_model")
+    try:
+        child.warning("`f` is falling back to its reference PyTorch implementation: before")
+        with without_advice():
+            child.warning("`f` is falling back to its reference PyTorch implementation: inside")
+            child.warning("something is wrong")
+        child.warning("The fast path is not available: after")
+        logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+        measure(hybrid, hybrid, stories=stories[:600])
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = [message.rpartition(" ")[2] for message in dict.fromkeys(caplog.messages)]
+    assert said == ["before", "wrong", "after"]

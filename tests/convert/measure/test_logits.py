@@ -1,0 +1,235 @@
+"""Block by block gives what transformers gives on the whole model, original and packed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowbit.convert.measure import logits as logits_module
+from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.original.blocks import block_map
+from lowbit.convert.original.evaluation_text import Text, tokenize
+from lowbit.convert.original.model import load_side
+from lowbit.convert.original.walk import embed, load_layer, pass_through
+from lowbit.convert.original.weights import open_weights
+from lowbit.formats.errors import (
+    CheckpointError,
+    FormatError,
+    QuantizationError,
+    RequestError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from tests.convert.measure.conftest import Measure, WholeLogits
+
+CHARACTERS = 4500  # two windows of 512 tokens
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def excerpt(stories: str) -> str:
+    return stories[:CHARACTERS]
+
+
+def windows_of(folder: Path, text: str) -> Tensor:
+    return tokenize(folder, [Text("test", "test", text)], 2048)[0].windows
+
+
+def block_logits(folder: Path, windows: Tensor) -> Tensor:
+    """Logits of every token but the last of each window, one layer at a time."""
+    side = load_side(open_weights(folder), windows.shape[1], CPU)
+    with torch.inference_mode(), block_map(CPU) as each:
+        hidden = embed(side, windows, CPU)
+        for number in range(len(side.layers)):
+            layer = load_layer(side, number, CPU)
+            pass_through(layer, side.arguments[number], hidden, each)
+        states = scored_states(side, hidden)
+        head = torch.cat([rows for _, rows in side.weights.rows(side.head, 1000, CPU)])
+        return (states @ head.T).view(len(windows), -1, len(head))
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+@pytest.mark.parametrize("name", ["tiny", "packed", "packed_tied"])
+def test_logits_equal_the_whole_model(
+    whole_logits: "WholeLogits", name: str, tiny: Path, excerpt: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    windows = windows_of(tiny, excerpt)
+    assert windows.shape == (2, 512)
+    expected = whole_logits(folder, windows)[:, :-1]
+    found = block_logits(folder, windows)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_figures_equal_those_of_whole_logits(
+    measure: "Measure", whole_logits: "WholeLogits", tiny: Path, packed: Path, excerpt: str
+) -> None:
+    windows = windows_of(tiny, excerpt)
+    a, b = (whole_logits(f, windows)[:, :-1].double() for f in (tiny, packed))
+    p, q = a.log_softmax(-1), b.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).flatten()
+    labels = windows[:, 1:, None]
+    cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
+    found = measure(tiny, packed, stories=excerpt).logits
+    assert found.windows == 2
+    assert found.window == 512
+    assert found.scored_tokens == 1022
+    assert found.kl_mean == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert found.kl_max == pytest.approx(float(kl.max()), rel=1e-3)
+    assert found.kl_p99 == pytest.approx(float(kl.quantile(0.99)), rel=0.05)
+    assert found.cosine_mean == pytest.approx(float(cosine.mean()), abs=1e-6)
+    assert found.top1_agreement == pytest.approx(
+        float((a.argmax(-1) == b.argmax(-1)).double().mean()), abs=0.002
+    )
+    for log_p, perplexity in ((p, found.perplexity_original), (q, found.perplexity_packed)):
+        expected = -log_p.gather(-1, labels).mean()
+        assert perplexity == pytest.approx(float(expected.exp()), rel=1e-6)
+    assert sum(found.kl_histogram.counts) == 1022
+    mean = sum(window.kl for window in found.window_series) / 2
+    assert mean == pytest.approx(found.kl_mean)
+    assert found.log_ratio_error is None  # two windows say nothing about their spread
+
+
+def test_block_sizes_do_not_matter(
+    measure: "Measure", tiny: Path, packed: Path, excerpt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measure(tiny, packed, stories=excerpt).logits
+    monkeypatch.setattr(logits_module, "HEAD_ROWS", 1000)
+    monkeypatch.setattr(logits_module, "HEAD_TOKENS", {"cpu": 300})
+    monkeypatch.setattr(logits_module, "SUM_TOKENS", {"cpu": 7})
+    monkeypatch.setattr(logits_module, "BATCH_TOKENS", {"cpu": 1})
+    cut = measure(tiny, packed, stories=excerpt).logits
+    assert cut.kl_mean == pytest.approx(whole.kl_mean, rel=1e-4)
+    assert cut.perplexity_packed == pytest.approx(whole.perplexity_packed, rel=1e-6)
+    assert cut.top1_agreement == whole.top1_agreement
+
+
+def test_a_model_against_itself(measure: "Measure", tiny: Path, excerpt: str) -> None:
+    found = measure(tiny, tiny, stories=excerpt[:600]).logits
+    assert found.windows == 1
+    assert found.window == found.text_tokens < 512
+    assert found.kl_max == 0.0
+    assert found.top1_agreement == 1.0
+    assert found.cosine_p1 == pytest.approx(1.0)
+    assert found.perplexity_change == 0.0
+
+
+@pytest.mark.slow
+def test_perplexity_of_the_bundled_model(
+    measure: "Measure", tiny: Path, packed: Path, stories: str
+) -> None:
+    found = measure(tiny, packed, stories=stories).logits
+    assert found.perplexity_original == pytest.approx(3.286, abs=0.0005)
+    assert 0 < found.perplexity_change < 0.026
+    assert found.log_ratio_error is not None
+    assert 0 < found.log_ratio_error < found.perplexity_change
+
+
+def test_progress_ends_at_the_total(
+    measure: "Measure", tiny: Path, packed: Path, excerpt: str
+) -> None:
+    seen: list[tuple[int, int]] = []
+    measure(tiny, packed, stories=excerpt[:400], progress=lambda *step: seen.append(step))
+    done = [step[0] for step in seen]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert len({total for _, total in seen}) == 1
+
+
+def test_context_shorter_than_a_window(
+    measure: "Measure", tiny: Path, tmp_path: Path, excerpt: str
+) -> None:
+    folder = edited(tiny, tmp_path, max_position_embeddings=100)
+    found = measure(folder, folder, stories=excerpt).logits
+    assert found.window == 100
+    assert found.windows == found.text_tokens // 100
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_text_too_short(measure: "Measure", tiny: Path, packed: Path, text: str) -> None:
+    with pytest.raises(RequestError, match=f"has {len(text)} tokens, expected at least 2"):
+        measure(tiny, packed, stories=text)
+
+
+def test_two_tokens_are_enough(measure: "Measure", tiny: Path, packed: Path) -> None:
+    found = measure(tiny, packed, stories=" the dog").logits
+    assert found.scored_tokens == found.window - 1 == 1
+
+
+def test_no_tokenizer(measure: "Measure", tiny: Path, tmp_path: Path, packed: Path) -> None:
+    folder = edited(tiny, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        measure(folder, packed, stories="some text")
+
+
+def test_folders_that_do_not_belong_together(
+    measure: "Measure", tiny: Path, tmp_path: Path, packed: Path
+) -> None:
+    shorter = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    folder = edited(packed, tmp_path, **shorter)
+    with pytest.raises(CheckpointError, match="is not made from `tiny-qwen3`: layers 5, expecte"):
+        measure(tiny, folder, stories="some text")
+
+
+def test_config_that_transformers_refuses(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
+    folder = edited(tiny, tmp_path, attention_dropout="some")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid: .*attention_dropout"):
+        measure(folder, folder, stories="some text")
+
+
+def test_unknown_architecture(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
+    folder = edited(tiny, tmp_path, model_type="nonesuch")
+    with pytest.raises(UnsupportedModelError, match="model_type `nonesuch`"):
+        measure(folder, folder, stories="some text")
+
+
+def test_missing_tensor(measure: "Measure", tiny: Path, packed: Path, tmp_path: Path) -> None:
+    name = "model.layers.3.mlp.up_proj.weight_scale"
+    folder = edited(packed, tmp_path)
+    change(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(FormatError, match=r"`model\.layers\.3\.mlp\.up_proj` is packed but `"):
+        measure(tiny, folder, stories="some text")
+
+
+def test_scale_of_another_dtype(
+    measure: "Measure", tiny: Path, packed: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.3.mlp.up_proj.weight_scale"
+    folder = edited(packed, tmp_path)
+    change(folder, lambda tensors: tensors.update({name: tensors[name].view(torch.int16)}))
+    with pytest.raises(FormatError, match=f"`{name}` has dtype I16"):
+        measure(tiny, folder, stories="some text")
+
+
+def test_weights_that_are_not_numbers(measure: "Measure", tiny: Path, tmp_path: Path) -> None:
+    folder = edited(tiny, tmp_path)
+    change(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(QuantizationError, match="NaN or infinite logits"):
+        measure(tiny, folder, stories="some text")
+
+
+def edited(folder: Path, tmp_path: Path, **config: object) -> Path:
+    """A copy with other values in config.json."""
+    copy = tmp_path / "edited"
+    shutil.copytree(folder, copy)
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(content | config))
+    return copy
+
+
+def change(folder: Path, edit: object) -> None:
+    """Rewrite the one shard of a folder."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    assert callable(edit)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})

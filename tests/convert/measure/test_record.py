@@ -1,0 +1,250 @@
+"""quality.json: what is written is read back, what is foreign is refused."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.convert.measure.record import (
+    Flip,
+    Histogram,
+    LogitQuality,
+    Noise,
+    Position,
+    QualityReport,
+    Sizes,
+    TextKind,
+    Window,
+    read_quality,
+)
+from lowbit.convert.measure.uncertainty import mean_error
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.errors import FormatError
+
+
+@pytest.fixture
+def report() -> QualityReport:
+    logits = LogitQuality(
+        text_name="a text",
+        text_sha256="ab" * 32,
+        text_tokens=1030,
+        window=512,
+        windows=2,
+        scored_tokens=1022,
+        perplexity_original=3.0,
+        perplexity_packed=3.3,
+        log_ratio_error=None,
+        kl_mean=0.01,
+        kl_p95=0.07,
+        kl_p99=0.1,
+        kl_max=math.inf,
+        cosine_mean=0.99,
+        cosine_p1=0.9,
+        top1_agreement=0.95,
+        kl_histogram=Histogram(-8.0, 2.0, (1, 0, 1021)),
+        window_series=(Window(1.0, 1.1, 0.01), Window(1.2, 1.3, 0.02)),
+        device="cpu",
+        torch_version="2",
+        transformers_version="5",
+        noise=Noise(0.0002, 0.001, 0.99),
+        positions=(Position(0, 128, 256, 0.01, 0.9, 1.5, 1.6), Position(128, 200, 144, 0, 1, 1, 1)),
+        kinds=(TextKind("maths", "cd" * 32, 1000, 2.0, 2.1, 0.01, 0.97, 0.1, 0.001),),
+        flips=(Flip("maths", "one and\n", " one", " two", " three", 0.5, 0.25, 1.5),),
+        kl_error=0.0004,
+    )
+    rows = (
+        WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
+        WeightQuality("model.layers.0.mlp.down_proj", 4, 32, 64, 1.0, 0.1, 20.0, 0.0, 0.07),
+        WeightQuality("lm_head", 8, None, 1024, 1.0, 0.0, math.inf, 0.0),
+    )
+    return QualityReport(
+        "0.1.0",
+        "cd" * 32,
+        Sizes(10, None, 4.5),
+        rows,
+        logits,
+        "lowbit-convert a b",
+        "2026-05-31",
+        "Qwen/Qwen3-0.6B",
+        "qwen3",
+        596_049_920,
+    )
+
+
+def save(folder: Path, content: Any) -> None:
+    (folder / "quality.json").write_text(json.dumps(content))
+
+
+def test_round_trip(report: QualityReport, tmp_path: Path) -> None:
+    (tmp_path / "quality.json").write_bytes(report.to_bytes())
+    assert read_quality(tmp_path) == report
+
+
+def older(report: QualityReport) -> dict[str, Any]:
+    """The file as the release before wrote it: schema 2, without the fields that came later."""
+    content = report.to_json() | {"schema": 2}
+    for key in ("measured_on", "original", "model_type", "parameters"):
+        del content[key]
+    del content["logits"]["kl_error"]
+    for row in content["logits"]["positions"]:
+        del row["kl_error"]
+    for row in content["logits"]["kinds"]:
+        del row["kl_p99"], row["kl_error"]
+    return content
+
+
+def test_an_older_file_is_read_without_what_came_later(
+    report: QualityReport, tmp_path: Path
+) -> None:
+    assert report.logits is not None
+    series = np.random.default_rng(0).normal(0.01, 0.002, size=40)
+    windows = tuple(Window(1.0, 1.1, float(kl)) for kl in series)
+    report = replace(report, logits=replace(report.logits, window_series=windows))
+    save(tmp_path, older(report))
+    found = read_quality(tmp_path)
+    assert found is not None
+    assert found.logits is not None
+    assert report.logits is not None
+    assert (found.measured_on, found.original, found.model_type, found.parameters) == (None,) * 4
+    (kind,) = found.logits.kinds
+    assert (kind.name, kind.kl_mean, kind.kl_p99, kind.kl_error) == ("maths", 0.01, None, None)
+    assert [row.kl_error for row in found.logits.positions] == [None, None]
+    # The windows are in the file, so the error of the mean is known all the same.
+    assert found.logits.kl_error == mean_error(torch.tensor(series))
+    assert found.logits.flips == report.logits.flips
+    assert found.weights == report.weights
+
+
+def test_an_older_file_is_read_as_strictly(report: QualityReport, tmp_path: Path) -> None:
+    content = older(report)
+    del content["logits"]["kinds"][0]["kl_mean"]
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match=r"kinds`: missing keys \['kl_mean'\]"):
+        read_quality(tmp_path)
+    save(tmp_path, older(report) | {"schema": 3})
+    with pytest.raises(FormatError, match="missing keys"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("logits", "kl_mean"), math.nan, "`kl_mean` cannot be NaN"),
+        (("logits", "kl_mean"), -0.1, "`kl_mean` is -0.1, expected 0 to inf"),
+        (("logits", "kl_mean"), 10**400, "`kl_mean` cannot be 1000"),
+        (("logits", "scored_tokens"), 10**30, "`scored_tokens` cannot be 1000"),
+        (("logits", "scored_tokens"), 0, "`scored_tokens` is 0, expected 1"),
+        (("logits", "windows"), -3, "`windows` is -3"),
+        (("logits", "window"), 1, "`window` is 1, expected 2"),
+        (("logits", "top1_agreement"), 1.5, "`top1_agreement` is 1.5, expected 0 to 1"),
+        (("logits", "perplexity_original"), 0.0, "`perplexity_original` is 0, expected 0.001"),
+        (("logits", "cosine_mean"), -2.0, "`cosine_mean` is -2"),
+        (("logits", "kl_histogram", "high_exponent"), 1e9, "`high_exponent` is 1e.09"),
+        (("logits", "kl_histogram", "low_exponent"), 5.0, "`high_exponent` is 2, expected more"),
+        (("logits", "kl_histogram", "counts"), [], "0 `counts`, expected 1 to 1,000"),
+        (("logits", "kl_histogram", "counts"), [1, -1], "`counts` is -1"),
+        (("logits", "window_series", 0, "kl"), math.nan, "`kl` cannot be NaN"),
+        (("logits", "kinds", 0, "tokens"), 0, "logits: kinds`: `tokens` is 0"),
+        (("logits", "positions", 0, "stop"), 0, "positions`: `stop` is 0"),
+        (("logits", "positions", 1, "start"), 500, "`stop` is 200, expected more than `start`"),
+        (("logits", "flips", 0, "p_packed"), 3.0, "flips`: `p_packed` is 3"),
+        (("weights", 0, "weights"), 0, "weights`: `weights` is 0"),
+        (("weights", 0, "bits"), 999, "`bits` is 999, expected 1 to 16"),
+        (("weights", 0, "clipped_share"), -1, "`clipped_share` is -1"),
+        (("sizes", "source_bytes"), 0, "sizes`: `source_bytes` is 0"),
+        (("sizes", "folder_bytes"), -1, "`folder_bytes` is -1"),
+        (("parameters",), 0, "`parameters` is 0"),
+    ],
+)
+def test_figures_that_cannot_be(
+    report: QualityReport, tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    content = report.to_json()
+    place: Any = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match=message):
+        read_quality(tmp_path)
+
+
+def test_without_logits(report: QualityReport, tmp_path: Path) -> None:
+    content = report.to_json() | {"logits": None}
+    save(tmp_path, content)
+    found = read_quality(tmp_path)
+    assert found is not None
+    assert found.logits is None
+
+
+def test_infinity_is_null(report: QualityReport) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    content = json.loads(report.to_bytes(), parse_constant=refuse)
+    assert content["schema"] == 3
+    assert content["weights"][2]["sqnr_db"] is None
+    assert content["logits"]["kl_max"] is None
+
+
+def test_no_report(tmp_path: Path) -> None:
+    assert read_quality(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"schema": 1}, "schema 1, this release reads 2 and 3"),
+        ({"schema": None}, "schema None"),
+        ({"surprise": 1}, r"unknown keys \['surprise'\]"),
+        ({"weights": {}}, "weights` is not a list"),
+        ({"weights": [{"name": "x"}]}, "missing keys"),
+        ({"weights": [3]}, "is not an object"),
+        ({"sizes": None}, "sizes` is not an object"),
+        ({"sizes": {"folder_bytes": "1", "source_bytes": 1, "bits_per_weight": 4}}, 'be "1"'),
+        ({"sizes": {"folder_bytes": True, "source_bytes": 1, "bits_per_weight": 4}}, "be true"),
+        ({"logits": []}, "logits` is not an object"),
+        ({"logits": {}}, "window_series` is not a list"),
+        ({"logits": {"window_series": []}}, "positions` is not a list"),
+        ({"command": 3}, "`command` cannot be 3"),
+        ({"manifest_sha256": 7}, "`manifest_sha256` cannot be 7"),
+    ],
+)
+def test_foreign_content(
+    report: QualityReport, tmp_path: Path, edit: dict[str, Any], message: str
+) -> None:
+    save(tmp_path, report.to_json() | edit)
+    with pytest.raises(FormatError, match=message):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+def test_not_an_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "quality.json").write_text(text)
+    with pytest.raises(FormatError, match=r"not valid JSON|does not hold a JSON object"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["kl_mean", "kl_p95", "window_series", "kl_histogram", "kinds"])
+def test_incomplete_logits(report: QualityReport, tmp_path: Path, key: str) -> None:
+    content = report.to_json()
+    del content["logits"][key]
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match="logits"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("noise", []), ("flips", [3]), ("positions", {})])
+def test_foreign_parts_of_the_logits(
+    report: QualityReport, tmp_path: Path, key: str, value: Any
+) -> None:
+    content = report.to_json()
+    content["logits"][key] = value
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match=f"logits: {key}` is not"):
+        read_quality(tmp_path)

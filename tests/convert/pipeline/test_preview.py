@@ -1,0 +1,96 @@
+"""`plan`: the same for a folder and a Hub id, and what the conversion then does."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lowbit.convert import Override, Recipe, convert
+from lowbit.convert.pipeline.preview import Preview, preview
+from lowbit.formats.errors import LowbitError
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import MakeModel
+    from tests.hub_server import HubServer
+
+SHARDS = ("one.safetensors", "two.safetensors")
+LIMIT = 200_000
+
+
+@pytest.fixture
+def source(tmp_path: Path, make_model: "MakeModel") -> Path:
+    folder = make_model(tmp_path / "source", shards=SHARDS)
+    (folder / "LICENSE").write_text("x" * 1000)
+    (folder / "model.gguf").write_text("not read")
+    return folder
+
+
+def view_of(source: str, recipe: Recipe | None = None) -> Preview:
+    return preview(source, None, recipe or Recipe(), LIMIT)
+
+
+def test_what_it_says_is_what_happens(source: Path, tmp_path: Path) -> None:
+    recipe = Recipe("mixed", 32, overrides=(Override("lm_head", 16),))
+    view = view_of(str(source), recipe)
+    done = convert(source, tmp_path / "out", recipe, max_shard_bytes=LIMIT)
+    assert view.plan == done.plan
+    sizes = {shard.file: shard.size for shard in view.plan.shards}
+    assert sizes == {path.name: path.stat().st_size for path in done.folder.glob("*.safetensors")}
+    others = ("LICENSE", "generation_config.json")
+    assert view.other_bytes == sum((done.folder / name).stat().st_size for name in others)
+    assert view.vllm == ()
+    assert view.unserved is None
+    assert 200e6 < view.peak_ram <= 2e9
+
+
+def test_verdicts(source: Path) -> None:
+    view = view_of(str(source), Recipe(overrides=(Override("*.o_proj", 5),)))
+    where = "`model.layers.0.self_attn.o_proj`"
+    assert view.vllm == (f"5-bit weights: {where} and 1 more",)
+    assert view.unserved == f"5-bit weights (served: 4, 8): {where}"
+
+
+def test_hub_id_gives_the_same_plan_from_headers_alone(
+    source: Path, hub: "HubServer", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.add("org/model", source)
+    local, remote = view_of(str(source)), view_of("org/model")
+    assert remote.plan == local.plan
+    assert remote.other_bytes == local.other_bytes
+    weights = sum((source / name).stat().st_size for name in SHARDS)
+    assert hub.sent() < weights / 2
+
+
+def test_hub_revision(source: Path, hub: "HubServer", make_model: "MakeModel") -> None:
+    hub.add("org/model", source)
+    older = make_model(source.parent / "older", num_hidden_layers=1)
+    hub.add("org/model", older, "v1")
+    assert preview("org/model", "v1", Recipe(), LIMIT).plan == view_of(str(older)).plan
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("", None, "neither a folder nor a model"),
+        ("missing", None, "neither a folder nor a model"),
+        ("source/config.json", None, "is not a folder"),
+        ("source", "main", "a revision .* needs a Hub id"),
+    ],
+)
+def test_sources_that_are_none(
+    source: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, message: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(LowbitError, match=message):
+        preview(name, revision, Recipe(), LIMIT)
+
+
+def test_what_stops_a_conversion_stops_the_plan(source: Path, hub: "HubServer") -> None:
+    (source / "two.safetensors").unlink()
+    with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which is missing"):
+        view_of(str(source))
+    hub.add("org/model", Path(shutil.copytree(source, source.parent / "copy")))
+    with pytest.raises(LowbitError, match=r"names shard `two.safetensors`, which `org/model` lack"):
+        view_of("org/model")

@@ -1,0 +1,160 @@
+"""Measured once, found again, and never taken for another model's."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbit.convert.pipeline.conversion import convert
+from lowbit.convert.plan.cache import cache_file, hash_weights, write_file
+from lowbit.convert.plan.lookup import Settings, find_or_measure, read_checked
+from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
+from lowbit.formats.errors import FormatError, QuantizationError, RequestError
+from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
+
+ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
+RECORD = Sensitivities(
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, "signed", (ROW,)
+)
+
+
+def ignore(phase: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@pytest.fixture
+def settings(short_text: Path) -> Settings:
+    return Settings(calib=short_text, windows=1, groups=(64, 128))
+
+
+def test_measured_once(readable: Path, settings: Settings, cache: Path) -> None:
+    notes: list[str] = []
+    first = find_or_measure(readable, settings, ignore, notes.append)
+    again = find_or_measure(readable, settings, ignore, notes.append)
+    assert (first.is_new, again.is_new) == (True, False)
+    assert first.sensitivities == again.sensitivities
+    assert first.file.is_relative_to(cache)
+    assert list(cache.rglob("*.partial")) == []
+    tokens = first.sensitivities.window
+    assert notes == [
+        f"measuring the sensitivity of 9 sets at 36 precisions on {tokens} tokens of short.txt"
+    ]
+    rows = first.sensitivities.rows
+    assert [row.name for row in rows[:4]] == ["model.layers.0.self_attn.qkv"] * 4
+    assert [(row.bits, row.group_size) for row in rows[:4]] == [
+        (4, 64),
+        (4, 128),
+        (8, 64),
+        (8, 128),
+    ]
+    assert rows[-1].name == "lm_head"
+    assert rows[-1].weights == 4096 * 128
+    assert rows[-1].size_bytes == 4096 * 128 + 4096 * 2 + 16
+
+
+def test_all_that_figures_depend_on_counts(
+    readable: Path, settings: Settings, tmp_path: Path
+) -> None:
+    known = {find_or_measure(readable, settings, ignore).file}
+    other = tmp_path / "other.txt"
+    other.write_text("The sea was blue and the robot was happy. " * 6)
+    changed = tmp_path / "changed"
+    shutil.copytree(readable, changed)
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, changed / "model.safetensors")
+    for folder, how in (
+        (readable, dataclasses.replace(settings, calib=other)),
+        (readable, dataclasses.replace(settings, groups=(128,))),
+        (changed, settings),
+    ):
+        found = find_or_measure(folder, how, ignore)
+        assert found.is_new
+        assert found.file not in known
+        known.add(found.file)
+
+
+def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -> None:
+    convert(readable, tmp_path / "packed")
+    manifest = read_manifest(tmp_path / "packed")
+    assert manifest is not None
+    checkpoint = open_checkpoint(readable)
+    seen: list[tuple[int, int]] = []
+    digest = hash_weights(checkpoint, lambda done, total: seen.append((done, total)))
+    assert digest == manifest.source.weights_sha256
+    assert seen[-1] == (sum(i.nbytes for i in checkpoint.tensors.values()),) * 2
+
+
+def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(RECORD.to_bytes())
+    with pytest.raises(FormatError, match=r"was measured on weights wwwwwwwwwwww, .* has "):
+        read_checked(path, readable, ignore)
+
+
+def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
+    convert(readable, tmp_path / "packed")
+    with pytest.raises(QuantizationError, match="is already quantized"):
+        find_or_measure(tmp_path / "packed", settings, ignore)
+
+
+def test_record_comes_back(tmp_path: Path) -> None:
+    broken = dataclasses.replace(ROW, kl=math.inf)
+    record = dataclasses.replace(RECORD, rows=(ROW, broken))
+    path = tmp_path / "record.json"
+    path.write_bytes(record.to_bytes())
+    assert read_sensitivities(path) == record
+    assert json.loads(path.read_bytes())["rows"][1]["kl"] is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"schema": 2}, "schema 2, this release reads 1"),
+        ({"rows": {}}, "rows` is not a list"),
+        ({"rows": [{"name": "a"}]}, "missing keys"),
+        ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
+        ({"rows": [{**dataclasses.asdict(ROW), "bits": 5}]}, "`a.qkv` has 5 bits in groups of 32"),
+        ({"rows": [{**dataclasses.asdict(ROW), "group_size": 48}]}, "bits in groups of 48, which"),
+        ({"windows": None}, "`windows` cannot be null"),
+        ({"extra": 1}, "unknown keys"),
+    ],
+)
+def test_hostile_records(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({**RECORD.to_json(), **edit}))
+    with pytest.raises(FormatError, match=message):
+        read_sensitivities(path)
+
+
+def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"none.json` cannot be read: No such file"):
+        read_sensitivities(tmp_path / "none.json")
+
+
+def test_cache_is_below_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative"):  # which the XDG specification has ignored
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert cache_file({}).parent == tmp_path / ".cache" / "lowbit" / "sensitivity"
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_file(path, b"one")
+    write_file(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_torch_threads_are_restored(readable: Path, settings: Settings) -> None:
+    before = torch.get_num_threads()
+    find_or_measure(readable, settings, ignore)
+    assert torch.get_num_threads() == before

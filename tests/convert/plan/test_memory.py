@@ -1,0 +1,61 @@
+"""`--max-ram` holds: the peak of a whole process, measured by the kernel."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import MakeModel
+
+# The limit is the least that the converter accepts, and a little for its blocks; on two cores,
+# since each takes its share.
+MEASURE = """
+import os, re, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+from pathlib import Path
+from lowbit.convert import Recipe, convert
+from lowbit.convert.plan.memory import peak_estimate
+from lowbit.formats.machine.cores import core_count
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+before, limit = peak(), peak_estimate(1 << 17, core_count())
+convert(sys.argv[1], Path(sys.argv[2]), Recipe(rule=sys.argv[3], head=sys.argv[4]), max_ram=limit)
+print(before, limit, peak())
+"""
+SOURCE_BYTES = 200_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "head", "dtype", "sizes"),
+    [
+        ("absmax", "int4", torch.float32, {"vocab_size": 24576, "hidden_size": 768}),
+        ("signed", "bf16", torch.bfloat16, {"vocab_size": 98304, "intermediate_size": 4096}),
+    ],
+)
+def test_peak_stays_below_the_limit(
+    tmp_path: Path,
+    make_model: "MakeModel",
+    rule: str,
+    head: str,
+    dtype: torch.dtype,
+    sizes: dict[str, int],
+) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, **sizes}
+    source = make_model(tmp_path / "source", dtype, **shape)
+    assert (source / "model.safetensors").stat().st_size > SOURCE_BYTES
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "out"), rule, head],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, limit, peak = map(int, done.stdout.split())
+    assert before < peak < limit
+    assert limit - before < SOURCE_BYTES * 0.6

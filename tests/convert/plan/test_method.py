@@ -1,0 +1,44 @@
+"""Names of methods."""
+
+import pytest
+
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.errors import QuantizationError
+
+NAMES = {
+    "rtn": Method(),
+    "weighted": Method("weighted"),
+    "gptq": Method("gptq"),
+    "autoround": Method("rtn", autoround=True),
+    "distill": Method("rtn", distill=True),
+    "gptq+distill": Method("gptq", distill=True),
+    "weighted+autoround": Method("weighted", autoround=True),
+    "gptq+autoround+distill": Method("gptq", autoround=True, distill=True),
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_names(text: str) -> None:
+    method = Method.parse(text)
+    assert method == NAMES[text]
+    assert str(method) == text
+    assert method.calibrated == (text != "rtn")
+
+
+def test_rtn_may_be_said() -> None:
+    assert Method.parse("rtn+distill") == Method.parse("distill")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "+", "awq", "gptq+", "+gptq", "distill+autoround", "gptq+gptq", "rtn+weighted"]
+)
+def test_no_names(text: str) -> None:
+    with pytest.raises(QuantizationError, match="is not known") as caught:
+        Method.parse(text)
+    assert "gptq+distill" in str(caught.value.hint)
+
+
+def test_absmax_searches_nothing() -> None:
+    with pytest.raises(QuantizationError, match="`gptq` searches scales; `absmax` does not"):
+        Recipe(rule="absmax", method=Method("gptq"))

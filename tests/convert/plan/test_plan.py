@@ -1,0 +1,330 @@
+"""The fate of every tensor, sizes and verdicts, from headers and config alone."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from lowbit.convert.plan.plan import Plan, make_plan, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
+from lowbit.formats.architectures import SUPPORTED, tensor_table
+from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Config
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+QWEN3 = {
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def headers(
+    config: Mapping[str, Any], with_head: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, TensorInfo]:
+    """Headers of a checkpoint that does not exist."""
+    found = {}
+    for spec in tensor_table(config):
+        if spec.name != HEAD or with_head:
+            nbytes = dtype.itemsize * math.prod(spec.shape)
+            found[spec.name] = TensorInfo(spec.name, dtype, spec.shape, "a.safetensors", 0, nbytes)
+    return found
+
+
+def plan_of(config: Mapping[str, Any], recipe: Recipe, with_head: bool = True) -> Plan:
+    return make_plan(config, headers(config, with_head), recipe)
+
+
+@pytest.fixture
+def tied(small_config: "Config") -> "Config":
+    return {**small_config, "tie_word_embeddings": True}
+
+
+def test_a_config_that_no_reader_would_take_is_not_written(small_config: "Config") -> None:
+    rows = [0] * (MAX_CONFIG_BYTES // 3)
+    assert len(json.dumps(small_config | {"rows": rows}, separators=(",", ":"))) < MAX_CONFIG_BYTES
+    with pytest.raises(CheckpointError, match=r"config\.json of the result would have") as caught:
+        plan_of(small_config | {"rows": rows}, Recipe())
+    assert caught.value.hint is not None
+
+
+def test_every_tensor_has_one_fate(small_config: "Config") -> None:
+    sources = headers(small_config)
+    plan = make_plan(small_config, sources, Recipe(overrides=(Override("*.o_proj", 16),)))
+    assert [step.source.name for step in plan.steps] == list(sources)
+    fates = {step.source.name: (step.fate, step.reason) for step in plan.steps}
+    assert fates[EMBEDDING] == ("copied", "embedding: never quantized")
+    assert fates["model.norm.weight"] == ("copied", "norm: never quantized")
+    assert fates["model.layers.1.self_attn.o_proj.weight"] == ("copied", "as the recipe says")
+    assert fates[UP] == ("quantized", "")
+    written = [name for step in plan.steps for name, _, _ in step.outputs]
+    laid_out = [info.name for shard in plan.shards for info in shard.tensors]
+    assert len(set(written)) == len(written)
+    assert sorted(written) == sorted(laid_out)
+    copied = {name for name, (fate, _) in fates.items() if fate == "copied"}
+    packed = {name for name, (fate, _) in fates.items() if fate == "quantized"}
+    suffixes = ("packed", "scale", "shape")
+    assert set(written) == copied | {f"{n}_{suffix}" for n in packed for suffix in suffixes}
+
+
+def test_outputs_of_a_quantized_linear(small_config: "Config") -> None:
+    plan = plan_of(small_config, Recipe(overrides=(Override("*.mlp.*", 3),)))
+    step = next(step for step in plan.steps if step.source.name == UP)
+    assert step.scheme == Scheme(3, 128)
+    assert step.outputs == (
+        (f"{UP}_packed", torch.int32, (256, 12)),
+        (f"{UP}_scale", torch.bfloat16, (256, 1)),
+        (f"{UP}_shape", torch.int64, (2,)),
+    )
+
+
+def test_untied_head_keeps_the_config(small_config: "Config") -> None:
+    plan = plan_of(small_config, Recipe())
+    changed = {**plan.config}
+    del changed["quantization_config"]
+    assert changed == small_config
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_tied_head_is_untied_to_be_quantized(tied: "Config", stored: bool) -> None:
+    plan = plan_of(tied, Recipe(), with_head=stored)
+    assert plan.config["tie_word_embeddings"] is False
+    *_, last = plan.steps
+    assert (last.source.name, last.fate, last.module) == (EMBEDDING, "quantized", "lm_head")
+    assert last.rereads
+    assert last.outputs[0][0] == "lm_head.weight_packed"
+    first = plan.steps[0]
+    assert (first.source.name, first.fate, first.rereads) == (EMBEDDING, "copied", False)
+    own = [step.source.name for step in plan.steps if not step.rereads]
+    assert sorted(own) == sorted(headers(tied, stored))
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(head="bf16")])
+def test_redundant_head_of_a_tied_model_is_dropped(tied: "Config", recipe: Recipe) -> None:
+    plan = plan_of(tied, recipe, with_head=True)
+    [dropped] = [step for step in plan.steps if step.fate == "dropped"]
+    assert (dropped.source.name, dropped.outputs) == (HEAD, ())
+    assert dropped.reason == "tied: the embedding is used"
+    assert HEAD not in [info.name for shard in plan.shards for info in shard.tensors]
+
+
+@pytest.mark.parametrize("recipe", [Recipe(head="bf16"), Recipe(overrides=(Override("lm_*", 16),))])
+def test_tied_head_left_as_stored_stays_tied(tied: "Config", recipe: Recipe) -> None:
+    plan = plan_of(tied, recipe, with_head=False)
+    assert plan.config["tie_word_embeddings"] is True
+    assert "lm_head" not in plan.schemes
+    assert not any(step.rereads for step in plan.steps)
+    assert [step.source.name for step in plan.steps] == list(headers(tied, with_head=False))
+
+
+@pytest.mark.parametrize(
+    ("base", "group_size", "head", "is_tied", "expected_bits"),
+    [
+        # Linears of a layer, h = 128: q 256, k and v 128, o 128 x 256, MLP 3 x 256 x 128 weights.
+        ("int4", 128, None, False, (4, 4, 8)),
+        ("int8", 32, None, False, (8, 8, 8)),
+        ("mixed", None, "int4", False, (8, 4, 4)),
+        ("int4", 64, "bf16", False, (4, 4, 16)),
+        ("int4", 128, "bf16", True, (4, 4, 16)),
+        ("int4", 128, "int8", True, (4, 4, 8)),
+    ],
+)
+def test_bits_per_weight(
+    small_config: "Config",
+    base: Base,
+    group_size: int | None,
+    head: Head | None,
+    is_tied: bool,
+    expected_bits: tuple[int, int, int],
+) -> None:
+    config = {**small_config, "tie_word_embeddings": is_tied}
+    plan = plan_of(config, Recipe(base, group_size, head=head), with_head=not is_tied)
+    attention = [(256, 128), (128, 128), (128, 128), (128, 256)] * 2
+    mlp = [(256, 128), (256, 128), (128, 256)] * 2
+    bits = weights = 0
+    for shapes, b in zip((attention, mlp, [(384, 128)]), expected_bits, strict=True):
+        for N, K in shapes:
+            groups = K // group_size if group_size else 1
+            bits += N * K * b + (0 if b == 16 else 16 * N * groups + 2 * 64)
+            weights += N * K
+    assert plan.bits_per_weight == pytest.approx(bits / weights, rel=1e-12)
+
+
+def test_sizes_are_those_of_the_files(small_config: "Config") -> None:
+    plan = plan_of(small_config, Recipe())
+    assert plan.source_bytes == sum(info.nbytes for info in headers(small_config).values())
+    outputs = sum(step.output_bytes for step in plan.steps)
+    assert plan.output_bytes == outputs + sum(len(shard.header) for shard in plan.shards)
+
+
+@pytest.mark.parametrize("model", QWEN3)
+def test_real_models(small_config: "Config", model: str) -> None:
+    config = {**small_config, **QWEN3[model], "head_dim": 128, "vocab_size": 151936}
+    sources = headers(config, with_head=not config["tie_word_embeddings"])
+    plan = make_plan(config, sources, Recipe())
+    assert len({step.source.name for step in plan.steps}) == len(sources)
+    assert vllm_verdict(plan) == []
+    assert runtime_verdict(plan) is None
+    # 4 bits and a scale a group of 128, the INT8 head being 22 and 8 % of the weights.
+    assert plan.bits_per_weight == pytest.approx({"0.6B": 5.17, "8B": 4.46}[model], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (
+            Recipe(overrides=(Override("*.mlp.*", 3),)),
+            "3-bit weights: `model.layers.0.mlp.gate_proj` and 5 more",
+        ),
+        (Recipe(group_size=256, overrides=(Override("*q_proj", 4),)), None),
+    ],
+)
+def test_vllm_reasons_name_the_first_and_count_the_rest(
+    small_config: "Config", recipe: Recipe, reason: str | None
+) -> None:
+    config = {**small_config, "hidden_size": 256}
+    reasons = vllm_verdict(plan_of(config, recipe))
+    assert reasons == [reason or "group size 256: `model.layers.0.self_attn.q_proj` and 14 more"]
+
+
+def test_vllm_needs_whole_tiles(small_config: "Config") -> None:
+    config = {**small_config, "intermediate_size": 96, "vocab_size": 400}
+    reasons = vllm_verdict(plan_of(config, Recipe(group_size=32)))
+    assert reasons == [
+        "N = 96 is not a multiple of 64: `model.layers.0.mlp.gate_proj` and 3 more",
+        "K = 96 is not a multiple of 128: `model.layers.0.mlp.down_proj` and 1 more",
+        "N = 400 is not a multiple of 64: `lm_head`",
+    ]
+
+
+def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> None:
+    config = {**small_config, "vocab_size": 400}
+    assert vllm_verdict(plan_of(config, Recipe(head="bf16"))) == []
+
+
+def test_own_runtime_serves_4_and_8_bits(small_config: "Config") -> None:
+    six = Recipe(overrides=(Override("*.o_proj", 6),))
+    assert runtime_verdict(plan_of(small_config, six)) == (
+        "6-bit weights (served: 4, 8): `model.layers.0.self_attn.o_proj`"
+    )
+    assert runtime_verdict(plan_of(small_config, Recipe("mixed", None))) is None
+
+
+def test_missing_extra_and_misshapen_tensors(small_config: "Config") -> None:
+    sources = headers(small_config)
+    lacking = {name: info for name, info in sources.items() if "norm" not in name}
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(small_config, lacking, Recipe())
+    message = "the checkpoint lacks `model.layers.0.input_layernorm.weight` and 8 more"
+    assert str(caught.value) == message
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    extra = {**sources, bias: replace(sources[UP], name=bias)}
+    with pytest.raises(CheckpointError, match=rf"holds `{bias}`, which its architecture"):
+        make_plan(small_config, extra, Recipe())
+    turned = {**sources, UP: replace(sources[UP], shape=(128, 256))}
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(small_config, turned, Recipe())
+    assert str(caught.value) == f"`{UP}`: shape [128, 256], expected [256, 128]"
+
+
+def test_untied_model_needs_its_head(small_config: "Config") -> None:
+    with pytest.raises(CheckpointError, match=r"lacks `lm_head.weight`$"):
+        plan_of(small_config, Recipe(), with_head=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int32, "I32"), (torch.float64, "F64")],
+)
+def test_unexpected_dtype(small_config: "Config", dtype: torch.dtype, name: str) -> None:
+    sources = headers(small_config)
+    sources[UP] = replace(sources[UP], dtype=dtype)
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(small_config, sources, Recipe())
+    assert str(caught.value) == f"`{UP}`: dtype {name}, expected BF16, F16 or F32"
+
+
+@pytest.mark.parametrize(
+    ("section", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": "awq"}, "awq"),
+    ],
+)
+def test_quantized_source_is_refused_by_name(
+    small_config: "Config", section: dict[str, Any], method: str
+) -> None:
+    with pytest.raises(QuantizationError) as caught:
+        plan_of({**small_config, **section}, Recipe())
+    assert str(caught.value) == f"the source is already quantized (`{method}`)"
+
+
+def test_empty_quantization_section_means_none(small_config: "Config") -> None:
+    plan = plan_of({**small_config, "quantization_config": None}, Recipe())
+    assert plan.config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_unknown_architecture(small_config: "Config") -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        make_plan({**small_config, "model_type": "mistral"}, {}, Recipe())
+    assert str(caught.value) == "config.json: model_type `mistral` is not supported"
+    assert caught.value.hint == f"supported: {', '.join(SUPPORTED)}"
+
+
+def test_digest_tells_plans_apart(small_config: "Config") -> None:
+    sources = headers(small_config)
+    halves = headers(small_config, dtype=torch.float16)
+    digests = [
+        make_plan(small_config, sources, Recipe()).digest(),
+        make_plan(small_config, sources, Recipe("int8")).digest(),
+        make_plan(small_config, sources, Recipe(rule="absmax")).digest(),
+        make_plan(small_config, sources, Recipe(), max_shard_bytes=100_000).digest(),
+        make_plan(small_config, halves, Recipe()).digest(),
+        make_plan({**small_config, "rms_norm_eps": 1e-5}, sources, Recipe()).digest(),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert make_plan(small_config, sources, Recipe()).digest() == digests[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *(("Qwen/Qwen3-8B", True), ("me/model.v2", True), ("", True)),
+        *(("/home/me/models/qwen", False), ("./qwen", False), ("../models/qwen", False)),
+        *(("~/qwen", False), ("C:\\models\\qwen", False), ("models/mine/qwen", False)),
+    ],
+)
+def test_the_config_names_no_folder(small: Path, name: str, kept: bool) -> None:
+    checkpoint = open_checkpoint(small)
+    config = {**checkpoint.config, "_name_or_path": name, "more": {"_name_or_path": name, "a": 1}}
+    made = make_plan(config, checkpoint.tensors, Recipe()).config
+    expected = {"_name_or_path": name} if kept else {}
+    assert made["more"] == {**expected, "a": 1}
+    assert ("_name_or_path" in made) == kept

@@ -1,0 +1,275 @@
+"""Plans of the real Qwen3.5 checkpoints, from their configs and tensor lists."""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.convert.cli.tables import conversion as render
+from lowbit.convert.pipeline.preview import Preview
+from lowbit.convert.plan.plan import Plan, make_plan, vllm_verdict
+from lowbit.convert.plan.recipe import Base, Override, Recipe
+from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from lowbit.formats.layout.quantization_config import read_quantization_config
+from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
+
+DATA = Path(__file__).parents[1] / "data/qwen3.5.json.gz"
+MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
+SIZES = ("0.8B", "2B", "4B", "9B", "27B")
+TOTALS = (873_438_784, 2_274_069_824, 4_659_865_088, 9_653_104_368, 27_781_427_952)
+
+# Bits by the end of a linear's name, written down apart from the code under test.
+BITS: dict[Base, dict[str, int]] = {
+    "int4": {"in_proj_(qkv|z)": 4, "out_proj": 8, "[qkvo]_proj": 4, "(gate|up|down)_proj": 4},
+    "int8": {"in_proj_(qkv|z)": 8, "out_proj": 8, "[qkvo]_proj": 8, "(gate|up|down)_proj": 8},
+    "mixed": {"in_proj_(qkv|z)": 8, "out_proj": 8, "[qkvo]_proj": 8, "(gate|up|down)_proj": 4},
+}
+RECIPES = {
+    "int4": Recipe(),
+    "int8": Recipe("int8"),
+    "mixed": Recipe("mixed"),
+    "no vision": Recipe(drop_vision=True),
+    "mtp": Recipe(overrides=(Override("mtp.*", 8),)),
+    "head as stored": Recipe(head="bf16"),
+}
+
+
+def headers(size: str) -> dict[str, TensorInfo]:
+    """The headers of a real checkpoint, without its data."""
+    found = {}
+    for name, (dtype, *shape) in MODELS[f"Qwen3.5-{size}"]["tensors"].items():
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        found[name] = TensorInfo(name, DTYPES[dtype], tuple(shape), "a.safetensors", 0, nbytes)
+    return found
+
+
+def config(size: str) -> dict[str, Any]:
+    content: dict[str, Any] = MODELS[f"Qwen3.5-{size}"]["config"]
+    return content
+
+
+def plan_of(size: str, recipe: Recipe) -> Plan:
+    return make_plan(config(size), headers(size), recipe)
+
+
+def expected_bits(name: str, base: Base) -> int | None:
+    """Bits of a tensor of the decoder, None for those that are copied."""
+    if name == "lm_head.weight":
+        return 8
+    ends = BITS[base].items()
+    found = [bits for end, bits in ends if re.search(rf"layers\.\d+\.\w+\.{end}\.weight$", name)]
+    return found[0] if found and not name.startswith("mtp.") else None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_no_tensor_is_unexplained(size: str, recipe: str) -> None:
+    sources = headers(size)
+    chosen = RECIPES[recipe]
+    plan = plan_of(size, chosen)
+    own = [step for step in plan.steps if not step.rereads]
+    assert sorted(step.source.name for step in own) == sorted(sources)
+    assert sum(plan.parameters.values()) == dict(zip(SIZES, TOTALS, strict=True))[size]
+    for step in own:
+        name, mtp = step.source.name, step.source.name.startswith("mtp.")
+        if name.startswith("model.visual."):
+            fate = "dropped" if chosen.drop_vision else "copied"
+            words = "as the recipe says" if chosen.drop_vision else "carried unchecked"
+            assert (step.fate, step.reason) == (fate, f"vision tower: {words}")
+            continue
+        bits = expected_bits(name, chosen.base)
+        if name == "lm_head.weight" and chosen.head == "bf16":
+            bits = None
+        if mtp and recipe == "mtp" and len(step.source.shape) == 2:
+            bits = 8
+        assert (step.scheme and step.scheme.bits) == bits, name
+        assert step.fate == ("copied" if bits is None else "quantized")
+        assert bool(step.reason) == (bits is None)
+        if bits is None:
+            assert step.outputs == ((name, step.source.dtype, step.source.shape),)
+    parts = ["vision" if "visual" in n else n.split(".")[0] for n in (s.source.name for s in own)]
+    order = list(dict.fromkeys(parts))
+    assert order == [
+        "model",
+        *(["lm_head"] if "lm_head.weight" in sources else []),
+        "mtp",
+        "vision",
+    ]
+
+
+@pytest.mark.parametrize("base", BITS)
+@pytest.mark.parametrize("size", SIZES)
+def test_bits_per_weight_by_arithmetic(size: str, base: Base) -> None:
+    bits = weights = 0
+    for name, info in headers(size).items():
+        head = name.endswith("language_model.embed_tokens.weight") and size in ("0.8B", "2B", "4B")
+        wanted = expected_bits("lm_head.weight" if head else name, base)
+        if wanted is not None:
+            count = math.prod(info.shape)
+            bits += count * wanted + count // 128 * 16 + 2 * 64
+            weights += count
+    plan = plan_of(size, Recipe(base))
+    assert plan.bits_per_weight == pytest.approx(bits / weights, rel=1e-12)
+
+
+def test_a_few_figures_in_full() -> None:
+    figures = {size: plan_of(size, Recipe()) for size in ("0.8B", "27B")}
+    assert {size: round(plan.bits_per_weight, 3) for size, plan in figures.items()} == {
+        "0.8B": 5.680,
+        "27B": 4.560,
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_vllm_loads_it(size: str, recipe: str) -> None:
+    plan = plan_of(size, RECIPES[recipe])
+    assert vllm_verdict(plan) == []
+    quantized = [step for step in plan.steps if step.scheme is not None]
+    assert all(step.source.shape[0] % 64 == 0 for step in quantized)
+    assert not any("in_proj_a" in s.source.name or "in_proj_b" in s.source.name for s in quantized)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_engines_find_one_scheme_in_every_fused_set(recipe: str) -> None:
+    plan = plan_of("4B", RECIPES[recipe])
+    parsed = read_quantization_config(plan.config)
+    assert parsed is not None
+    for prefix in ("model", "model.language_model", "language_model.model"):
+        for number, kind in enumerate(config("4B")["text_config"]["layer_types"]):
+            layer = f"{prefix}.layers.{number}"
+            sets = [[f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]]
+            if kind == "full_attention":
+                sets.append([f"{layer}.self_attn.{x}_proj" for x in "qkv"])
+            else:
+                sets.append([f"{layer}.linear_attn.in_proj_{x}" for x in ("qkv", "z")])
+                gates = [f"{layer}.linear_attn.in_proj_{x}" for x in "ab"]
+                assert [parsed.scheme_for(name) for name in gates] == [None, None]
+            for names in sets:
+                schemes = {parsed.scheme_for(name) for name in names}
+                assert len(schemes) == 1
+                assert None not in schemes
+
+
+def ignored(plan: Plan) -> list[str]:
+    names: list[str] = plan.config["quantization_config"]["ignore"]
+    return names
+
+
+def test_ignore_list() -> None:
+    gates = "re:.*linear_attn[.]in_proj_[ab]$"
+    assert ignored(plan_of("0.8B", Recipe())) == ["re:.*visual.*", gates, "re:^mtp.*"]
+    assert ignored(plan_of("0.8B", Recipe(drop_vision=True))) == [gates, "re:^mtp.*"]
+    assert ignored(plan_of("0.8B", RECIPES["mtp"])) == ["re:.*visual.*", gates]
+
+
+@pytest.mark.parametrize("size", ["0.8B", "9B"])
+def test_both_levels_say_that_the_head_is_untied(size: str) -> None:
+    before, after = config(size), plan_of(size, Recipe()).config
+    assert after["tie_word_embeddings"] is False
+    assert after["text_config"].get("tie_word_embeddings", False) is False
+    rest = {k: v for k, v in after.items() if k not in ("quantization_config", "text_config")}
+    assert {**rest, "tie_word_embeddings": None} == {
+        **{k: v for k, v in before.items() if k != "text_config"},
+        "tie_word_embeddings": None,
+    }
+    assert {**after["text_config"], "tie_word_embeddings": None} == {
+        **before["text_config"],
+        "tie_word_embeddings": None,
+    }
+    if size == "0.8B":
+        kept = plan_of(size, Recipe(head="bf16")).config
+        assert (kept["tie_word_embeddings"], kept["text_config"]["tie_word_embeddings"]) == (
+            True,
+            True,
+        )
+        assert before["text_config"]["tie_word_embeddings"] is True  # not changed in place
+
+
+def test_later_release_whose_file_has_one_dtype() -> None:
+    sources = {
+        name: TensorInfo(name, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
+        for name, info in headers("27B").items()
+    }
+    plan = make_plan(MODELS["Qwen3.6-27B"]["config"], sources, Recipe())
+    assert sum(plan.parameters.values()) == TOTALS[-1]
+    step = next(s for s in plan.steps if s.source.name.endswith("layers.0.linear_attn.A_log"))
+    assert step.outputs[0][1] == DTYPES["BF16"]
+
+
+def renamed(sources: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The decoder alone, as a text-only class saves it."""
+    found = {}
+    for name, info in sources.items():
+        if name.startswith(("model.language_model.", "lm_head")):
+            short = name.replace("language_model.", "")
+            found[short] = TensorInfo(short, info.dtype, info.shape, "a", 0, info.nbytes)
+    return found
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_text_only_checkpoint(nested: bool) -> None:
+    content = config("2B") if nested else config("2B")["text_config"]
+    plan = make_plan(content, renamed(headers("2B")), Recipe())
+    assert list(plan.parameters) == ["decoder"]
+    assert plan.bits_per_weight == plan_of("2B", Recipe()).bits_per_weight
+    assert ignored(plan) == ["re:.*linear_attn[.]in_proj_[ab]$"]
+    with pytest.raises(QuantizationError, match="has no vision tower to drop"):
+        make_plan(content, renamed(headers("2B")), Recipe(drop_vision=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.language_model.layers.0.linear_attn.A_log", "lacks `model.*A_log`$"),
+        ("model.language_model.layers.3.self_attn.q_norm.weight", "lacks `model.*q_norm.weight`$"),
+        ("mtp.fc.weight", "lacks `mtp.fc.weight`$"),
+    ],
+)
+def test_missing_tensor_is_named(name: str, words: str) -> None:
+    sources = headers("0.8B")
+    del sources[name]
+    with pytest.raises(CheckpointError, match=words):
+        make_plan(config("0.8B"), sources, Recipe())
+
+
+def test_tensor_of_another_layer_kind_is_named() -> None:
+    sources = headers("0.8B")
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    sources[name] = sources["model.language_model.layers.3.self_attn.q_proj.weight"]
+    with pytest.raises(CheckpointError, match=rf"holds `{name}`, which its architecture"):
+        make_plan(config("0.8B"), sources, Recipe())
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-30B-A3B"])
+def test_mixture_of_experts_is_refused_by_name(name: str) -> None:
+    content = MODELS[name]["config"]
+    with pytest.raises(UnsupportedModelError, match=f"model_type `{content['model_type']}`"):
+        make_plan(content, headers("0.8B"), Recipe())
+
+
+def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of("27B", Recipe())
+    render.plan(
+        Preview("Qwen/Qwen3.5-27B", plan, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0)
+    )
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
+    assert rows["post_attention_layernorm"][1:] == [
+        "5120",
+        "BF16",
+        "64",
+        "655.36",
+        "kB",
+        "655.36",
+        "kB",
+    ]
+    assert rows["linear_attn.out_proj"][1:5] == ["5120x6144", "INT8", "g128", "48"]
+    assert rows["vision"][1:5] == ["tower", "BF16", "333", "921.46"]
+    assert "27,781,427,952 parameters: decoder 26,896.0 M" in said
+    assert max(len(line.rstrip()) for line in said.splitlines() if line.startswith(" ")) <= 80

@@ -1,0 +1,274 @@
+"""`quantize --report` and `report`: texts, gates, and figures that outlive their files."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lowbit.convert import convert
+from lowbit.convert.measure.record import read_quality
+from lowbit.convert.report import reporting
+from lowbit.formats.files import atomic
+
+if TYPE_CHECKING:
+    from tests.convert.conftest import Cli
+
+STORY = "Once upon a time there was a little robot who lived in a big house by the sea. "
+PLAY = "The dog and the cat like to play with the red ball in the park every day. "
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[Path]:
+    """A short text and one that is long enough to be beside it."""
+    story, play = tmp_path / "story.txt", tmp_path / "play.txt"
+    story.write_text(STORY * 4)
+    play.write_text(PLAY * 12)
+    return [story, play]
+
+
+def test_a_missed_gate_ends_with_3_after_all_is_written(
+    cli: "Cli", tiny: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    packed = tmp_path / "packed"
+    each = [argument for text in texts for argument in ("--eval-text", str(text))]
+    gate = "kl_mean<1e-9, top1>=0,play.txt.kl_mean<1e-9,bits_per_weight<9"
+    result = cli(tiny, packed, "--report", *each, "--gate", gate, "--json")
+    assert result.exit_code == 3
+    content = json.loads(result.stdout)
+    assert content["gate"]["passed"] is False
+    assert [row["met"] for row in content["gate"]["conditions"]] == [False, True, False, True]
+    lines = result.stderr.splitlines()
+    found = content["gate"]["conditions"][2]["found"]
+    assert len(lines) == 2
+    assert lines[0].startswith("gate missed: expected kl_mean<1e-09, got 0.0")
+    assert lines[1] == f"gate missed: expected play.txt.kl_mean<1e-09, got {found:.6g}"
+    written = json.loads((packed / "quality.json").read_text())
+    assert written == content["quality"]
+    assert [kind["name"] for kind in written["logits"]["kinds"]] == ["story.txt", "play.txt"]
+    verdict = content["verdict"]
+    assert (verdict["grade"], verdict["level"], verdict["title"]) == (None, "unknown", "Not judged")
+    assert verdict["reason"].startswith("a verdict takes 4,088 scored tokens and there are ")
+    assert "--eval-text" in verdict["hint"]
+    measured = {row["name"]: row["output_error"] for row in written["weights"]}
+    assert measured.pop("lm_head") is None
+    assert all(0 < error < 0.5 for error in measured.values())
+    assert written["command"].startswith("lowbit-convert SRC packed --recipe int4")
+
+    again = cli("report", packed, "--source", tiny, *each, "--gate", "kl_mean<10,cosine>0")
+    assert again.exit_code == 0, again.output
+    assert "gate missed" not in again.stderr
+    assert "comparing logits of" in again.stderr
+    unknown = cli("report", packed, "--source", tiny, *each, "--gate", "kl_stderr<1")
+    assert unknown.exit_code == 3
+    assert "gate missed: expected kl_stderr<1, which was not measured, or on" in unknown.stderr
+    assert "perplexity" in unknown.stdout  # the figures that were measured are shown all the same
+    renewed = json.loads((packed / "quality.json").read_text())
+    assert {**renewed, "measured_on": ""} == {**written, "measured_on": ""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gate", "kl_mean<1"), "--gate is for the comparison that --report asks for"),
+        (("--report", "--gate", "kl<1"), "`kl` is no figure; figures are kl_mean, kl_stderr"),
+        (("--report", "--gate", "x.kl_mean<1"), "no evaluation text is named `x`; there is prose"),
+    ],
+)
+def test_gates_that_cannot_be_are_usage_errors_before_the_work(
+    cli: "Cli", tiny: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = cli(tiny, tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_texts_of_one_name_are_refused_before_the_work(
+    cli: "Cli", tiny: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    twice = ("--eval-text", texts[0], "--eval-text", texts[0])
+    result = cli(tiny, tmp_path / "out", "--report", *twice)
+    assert result.exit_code == 1
+    assert "2 evaluation texts are named `story.txt`" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A packed folder without a report; not to be written to."""
+    place = tmp_path_factory.mktemp("report") / "packed"
+    convert(tiny, place)
+    return place
+
+
+@pytest.fixture
+def packed(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "packed"))
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the disk refuse files: (error number, part of their names, writes that still succeed)."""
+
+    def install(code: int, name: str, after: int = 0) -> None:
+        write, left = atomic.write_synced, [after]
+
+        def refused(path: Path, content: bytes, mode: int = 0o666) -> None:
+            if name in path.name:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(code, os.strerror(code), str(path))
+            write(path, content)
+
+        monkeypatch.setattr(atomic, "write_synced", refused)
+
+    return install
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_is_found_before_anything_is_measured(
+    cli: "Cli",
+    packed: Path,
+    tiny: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(reporting, "measure_weights", measured)
+    refuse(code, "quality")
+    before = sorted(packed.iterdir())
+    result = cli("report", packed, "--source", tiny, "--eval-text", texts[0])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"`{packed}/quality.json` cannot be written: " in result.stderr
+    assert f"`lowbit-convert report {packed} --out FOLDER` writes" in result.stderr
+    assert "finished tensors" not in result.stderr
+    assert sorted(packed.iterdir()) == before
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
+    cli: "Cli",
+    packed: Path,
+    tiny: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    as_json: bool,
+) -> None:
+    refuse(errno.ENOSPC, "quality.html", after=1)  # the trial
+    before = sorted(packed.iterdir())
+    arguments = ("--eval-text", texts[0], "--gate", "kl_mean<1e-9", *["--json"] * as_json)
+    result = cli("report", packed, "--source", tiny, *arguments)
+    assert result.exit_code == 1
+    if as_json:
+        content = json.loads(result.stdout)
+        assert content["quality"]["logits"]["kl_mean"] > 0
+        assert content["gate"]["passed"] is False
+    else:
+        assert "perplexity" in result.output
+        assert "KL divergence" in result.output
+        assert "report: " not in result.output
+    assert f"`{packed}/quality.html` cannot be written: the disk is full" in result.stderr
+    assert "gate missed" in result.stderr
+    assert "finished tensors" not in result.stderr
+    assert "Traceback" not in result.output
+    assert sorted(packed.iterdir()) == before
+
+
+def test_a_report_elsewhere(
+    cli: "Cli", packed: Path, tiny: Path, tmp_path: Path, texts: list[Path]
+) -> None:
+    before = sorted(packed.iterdir())
+    place = tmp_path / "place"
+    arguments = ("--source", tiny, "--eval-text", texts[0])
+    result = cli("report", packed, *arguments, "--out", place)
+    assert result.exit_code == 0, result.output
+    assert f"report: {place}/quality.html" in result.output
+    assert sorted(path.name for path in place.iterdir()) == [
+        *("README.md", "quality.html", "quality.json")
+    ]
+    assert sorted(packed.iterdir()) == before
+    found = read_quality(place)
+    assert found is not None
+    assert found.logits is not None
+
+
+@pytest.mark.parametrize(("after", "measured"), [(0, False), (1, True)])
+def test_a_conversion_s_figures_outlive_its_report(
+    cli: "Cli",
+    tiny: Path,
+    tmp_path: Path,
+    texts: list[Path],
+    refuse: Callable[..., None],
+    after: int,
+    measured: bool,
+) -> None:
+    """Full from the start, nothing more is measured; full at the end, all is shown."""
+    refuse(errno.ENOSPC, "quality.html", after)
+    out = tmp_path / "out"
+    gate = ("--gate", "kl_mean<10")
+    result = cli(tiny, out, "--report", "--eval-text", texts[0], *gate, "--json")
+    assert result.exit_code == 1
+    content = json.loads(result.stdout)
+    assert (content["quality"]["logits"] is not None) == measured
+    assert (content["gate"] is not None) == measured
+    assert content["quality"]["weights"]
+    assert f"`{out}/quality.html` cannot be written: the disk is full" in result.stderr
+    assert f"`lowbit-convert report {out} --out FOLDER` writes" in result.stderr
+    assert (out / "lowbit.json").exists()
+
+
+def test_the_source_is_asked_for_at_a_terminal_only(
+    cli: "Cli", packed: Path, tiny: Path, texts: list[Path]
+) -> None:
+    result = cli("report", packed, "--eval-text", texts[0])
+    assert result.exit_code == 1
+    assert "Where is the original" not in result.output
+    assert "name it with --source" in result.stderr
+
+
+def test_the_source_is_asked_for_once(
+    packed: Path, tiny: Path, texts: list[Path], terminal: Callable[..., tuple[int, str]]
+) -> None:
+    arguments = ("report", packed, "--eval-text", texts[0])
+    code, said = terminal(arguments, f"{tiny}\n")
+    assert code == 0, said
+    assert f"Where is the original of {packed}? A folder or a Hub id: " in said
+    code, said = terminal(arguments, "")
+    assert code == 0, said
+    assert "Where is the original" not in said
+    assert f"original: {tiny}" in said
+    for path in packed.iterdir():
+        assert os.fsencode(tiny) not in path.read_bytes(), path
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Run lowbit-convert as at a terminal: (arguments, what is typed) -> exit code, output."""
+    from click.testing import CliRunner
+
+    from lowbit.convert.cli import report
+    from lowbit.convert.cli.main import main
+
+    class Watched:
+        """Stands for sys where the command asks whether somebody watches."""
+
+        class stdin:  # noqa: N801
+            isatty = staticmethod(lambda: True)
+
+        stderr = stdin
+
+    def run(arguments: tuple[Any, ...], typed: str) -> tuple[int, str]:
+        monkeypatch.setattr(report, "sys", Watched)
+        result = CliRunner().invoke(main, [str(part) for part in arguments], input=typed)
+        return result.exit_code, result.output
+
+    return run
