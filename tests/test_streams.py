@@ -218,10 +218,10 @@ def test_errors_come_before_long_work(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
-        "convert.conversion.make_plan",
-        "convert.budget.lookup.load_side",
-        "convert.quality.compare.open_weights",
-        "convert.verification._check_files",
+        "convert.pipeline.conversion.make_plan",
+        "convert.plan.lookup.load_side",
+        "convert.measure.compare.open_weights",
+        "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
         "convert.publish.access.patiently",
         "runtime.model.load_decoder",

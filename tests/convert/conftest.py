@@ -55,6 +55,12 @@ def _few_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def stories() -> str:
+    """Text of the kind the bundled model was trained on."""
+    return (ROOT / "examples" / "data" / "stories-eval.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
 def tiny() -> Path:
     """The bundled trained model: tied, BF16, one file, with a tokenizer."""
     return ROOT / "examples" / "models" / "tiny-qwen3"

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.convert.conftest import Cli
 
-TEXT = str(Path(__file__).parents[2] / "examples" / "data" / "stories-eval.txt")
+TEXT = str(Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt")
 STORY = "Once upon a time there was a little robot who lived in a big house. " * 8
 TURNS = [{"role": "user", "content": STORY}, {"role": "assistant", "content": STORY}]
 OPTIONS = {

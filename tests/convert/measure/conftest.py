@@ -61,12 +61,6 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
-def stories() -> str:
-    """Text of the kind the bundled model was trained on."""
-    return (ROOT / "examples" / "data" / "stories-eval.txt").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
 def pack_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> PackModel:
     """Pack the bundled model into a new folder: (name, bits, bits of the head or None)."""
 

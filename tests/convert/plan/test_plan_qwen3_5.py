@@ -18,7 +18,7 @@ from lowbit.formats.errors import CheckpointError, QuantizationError, Unsupporte
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 
-DATA = Path(__file__).parents[1] / "data/qwen3.5.json.gz"
+DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
 SIZES = ("0.8B", "2B", "4B", "9B", "27B")
 TOTALS = (873_438_784, 2_274_069_824, 4_659_865_088, 9_653_104_368, 27_781_427_952)
