@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.gradient import layer_gradient
 from lowbit.convert.calibrate.held_out import Batches
 from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer
 
 STEPS = 200
@@ -23,9 +24,7 @@ STEPS = 200
 def learn_rounding(
     layer: Layer,
     linears: Mapping[str, Learned],
-    hidden: Tensor,
-    wanted: Tensor,
-    used: Tensor,
+    windows: Windows,
     device: torch.device,
     pool: ThreadPoolExecutor | None,
 ) -> None:
@@ -34,16 +33,15 @@ def learn_rounding(
     Args:
         layer: any; its quantized linears are overwritten.
         linears: by name.
-        hidden: what goes into the layer, [windows, T, h] float32.
-        wanted: what the original's layer gives, same shape.
-        used: [n] int64, windows to learn from.
+        windows: hidden states before the layer, and after it those of the original.
         device: where to compute.
         pool: of `alone_on_threads`.
     """
-    for number, batch in enumerate(Batches(used, hidden.shape[1]).take(STEPS)):
-        target = wanted[batch].to(device)
+    length = windows.hidden.shape[1]
+    for number, batch in enumerate(Batches(windows.learned, length).take(STEPS)):
+        target = windows.original[batch].to(device)
         layer.put({name: linear.weight() for name, linear in linears.items()})
-        x = hidden[batch].to(device)
+        x = windows.hidden[batch].to(device)
         _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
         for name, gradient in gradients.items():
             linears[name].step(gradient, 1 - number / STEPS)

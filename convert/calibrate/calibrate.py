@@ -1,28 +1,23 @@
 """The calibrated methods, decoder layer by decoder layer.
 
 Two sets of hidden states are kept: the original's and those of the model quantized so far. A layer
-exists in full precision only while they pass through it, so memory holds one layer, its activations
-and statistics, whatever the model's size.
+exists in full precision only while they pass through it, so memory holds one layer, the next one
+that is being read, their activations and statistics, whatever the model's size.
 """
 
 import copy
-import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.autoround import learn_rounding
+from lowbit.convert.calibrate.choose import Chooser
 from lowbit.convert.calibrate.distilled import distill_layers
-from lowbit.convert.calibrate.gptq import factorize
-from lowbit.convert.calibrate.held_out import output_error, split
-from lowbit.convert.calibrate.learned import Learned
-from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
-from lowbit.convert.calibrate.moments import Moments, head_moments, measure
+from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.calibrate.store import (
     HEAD,
     Calibrated,
@@ -31,12 +26,13 @@ from lowbit.convert.calibrate.store import (
     distilled_name,
     layer_name,
 )
-from lowbit.convert.original.layer import Layer, run, stages
+from lowbit.convert.calibrate.windows import Windows, begin
+from lowbit.convert.original.layer import Layer, run
 from lowbit.convert.original.model import Side
+from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads
-from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer
+from lowbit.convert.original.walk import load_layer
 from lowbit.convert.plan.method import Method
-from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
 
@@ -86,45 +82,41 @@ def calibrate(
         task: what to do.
         store: of finished layers.
         device: where to compute.
-        progress: called after every stage of a layer.
+        progress: called after every layer, with weights of layers done and in all.
 
     Raises:
         QuantizationError: activations are not finite.
         CheckpointError: the source cannot be read.
     """
-    hidden = embed(side, samples, torch.device("cpu"))
-    original_hidden = hidden.clone()
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in side.layers]
-    with alone_on_threads(device) as pool:
-        work = _Work(task, device, pool)
-        for number in range(len(side.layers)):
+    with alone_on_threads(device) as pool, tensor_cores(device), _background() as later:
+        chooser = Chooser(task.method, task.rule, device, pool)
+        windows = begin(side, samples, device, chooser.from_original)
+        saved: Future[None] | None = None
+        for number, module in enumerate(_layers(side, device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            original = Layer(load_layer(side, number, device), side.arguments[number])
-            layer = Layer(copy.deepcopy(original.module), side.arguments[number])
-            schemes = task.of_layer(side, number)
-            prefix = f"{side.prefix}layers.{number}."
-            chosen = store.load(layer_name(number), task.schemes)
-            if chosen is not None:
-                layer.put({m.removeprefix(prefix): c.weight.to(device) for m, c in chosen.items()})
-                run(original, original_hidden, device, pool)
-            else:
-                found, error = work.layer(number, layer, original, schemes, hidden, original_hidden)
-                chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
-                store.save(layer_name(number), chosen, task.schemes, error)
-            run(layer, hidden, device, pool)
+            chosen, error = _layer(side, number, module, windows, task, chooser, store)
+            if saved is not None:
+                saved.result()  # its error, if it has one; and one layer waits at a time
+            if error is not None:
+                name = layer_name(number)
+                saved = later.submit(store.save, name, chosen, task.schemes, error)
+        if saved is not None:
+            saved.result()
         progress("calibrate", sum(sizes), sum(sizes))
         norm = _load_norm(side, device)
-        for states in (hidden, original_hidden):
+        for states in windows.sets():
             run(norm, states, device, pool)
         if "lm_head" in task.schemes and store.load_head(task.schemes) is None:
-            head = work.head(side, task.schemes["lm_head"], hidden, original_hidden)
+            head = chooser.head(side, task.schemes["lm_head"], windows)
             store.save(HEAD, {"lm_head": head}, task.schemes, None)
         if task.method.distill:
-            del hidden
+            original = windows.original
+            del windows
             distill_layers(
                 side,
                 samples,
-                original_hidden,
+                original,
                 task.schemes,
                 norm,
                 store,
@@ -137,97 +129,57 @@ def calibrate(
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """How linears are chosen, and where."""
+def _layer(
+    side: Side,
+    number: int,
+    module: torch.nn.Module,
+    windows: Windows,
+    task: Task,
+    chooser: Chooser,
+    store: Store,
+) -> tuple[dict[str, Chosen], LayerError | None]:
+    """Choose a layer's linears, or take those of the store, and pass all windows through it.
 
-    task: Task
-    device: torch.device
-    pool: ThreadPoolExecutor | None
+    Returns:
+        The linears by module name, and their error; None where the store has them.
+    """
+    prefix = f"{side.prefix}layers.{number}."
+    original = Layer(module, side.arguments[number])
+    layer = Layer(copy.deepcopy(module), side.arguments[number])
+    chosen, error = store.load(layer_name(number), task.schemes), None
+    if chosen is None:
+        schemes = task.of_layer(side, number)
+        found, error = chooser.layer(number, layer, original, schemes, windows)
+        chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
+    else:
+        device = chooser.device
+        layer.put({m.removeprefix(prefix): c.weight.to(device) for m, c in chosen.items()})
+        run(original, windows.original, device, chooser.pool)
+    if windows.hidden is not windows.original:
+        run(layer, windows.hidden, chooser.device, chooser.pool)
+    return chosen, error
 
-    def layer(
-        self,
-        number: int,
-        layer: Layer,
-        original: Layer,
-        schemes: Mapping[str, Scheme],
-        hidden: Tensor,
-        original_hidden: Tensor,
-    ) -> tuple[dict[str, Chosen], LayerError]:
-        """A layer's linears, put in place, and its error; passes the original's states on."""
-        used, held = split(len(hidden))
-        before = original_hidden[held]
-        found = self.choose(layer, original, schemes, (hidden, original_hidden))
-        run(original, original_hidden, self.device, self.pool)
-        added = float((original_hidden[held] - before).square().mean(dtype=torch.float64))
-        if not math.isfinite(added):
-            raise QuantizationError(
-                f"layer {number} gives values that are not finite on the calibration text",
-                hint="try another --calib text; the checkpoint may be damaged",
-            )
 
-        def error(linears: Mapping[str, Chosen]) -> float:
-            layer.put({name: linear.weight for name, linear in linears.items()})
-            square = output_error(layer, hidden, original_hidden, held, self.device)
-            return math.sqrt(square / added) if added else 0.0
+@contextmanager
+def _background() -> Iterator[ThreadPoolExecutor]:
+    """A thread that reads the next layer and writes the last one meanwhile."""
+    with ThreadPoolExecutor(1) as later:
+        try:
+            yield later
+        finally:
+            later.shutdown(wait=True, cancel_futures=True)
 
-        rule = self.task.rule
-        plain = {n: nearest(original.weight(n).data, s, rule) for n, s in schemes.items()}
-        rtn, chosen = error(plain), error(found)
-        if self.task.method.autoround and schemes:
-            learned = {
-                name: Learned.begin(linear, original.weight(name), schemes[name], self.device)
-                for name, linear in found.items()
-            }
-            states = (hidden, original_hidden)
-            learn_rounding(layer, learned, *states, used, self.device, self.pool)
-            better = {name: linear.chosen() for name, linear in learned.items()}
-            if error(better) < chosen:
-                found, chosen = better, error(better)
-        layer.put({name: linear.weight for name, linear in found.items()})
-        return found, LayerError(number, rtn, chosen)
 
-    def choose(
-        self,
-        layer: Layer,
-        original: Layer,
-        schemes: Mapping[str, Scheme],
-        hidden: tuple[Tensor, Tensor],
-    ) -> dict[str, Chosen]:
-        """All linears of a layer, each put in place before those that read its output."""
-        found: dict[str, Chosen] = {}
-        if self.task.method.codes == "rtn":
-            for name, scheme in schemes.items():
-                found[name] = nearest(layer.weight(name).data, scheme, self.task.rule)
-            return found
-        window = hidden[0][:1].to(self.device)
-        for names in stages(layer, window, list(schemes)):
-            moments = measure(layer, original, names[0], hidden, self.device, self.pool)
-            choose = self.chooser(moments)
-            for name in names:
-                found[name] = choose(layer.weight(name).data, schemes[name])
-                layer.put({name: found[name].weight})
-        return found
-
-    def chooser(self, moments: Moments) -> Callable[[Tensor, Scheme], Chosen]:
-        """How a linear that reads an input of these moments is chosen."""
-        rule = self.task.rule
-        if self.task.method.codes == "weighted":
-            return lambda w, scheme: weighted(w, scheme, rule, moments)
-        factor = factorize(moments.damped)
-        return lambda w, scheme: gptq(w, scheme, rule, moments, factor)
-
-    def head(self, side: Side, scheme: Scheme, states: Tensor, original: Tensor) -> Chosen:
-        """The head, in blocks of rows, from what the final norm gives."""
-        rule = self.task.rule
-        if self.task.method.codes == "rtn":
-            choose: Callable[[Tensor, Scheme], Chosen] = partial(nearest, rule=rule)
-        else:
-            choose = self.chooser(head_moments(states, original, self.device))
-        blocks = side.weights.rows(side.head, HEAD_ROWS, self.device)
-        parts = [choose(rows, scheme) for _, rows in blocks]
-        codes = torch.cat([part.codes.cpu() for part in parts])
-        return Chosen(codes, torch.cat([part.scale.cpu() for part in parts]))
+def _layers(
+    side: Side, device: torch.device, later: ThreadPoolExecutor
+) -> Iterator[torch.nn.Module]:
+    """Decoder layers with their weights, each read while the one before it is used."""
+    ahead = later.submit(load_layer, side, 0, device)
+    for number in range(1, len(side.layers) + 1):
+        module = ahead.result()
+        if number < len(side.layers):
+            ahead = later.submit(load_layer, side, number, device)
+        yield module
 
 
 def _load_norm(side: Side, device: torch.device) -> Layer:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gradient import layer_gradient
-from lowbit.convert.calibrate.held_out import Batches, split
+from lowbit.convert.calibrate.held_out import Batches, count_held
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.walk import blocks
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.scheme import Scheme
 
 STEPS = 300
-HEAD_TOKENS = 256  # whose logits exist at a time
+HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +154,12 @@ def distill(
         device: where to compute.
         progress: called with the steps done.
     """
-    used, held = split(len(hidden))
+    used = len(hidden) - count_held(len(hidden))
+    held = range(used if used < len(hidden) else 0, len(hidden))
 
     def judged() -> float:
         losses = [
-            student.loss(hidden[part].to(device), original[part].to(device))
-            for part in torch.split(held, 1)
+            student.loss(hidden[n : n + 1].to(device), original[n : n + 1].to(device)) for n in held
         ]
         return sum(losses)
 
@@ -184,8 +185,7 @@ def divergence(states: Tensor, original: Tensor, head: Head) -> tuple[float, Ten
     gradient = torch.empty_like(x)
     total = 0.0
     with torch.no_grad():
-        for start in range(0, len(x), HEAD_TOKENS):
-            part = slice(start, start + HEAD_TOKENS)
+        for part in blocks(len(x), HEAD_TOKENS[x.device.type]):
             log_p = (y[part] @ head.original.T).log_softmax(-1)
             log_q = (x[part] @ head.packed.T).log_softmax(-1)
             p = log_p.exp()

@@ -15,7 +15,9 @@ from lowbit.convert.original.model import Side
 from lowbit.convert.original.walk import embed, load_layer
 from lowbit.formats.layout.scheme import Scheme
 
-LEARNED_WEIGHTS = 1 << 30  # at a time; each takes 4 bytes
+LEARNED_WEIGHTS = 1 << 30  # at a time on a CPU
+LEARNED_BYTES = 8  # of a weight while it is learned: its position, and the gradient
+SHARE = 2  # one part of so many of a GPU's memory may be positions
 
 
 def distill_layers(
@@ -58,7 +60,7 @@ def distill_layers(
     packed = original if head is None else head.weight.to(device)
     student = Student(layers, linears, Head(norm.module, original, packed), pool)
     hidden = embed(side, samples, torch.device("cpu"))
-    phases = _phases([_weights(row) for row in linears])
+    phases = _phases([_weights(row) for row in linears], _limit(device))
     for place, phase in enumerate(phases):
         if all(store.load(distilled_name(number), schemes) is not None for number in phase):
             continue
@@ -76,14 +78,21 @@ def _weights(linears: Mapping[str, Fixed | Learned]) -> int:
     return sum(len(row.words) * row.K for row in linears.values() if isinstance(row, Fixed))
 
 
-def _phases(weights: Sequence[int]) -> list[list[int]]:
-    """Consecutive layers to learn together, those without weights left out."""
+def _limit(device: torch.device) -> int:
+    """Weights to learn at a time; it depends on the machine, not on what else runs there."""
+    if device.type == "cpu":
+        return LEARNED_WEIGHTS
+    return torch.cuda.get_device_properties(device).total_memory // (SHARE * LEARNED_BYTES)
+
+
+def _phases(weights: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive layers to learn together, at most `limit` weights; those without any left out."""
     phases: list[list[int]] = []
-    held = LEARNED_WEIGHTS
+    held = limit
     for number, count in enumerate(weights):
         if not count:
             continue
-        if held + count > LEARNED_WEIGHTS:
+        if held + count > limit:
             phases.append([])
             held = 0
         phases[-1].append(number)

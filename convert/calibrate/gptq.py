@@ -11,11 +11,13 @@ What that greedy order leaves is polished: scales refitted to the codes by least
 code set to its best value given all others, which can only lower the objective.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.calibrate.columns import compensate, polish
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SCALE_DTYPE, TINY
 from lowbit.formats.layout.scheme import Scheme
@@ -40,6 +42,13 @@ class Factor:
     order: Tensor
     U: Tensor
 
+    @property
+    def importance(self) -> Tensor:
+        """Cost of an error in each column that later columns have made up for: 1 / U_ii^2, [K]."""
+        out = torch.empty_like(self.H[0])
+        out[self.order] = self.U.diagonal().square().reciprocal()
+        return out
+
     def solve(self, rows: Tensor) -> Tensor:
         """`rows` H^-1: [N, K]."""
         out = torch.empty_like(rows)
@@ -60,7 +69,7 @@ def factorize(H: Tensor) -> Factor:
             continue
         U, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
-            return Factor(H, order, U.to(torch.float32))
+            return Factor(H, order, U.to(torch.float32).contiguous())
     raise QuantizationError(
         "the second moments of a linear's input are not positive definite",
         hint="calibrate on more text",
@@ -79,27 +88,16 @@ def compensated_codes(w: Tensor, scale: Tensor, scheme: Scheme, factor: Factor) 
     Returns:
         [N, K] int8.
     """
-    N, K = w.shape
-    U = factor.U
-    steps = _steps(scale, K)[:, factor.order]
-    rest = w[:, factor.order]  # what the columns still have to represent
-    codes = torch.empty_like(rest)
-    for start in range(0, K, BLOCK):
-        stop = min(start + BLOCK, K)
-        # Columns as rows: a step of the loop then works on contiguous memory.
-        block = rest[:, start:stop].T.contiguous()
-        step = steps[:, start:stop].T.contiguous()
-        diagonal = U[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        for i in range(stop - start):
-            q = (block[i] / step[i]).round_().clamp_(scheme.code_min, scheme.code_max)
-            errors[i] = (block[i] - q * step[i]) / diagonal[i, i]
-            block[i + 1 :].addr_(diagonal[i, i + 1 :], errors[i], alpha=-1)
-            codes[:, start + i] = q
-        rest[:, stop:] -= errors.T @ U[start:stop, stop:]
-    out = torch.empty(N, K, dtype=torch.int8, device=w.device)
-    out[:, factor.order] = codes.to(torch.int8)
-    return out
+    U, order = factor.U, factor.order
+    rest = w.T[order].contiguous()  # [K, N]: what the columns still have to represent
+    steps = _steps(scale, len(rest))[order]
+    codes = torch.empty(rest.shape, dtype=torch.int8, device=w.device)
+    for start, stop in _blocks(len(rest)):
+        part = slice(start, stop)
+        q, errors = compensate(rest[part], steps[part], U[part, part], scheme)
+        codes[order[part]] = q.to(torch.int8)
+        rest[stop:].addmm_(U[part, stop:].T, errors, alpha=-1)
+    return codes.T.contiguous()
 
 
 def refitted_scales(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor:
@@ -123,17 +121,19 @@ def _refitted(w: Tensor, codes: Tensor, scale: Tensor, factor: Factor) -> Tensor
     N, K = w.shape
     groups = scale.shape[1]
     G = K // groups
-    q = codes.to(torch.float32)
-    normal = torch.empty(N, groups, groups, device=w.device)
+    H = factor.H
+    q = codes.T.to(torch.float32)  # [K, N]
+    normal = torch.empty(groups, groups, N, device=w.device)
     for g in range(groups):
         part = slice(g * G, (g + 1) * G)
-        normal[:, g] = (q[:, part] @ factor.H[part]).mul_(q).view(N, groups, G).sum(-1)
-    right = (w @ factor.H).mul_(q).view(N, groups, G).sum(-1)
-    diagonal = normal.diagonal(dim1=1, dim2=2)
+        normal[g] = (H[:, part] @ q[part]).mul_(q).view(groups, G, N).sum(1)
+    right = (H @ w.T).mul_(q).view(groups, G, N).sum(1)
+    diagonal = normal.diagonal(dim1=0, dim2=1)  # [N, groups]
     diagonal += RIDGE * diagonal.mean(1, keepdim=True) + TINY  # a group of zeros has no best scale
-    fitted = torch.linalg.solve(normal, right[:, :, None])[:, :, 0].to(SCALE_DTYPE)
+    lower, failed = torch.linalg.cholesky_ex(normal.permute(2, 0, 1))
+    fitted = torch.cholesky_solve(right.T[:, :, None], lower)[:, :, 0].to(SCALE_DTYPE)
     usable = (fitted * scale > 0) & (fitted.abs() > TINY) & fitted.isfinite()
-    return torch.where(usable, fitted, scale)
+    return torch.where(usable & (failed == 0)[:, None], fitted, scale)
 
 
 def polished_codes(
@@ -154,24 +154,26 @@ def polished_codes(
     K = w.shape[1]
     H = factor.H
     steps = _steps(scale, K)
-    q = codes.to(torch.float32)
-    slope = (w - q * steps) @ H  # minus half of the objective's gradient
+    q = codes.T.to(torch.float32).contiguous()  # [K, N]
+    slope = H @ (w.T - q * steps)  # minus half of the objective's gradient
     for _ in range(SWEEPS):
-        for start in range(0, K, BLOCK):
-            part = slice(start, min(start + BLOCK, K))
-            here, step = slope[:, part].T.contiguous(), steps[:, part].T.contiguous()
-            old = q[:, part].T.contiguous()
-            new, square = old.clone(), H[part, part]
-            for i in range(len(old)):
-                best = new[i] + here[i] / (square[i, i] * step[i])
-                best.round_().clamp_(scheme.code_min, scheme.code_max)
-                here.addr_(square[i], (best - new[i]) * step[i], alpha=-1)
-                new[i] = best
-            slope -= ((new - old) * step).T @ H[part]
-            q[:, part] = new.T
-    return q.to(torch.int8)
+        for start, stop in _blocks(K):
+            part = slice(start, stop)
+            new = polish(slope[part].clone(), q[part], steps[part], H[part, part], scheme)
+            slope.addmm_(H[:, part], (new - q[part]).mul_(steps[part]), alpha=-1)
+            q[part] = new
+    return q.T.to(torch.int8).contiguous()
+
+
+def _blocks(K: int) -> Iterator[tuple[int, int]]:
+    """Borders of blocks of columns, each a power of two long."""
+    start = 0
+    while start < K:
+        stop = start + min(BLOCK, 1 << ((K - start).bit_length() - 1))
+        yield start, stop
+        start = stop
 
 
 def _steps(scale: Tensor, K: int) -> Tensor:
-    """A scale for every weight: [N, K] float32."""
-    return scale.to(torch.float32).repeat_interleave(K // scale.shape[1], dim=1)
+    """A scale for every weight, columns as rows: [K, N] float32."""
+    return scale.T.to(torch.float32).repeat_interleave(K // scale.shape[1], dim=0)

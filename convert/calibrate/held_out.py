@@ -6,19 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.layer import Layer
+from lowbit.convert.original.layer import Layer, batches
 
 BATCH_TOKENS = 2048  # of a step
 SHARE = 16  # one window of so many
 
 
-def split(windows: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the windows to learn from and of those held out; of few windows, all are both."""
-    numbers = torch.arange(windows)
-    if windows < SHARE:
-        return numbers, numbers
-    held = numbers % SHARE == SHARE - 1
-    return numbers[~held], numbers[held]
+def count_held(windows: int) -> int:
+    """Number of windows to hold out: one of `SHARE`, none of few."""
+    return windows // SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +22,11 @@ class Batches:
     """Windows in random order, the same in every run; all before any comes again.
 
     Attributes:
-        used: [n] int64, their numbers.
+        windows: how many there are, numbered from 0.
         length: tokens of a window.
     """
 
-    used: Tensor
+    windows: int
     length: int
 
     def take(self, steps: int) -> Iterator[Tensor]:
@@ -40,31 +36,23 @@ class Batches:
         order = torch.empty(0, dtype=torch.int64)
         for _ in range(steps):
             while len(order) < size:
-                again = torch.randperm(len(self.used), generator=generator)
-                order = torch.cat([order, self.used[again]])
+                order = torch.cat([order, torch.randperm(self.windows, generator=generator)])
             yield order[:size]
             order = order[size:]
 
 
-def output_error(
-    layer: Layer,
-    hidden: Tensor,
-    wanted: Tensor,
-    windows: Tensor,
-    device: torch.device,
-) -> float:
-    """Mean square of a layer's output error over some windows.
+def output_error(layer: Layer, hidden: Tensor, wanted: Tensor, device: torch.device) -> float:
+    """Mean square of a layer's output error.
 
     Args:
-        layer: any.
-        hidden: what goes in, [windows, T, h] float32.
-        wanted: what should come out, same shape.
-        windows: [n] int64, numbers of those to look at.
+        layer: with the weights to judge.
+        hidden: input, [windows, T, h] float32.
+        wanted: output to compare with, same shape.
         device: where to compute.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
-        for part in torch.split(windows, 1):
+        for part in batches(hidden, device):
             out = layer(hidden[part].to(device))
-            total += float((out - wanted[part].to(device)).square().mean(dtype=torch.float64))
-    return total / len(windows)
+            total += (out - wanted[part].to(device)).square().sum(dtype=torch.float64)
+    return float(total) / hidden.numel()

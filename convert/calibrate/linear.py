@@ -40,19 +40,27 @@ def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Chosen:
     return Chosen(*quantize(w, scheme, rule))
 
 
-def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments) -> Chosen:
-    """Round-to-nearest with scales searched by the error that the input's power sees."""
-    scale = weighted_scales(w, scheme, rule, moments.H.diagonal())
+def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Chosen:
+    """Round-to-nearest with scales searched by the error times the input's power, [K]."""
+    scale = weighted_scales(w, scheme, rule, power)
     groups = w.view(len(w), scale.shape[1], -1)
     q = groups.div(scale.float()[:, :, None]).round_().clamp_(scheme.code_min, scheme.code_max)
     return Chosen(q.view(w.shape).to(torch.int8), scale)
 
 
+def compensated(
+    w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
+) -> tuple[Tensor, Chosen]:
+    """What `gptq` polishes: the weights to approximate, [N, K], and first codes and scales."""
+    target = moments.target(w, factor)
+    scale = weighted_scales(target, scheme, rule, factor.importance)
+    codes = compensated_codes(target, scale, scheme, factor)
+    return target, Chosen(codes, refitted_scales(target, codes, scale, factor))
+
+
 def gptq(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor) -> Chosen:
     """Compensated codes of what makes up for the errors before, polished."""
-    target = moments.target(w, factor)
-    scale = weighted_scales(target, scheme, rule, moments.H.diagonal())
-    codes = compensated_codes(target, scale, scheme, factor)
-    scale = refitted_scales(target, codes, scale, factor)
-    codes = polished_codes(target, codes, scale, scheme, factor)
+    target, found = compensated(w, scheme, rule, moments, factor)
+    codes = polished_codes(target, found.codes, found.scale, scheme, factor)
+    scale = found.scale
     return Chosen(codes, refitted_scales(target, codes, scale, factor))

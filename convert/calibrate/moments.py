@@ -6,6 +6,7 @@ mean square are W C H^-1; plain GPTQ takes W itself, which reproduces what the l
 made of wrong input (asymmetric calibration: Li et al., GPTAQ, arXiv 2504.02692).
 """
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,17 +14,17 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import Factor
-from lowbit.convert.original.layer import Layer, Probe, batches
+from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.original.layer import Layer, Probe, batches, recorded
 from lowbit.convert.original.threads import ordered
 from lowbit.formats.errors import QuantizationError
 
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that exist at a time
-DAMPING = 0.01  # of H's mean diagonal, added to its diagonal; the value of the GPTQ paper
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Means over the calibration tokens of what some linears read.
+    """Second moments of the input that some linears share, means over the calibration tokens.
 
     Attributes:
         H: E[x x^T], [K, K] float32.
@@ -33,21 +34,33 @@ class Moments:
     H: Tensor
     C: Tensor
 
-    @property
-    def damped(self) -> Tensor:
-        """H with a larger diagonal: [K, K], positive definite even where inputs are dependent."""
+    def damped(self, damping: float) -> Tensor:
+        """H with a larger diagonal: [K, K], positive definite even where inputs are dependent.
+
+        Args:
+            damping: share of the mean diagonal that is added to each element of the diagonal.
+        """
         H = self.H.clone()
         diagonal = H.diagonal()
         mean = diagonal.mean()
-        diagonal += DAMPING * torch.where(mean > 0, mean, 1.0)  # no input at all: any codes do
+        diagonal += damping * torch.where(mean > 0, mean, 1.0)  # no input at all: any codes do
         return H
+
+    def error(self, w: Tensor, found: Tensor) -> float:
+        """Mean square of the output's error, less a constant that does not depend on `found`.
+
+        Args:
+            w: [N, K] float32, the original's weights.
+            found: [N, K] float32, those that take their place.
+        """
+        return float(((found @ self.H - 2 * (w @ self.C)) * found).sum(dtype=torch.float64))
 
     def target(self, w: Tensor, factor: Factor) -> Tensor:
         """Weights that give the original's output from the quantized model's input.
 
         Args:
             w: [N, K] float32, the original's.
-            factor: of `damped`.
+            factor: of damped moments.
 
         Returns:
             [N, K] float32.
@@ -59,56 +72,129 @@ def measure(
     layer: Layer,
     original: Layer,
     linear: str,
-    hidden: tuple[Tensor, Tensor],
+    windows: Windows,
     device: torch.device,
     pool: ThreadPoolExecutor | None,
-) -> Moments:
-    """The moments of one linear's input.
+) -> tuple[Moments, Moments | None]:
+    """The moments of one linear's input over the windows to learn from, and over those held out.
 
     Args:
         layer: quantized as far as the linear's inputs come from it.
         original: the same layer as it was.
         linear: name within the layer.
-        hidden: what goes into the layer and into the original, [windows, T, h] float32 each.
+        windows: hidden states before the layer.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+
+    Returns:
+        The second is None where no window is held out.
+
+    Raises:
+        QuantizationError: activations are not finite.
+    """
+    here, there = Probe(layer, linear), Probe(original, linear)
+    K = layer.weight(linear).shape[1]
+
+    def over(part: slice) -> Moments:
+        hidden, wanted = windows.hidden[part], windows.original[part]
+
+        def inputs(batch: slice) -> tuple[Tensor, Tensor]:
+            return here(hidden[batch].to(device)), there(wanted[batch].to(device))
+
+        sums = _sums(inputs, batches(hidden, device), K, device, pool)
+        return _means(sums, linear, hidden.shape[0] * hidden.shape[1])
+
+    try:
+        learned = over(slice(0, windows.learned))
+        return learned, over(windows.held) if windows.holds_out else None
+    finally:
+        here.close()
+        there.close()
+
+
+def head_moments(windows: Windows, device: torch.device) -> Moments:
+    """The moments of what the head sees: the windows' states after the final norm."""
+    hidden, wanted = windows.hidden[: windows.learned], windows.original[: windows.learned]
+
+    def inputs(part: slice) -> tuple[Tensor, Tensor]:
+        return hidden[part].to(device).flatten(0, -2), wanted[part].to(device).flatten(0, -2)
+
+    sums = _sums(inputs, batches(hidden, device), hidden.shape[-1], device, None)
+    return _means(sums, "lm_head", hidden.shape[0] * hidden.shape[1])
+
+
+def _sums(
+    inputs: Callable[[slice], tuple[Tensor, Tensor]],
+    parts: list[slice],
+    K: int,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None,
+) -> tuple[Tensor, Tensor]:
+    """Sums of x x^T and x~ x^T over batches, added in the order of the batches."""
+    H, C = torch.zeros(2, K, K, device=device)
+    if pool is None:
+        with torch.no_grad():
+            for part in parts:
+                x, y = inputs(part)
+                H.addmm_(x.T, x)
+                C.addmm_(y.T, x)
+        return H, C
+
+    def products(part: slice) -> tuple[Tensor, Tensor]:
+        x, y = inputs(part)
+        return x.T @ x, y.T @ x
+
+    limit = max(1, PRODUCTS_BYTES // (2 * K * K * 4))
+    for square, mixed in ordered(pool, products, parts, limit):
+        H += square
+        C += mixed
+    return H, C
+
+
+def _means(sums: tuple[Tensor, Tensor], linear: str, tokens: int) -> Moments:
+    if not all(bool(total.isfinite().all()) for total in sums):
+        raise QuantizationError(
+            f"`{linear}` sees values that are not finite on the calibration text",
+            hint="try another --calib text; the checkpoint may be damaged",
+        )
+    return Moments(sums[0].div_(tokens), sums[1].div_(tokens))
+
+
+def input_power(
+    layer: Layer,
+    linears: Sequence[str],
+    hidden: Tensor,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None,
+) -> dict[str, Tensor]:
+    """Mean square of each input channel of some linears, [K] float32 by name.
+
+    Passes all windows through the layer, in place.
+
+    Args:
+        layer: the original's.
+        linears: names within the layer.
+        hidden: before the layer, [windows, T, h] float32.
         device: where to compute.
         pool: of `alone_on_threads`.
 
     Raises:
         QuantizationError: activations are not finite.
     """
-    here, there = Probe(layer, linear), Probe(original, linear)
-
-    def products(part: slice) -> tuple[Tensor, Tensor]:
-        x, y = here(hidden[0][part].to(device)), there(hidden[1][part].to(device))
-        return x.T @ x, y.T @ x
-
-    try:
-        sums: tuple[Tensor, Tensor] | None = None
-        K = layer.weight(linear).shape[1]
-        limit = max(1, PRODUCTS_BYTES // (2 * K * K * 4))
-        for H, C in ordered(pool, products, batches(hidden[0], device), limit):
-            sums = (H, C) if sums is None else (sums[0].add_(H), sums[1].add_(C))
-    finally:
-        here.close()
-        there.close()
-    return _means(sums, linear, hidden[0])
-
-
-def head_moments(states: Tensor, original_states: Tensor, device: torch.device) -> Moments:
-    """The moments of what the head sees: the final norm's output, [windows, T, h] each."""
-    sums: tuple[Tensor, Tensor] | None = None
-    for part in batches(states, device):
-        x, y = (side[part].to(device).flatten(0, -2) for side in (states, original_states))
-        H, C = x.T @ x, y.T @ x
-        sums = (H, C) if sums is None else (sums[0].add_(H), sums[1].add_(C))
-    return _means(sums, "lm_head", states)
-
-
-def _means(sums: tuple[Tensor, Tensor] | None, linear: str, hidden: Tensor) -> Moments:
+    totals: dict[str, Tensor] = {}
+    parts = batches(hidden, device)
+    with recorded(layer, linears, lambda x: x.flatten(0, -2).square().sum(0)) as call:
+        results = ordered(pool, lambda part: call(hidden[part].to(device)), parts)
+        for part, (out, squares) in zip(parts, results, strict=True):
+            hidden[part] = out.to(hidden.device)
+            for name, square in squares.items():
+                totals[name] = totals[name].add_(square) if name in totals else square
     tokens = hidden.shape[0] * hidden.shape[1]
-    if sums is None or not all(total.isfinite().all() for total in sums):
-        raise QuantizationError(
-            f"`{linear}` sees values that are not finite on the calibration text",
-            hint="try another --calib text; the checkpoint may be damaged",
-        )
-    return Moments(sums[0] / tokens, sums[1] / tokens)
+    for name, total in totals.items():
+        if not bool(total.isfinite().all()):
+            raise QuantizationError(
+                f"`{name}` sees values that are not finite on the calibration text",
+                hint="try another --calib text; the checkpoint may be damaged",
+            )
+        total /= tokens
+    return totals

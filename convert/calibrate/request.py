@@ -8,7 +8,7 @@ import torch
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.formats.layout.manifest import Calibration
 
-SAMPLES = 256
+SAMPLES = {"cpu": 64, "cuda": 256}  # windows where nothing is said, by kind of device
 LENGTH = 512
 
 
@@ -18,24 +18,32 @@ class CalibrationRequest:
 
     Attributes:
         file: .txt or .jsonl; the bundled mix where left out.
-        samples: windows at most.
+        samples: windows at most; as many as the device handles in minutes where left out.
         length: tokens of a window at most.
         chat: whether to apply the model's chat template.
     """
 
     file: Path | None = None
-    samples: int = SAMPLES
+    samples: int | None = None
     length: int = LENGTH
     chat: bool = False
 
-    def read(self, source: Path) -> CalibrationText:
+    def read(self, source: Path, device: torch.device) -> CalibrationText:
         """The text as windows of token ids.
+
+        Args:
+            source: folder of the original.
+            device: where the calibration is computed.
 
         Raises:
             LowbitError: a text that cannot be read, or is too short.
         """
         return read_calibration(
-            self.file, source, length=self.length, limit=self.samples, chat=self.chat
+            self.file,
+            source,
+            length=self.length,
+            limit=self.samples or SAMPLES[device.type],
+            chat=self.chat,
         )
 
 

@@ -37,18 +37,20 @@ def distilled_name(number: int) -> str:
 class LayerError:
     """How far a layer's output is from the original's, on windows that nothing was learned from.
 
-    Relative to what the original's layer adds to its input, root of mean squares; errors of the
-    layers before are part of it.
+    Relative to what the original's layer adds to its input, root of mean squares. Errors of the
+    layers before are part of it, except with `weighted`, which looks at each layer alone.
 
     Attributes:
         layer: number, from 0.
         rtn: with this layer's linears rounded to nearest.
         chosen: with the codes chosen.
+        learned: as `chosen`, on as many windows that were learned from; None with `weighted`.
     """
 
     layer: int
     rtn: float
     chosen: float
+    learned: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

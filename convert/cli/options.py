@@ -224,8 +224,7 @@ calibration_options = with_options(
         "--calib-samples",
         type=Count(),
         metavar="N",
-        default=256,
-        show_default=True,
+        show_default="256; 64 on a CPU",
         help="Windows of the text at most, spread over it.",
     ),
     click.option(

@@ -86,7 +86,7 @@ def quantize(
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     calib: Path | None,
-    calib_samples: int,
+    calib_samples: int | None,
     calib_length: int,
     calib_chat: bool,
     repo: str | None,

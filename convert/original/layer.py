@@ -1,9 +1,11 @@
 """One decoder layer at a time as transformers computes it, in FP32, and what its linears see."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -107,7 +109,6 @@ class Probe:
     def __init__(self, layer: Layer, linear: str) -> None:
         """Watch one linear; `close` when done."""
         self._layer = layer
-        self._armed = threading.local()
         module = layer.module.get_submodule(linear)
         self._hook = module.register_forward_pre_hook(self._stop)
 
@@ -125,3 +126,38 @@ class Probe:
     def close(self) -> None:
         """Let the layer run through again."""
         self._hook.remove()
+
+
+@contextmanager
+def recorded(
+    layer: Layer, linears: Sequence[str], summary: Callable[[Tensor], Tensor]
+) -> Iterator[Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    """A function that runs the layer and sums up what some of its linears are called with.
+
+    Args:
+        layer: any.
+        linears: names within the layer.
+        summary: of an input [windows, T, K].
+
+    Yields:
+        hidden [windows, T, h] to output and summaries by name; threads may call it at a time.
+    """
+    here = threading.local()
+
+    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], *, name: str) -> None:
+        here.found[name] = summary(inputs[0])
+
+    hooks = [
+        layer.module.get_submodule(name).register_forward_pre_hook(partial(hook, name=name))
+        for name in linears
+    ]
+
+    def call(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        here.found = {}
+        return layer(hidden), here.found
+
+    try:
+        yield call
+    finally:
+        for handle in hooks:
+            handle.remove()

@@ -138,7 +138,7 @@ def convert(
     elements = block_elements(max_ram, core_count(), target)
     session = None
     if plan.recipe.method.calibrated:
-        text = (calibration or CalibrationRequest()).read(location.folder)
+        text = (calibration or CalibrationRequest()).read(location.folder, target)
         session = begin(plan, location.folder, text, target)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)

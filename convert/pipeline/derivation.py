@@ -75,7 +75,7 @@ def check_derived(
             reason = _elsewhere(manifest.calibration, calibration)
             if reason is not None:
                 return reason
-            session = begin(plan, source, calibration.read(source), target)
+            session = begin(plan, source, calibration.read(source, target), target)
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(folder), progress)

@@ -111,8 +111,9 @@ def find_finished(
     if not _follows(manifest, plan, location):
         return None
     if plan.recipe.method.calibrated:
-        text = calibration.read(location.folder)
-        session = begin(plan, location.folder, text, open_device(device))
+        target = open_device(device)
+        text = calibration.read(location.folder, target)
+        session = begin(plan, location.folder, text, target)
         if session.record != manifest.calibration:
             return None
     try:

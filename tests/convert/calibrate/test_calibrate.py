@@ -258,7 +258,7 @@ def test_command(cli: "Cli", tiny: Path, tmp_path: Path, text: Path) -> None:
     assert said.exit_code == 0, said.output
     content = json.loads(said.stdout)
     assert len(content["calibration"]) == 6
-    assert {"layer", "rtn", "chosen"} == set(content["calibration"][0])
+    assert {"layer", "rtn", "chosen", "learned"} == set(content["calibration"][0])
     shown = cli(tiny, tmp_path / "b", "--method", "weighted", *options)
     assert shown.exit_code == 0, shown.output
     wrong = cli(tiny, tmp_path / "c", "--method", "awq")

@@ -59,7 +59,7 @@ def objective(w: Tensor, codes: Tensor, scale: Tensor, H: Tensor) -> float:
 def test_codes_are_those_of_the_textbook(K: int) -> None:
     w, _, moments = problem(24, K)
     scale = weighted_scales(w, INT4, "signed", moments.H.diagonal())
-    factor = factorize(moments.damped)
+    factor = factorize(moments.damped(0.01))
     codes = compensated_codes(w, scale, INT4, factor)
     expected = textbook(w, scale, factor.H, INT4)
     # FP32 against FP64: a weight on the edge of two codes may fall to either side.
@@ -74,7 +74,7 @@ def test_codes_are_those_of_the_textbook(K: int) -> None:
 def test_every_step_lowers_the_error(bits: int, group: int | None) -> None:
     scheme = Scheme(bits, group)
     w, x, moments = problem(16, 160, seed=bits)
-    factor = factorize(moments.damped)
+    factor = factorize(moments.damped(0.01))
     plain = quantize(w, scheme)
     scale = weighted_scales(w, scheme, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, scheme, factor)
@@ -101,7 +101,7 @@ def test_every_step_lowers_the_error(bits: int, group: int | None) -> None:
 def test_no_single_code_could_be_better_after_polishing() -> None:
     scheme = Scheme(3, 32)
     w, _, moments = problem(6, 64)
-    factor = factorize(moments.damped)
+    factor = factorize(moments.damped(0.01))
     scale = weighted_scales(w, scheme, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, scheme, factor)
     for _ in range(20):
@@ -134,7 +134,7 @@ def test_a_group_of_zeros_keeps_its_scale() -> None:
     w, _, moments = problem(4, 64)
     w[:, :32] = 0
     codes, scale = quantize(w, INT4)
-    factor = factorize(moments.damped)
+    factor = factorize(moments.damped(0.01))
     found = refitted_scales(w, codes, scale, factor)
     assert torch.equal(found[:, 0], scale[:, 0])
     assert found.isfinite().all()
@@ -146,11 +146,11 @@ def test_inputs_that_never_vary() -> None:
     x[:, :3] = 1.0  # rank one, 61 columns silent
     H = x.T @ x / 10
     moments = Moments(H, H)
-    factor = factorize(moments.damped)
+    factor = factorize(moments.damped(0.01))
     scale = weighted_scales(w, INT4, "signed", moments.H.diagonal())
     codes = compensated_codes(w, scale, INT4, factor)
     assert objective(w, codes, scale, H) <= objective(w, *quantize(w, INT4), H)
-    silent = factorize(Moments(torch.zeros(64, 64), torch.zeros(64, 64)).damped)
+    silent = factorize(Moments(torch.zeros(64, 64), torch.zeros(64, 64)).damped(0.01))
     assert torch.equal(
         compensated_codes(w, quantize(w, INT4)[1], INT4, silent), quantize(w, INT4)[0]
     )
@@ -172,6 +172,6 @@ def test_target_is_the_least_squares_solution() -> None:
     factor: Factor = factorize(moments.H)
     assert torch.allclose(moments.target(w, factor).double(), exact, atol=2e-5)
     # Damped, it still wins most of what can be won on the outputs.
-    damped = moments.target(w, factorize(moments.damped))
+    damped = moments.target(w, factorize(moments.damped(0.01)))
     errors = [(other @ v.T - x @ w.T).square().mean() for v in (w, damped, exact.float())]
     assert errors[0] - errors[1] > 0.8 * (errors[0] - errors[2]) > 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit.convert.measure import logits as logits_module
 from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.original import walk
 from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.evaluation_text import Text, tokenize
 from lowbit.convert.original.model import load_side
@@ -104,7 +105,7 @@ def test_block_sizes_do_not_matter(
     monkeypatch.setattr(logits_module, "HEAD_ROWS", 1000)
     monkeypatch.setattr(logits_module, "HEAD_TOKENS", {"cpu": 300})
     monkeypatch.setattr(logits_module, "SUM_TOKENS", {"cpu": 7})
-    monkeypatch.setattr(logits_module, "BATCH_TOKENS", {"cpu": 1})
+    monkeypatch.setattr(walk, "BATCH_TOKENS", {"cpu": 1})
     cut = measure(tiny, packed, stories=excerpt).logits
     assert cut.kl_mean == pytest.approx(whole.kl_mean, rel=1e-4)
     assert cut.perplexity_packed == pytest.approx(whole.perplexity_packed, rel=1e-6)

@@ -1,0 +1,201 @@
+"""The codes and scales of one layer's linears, and of the head."""
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.calibrate.autoround import learn_rounding
+from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate.gptq import Factor, factorize
+from lowbit.convert.calibrate.held_out import output_error
+from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
+from lowbit.convert.calibrate.moments import Moments, head_moments, input_power, measure
+from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.calibrate.windows import Windows
+from lowbit.convert.original.layer import Layer, run, stages
+from lowbit.convert.original.model import Side
+from lowbit.convert.original.precision import full_precision
+from lowbit.convert.plan.method import Method
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.layout.scheme import Scheme
+
+HEAD_ROWS = {"cpu": 4096, "cuda": 32768}  # of the vocabulary at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """The way linears are chosen, and the place.
+
+    Attributes:
+        method: the steps.
+        rule: how scales are searched.
+        device: where to compute.
+        pool: of `alone_on_threads`.
+    """
+
+    method: Method
+    rule: ScaleRule
+    device: torch.device
+    pool: ThreadPoolExecutor | None
+
+    @property
+    def from_original(self) -> bool:
+        """Whether the original's states alone decide: weighted scales, which need one pass."""
+        return self.method.codes == "weighted" and not self.method.autoround
+
+    def layer(
+        self,
+        number: int,
+        layer: Layer,
+        original: Layer,
+        schemes: Mapping[str, Scheme],
+        windows: Windows,
+    ) -> tuple[dict[str, Chosen], LayerError]:
+        """Choose a layer's linears and put them in place; passes the original's states on.
+
+        Args:
+            number: of the layer.
+            layer: to be quantized.
+            original: a copy of it.
+            schemes: of the linears to quantize, by name within the layer.
+            windows: hidden states before the layer.
+
+        Raises:
+            QuantizationError: activations are not finite.
+        """
+        before = windows.original[windows.held].clone()
+        alone = self.from_original
+        found = {} if alone else self._sequential(layer, original, schemes, windows)
+        if alone:
+            power = input_power(original, list(schemes), windows.original, self.device, self.pool)
+            for name, scheme in schemes.items():
+                w = original.weight(name).data
+                found[name] = weighted(w, scheme, self.rule, power[name])
+        else:
+            run(original, windows.original, self.device, self.pool)
+        after = windows.original[windows.held]
+        added = float((after - before).square().mean(dtype=torch.float64))
+        if not math.isfinite(added):
+            raise QuantizationError(
+                f"layer {number} gives values that are not finite on the calibration text",
+                hint="try another --calib text; the checkpoint may be damaged",
+            )
+        given = before if alone else windows.hidden[windows.held]
+
+        def error(linears: Mapping[str, Chosen], x: Tensor = given, y: Tensor = after) -> float:
+            layer.put({name: linear.weight for name, linear in linears.items()})
+            square = output_error(layer, x, y, self.device)
+            return math.sqrt(square / added) if added else 0.0
+
+        plain = {n: nearest(original.weight(n).data, s, self.rule) for n, s in schemes.items()}
+        rtn, chosen = error(plain), error(found)
+        del plain
+        if self.method.autoround and schemes:
+            better = self._learned(layer, original, schemes, found, windows)
+            if (learned := error(better)) < chosen:
+                found, chosen = better, learned
+        seen = None
+        if not alone:
+            count = len(after)
+            seen = error(found, windows.hidden[:count], windows.original[:count])
+        layer.put({name: linear.weight for name, linear in found.items()})
+        return found, LayerError(number, rtn, chosen, seen)
+
+    def _learned(
+        self,
+        layer: Layer,
+        original: Layer,
+        schemes: Mapping[str, Scheme],
+        found: Mapping[str, Chosen],
+        windows: Windows,
+    ) -> dict[str, Chosen]:
+        """The linears after their rounding has been learned."""
+        learned = {
+            name: Learned.begin(linear, original.weight(name), schemes[name], self.device)
+            for name, linear in found.items()
+        }
+        learn_rounding(layer, learned, windows, self.device, self.pool)
+        return {name: linear.chosen() for name, linear in learned.items()}
+
+    def _sequential(
+        self,
+        layer: Layer,
+        original: Layer,
+        schemes: Mapping[str, Scheme],
+        windows: Windows,
+    ) -> dict[str, Chosen]:
+        """All linears of a layer, each put in place before those that read its output."""
+        found: dict[str, Chosen] = {}
+        if self.method.codes == "rtn":
+            return {n: nearest(layer.weight(n).data, s, self.rule) for n, s in schemes.items()}
+        window = windows.hidden[:1].to(self.device)
+        for names in stages(layer, window, list(schemes)):
+            moments = measure(layer, original, names[0], windows, self.device, self.pool)
+            weights = {name: layer.weight(name).data for name in names}
+            found |= self.linears(weights, schemes, *moments)
+            layer.put({name: found[name].weight for name in names})
+        return found
+
+    def linears(
+        self,
+        weights: Mapping[str, Tensor],
+        schemes: Mapping[str, Scheme],
+        moments: Moments,
+        held: Moments | None,
+    ) -> dict[str, Chosen]:
+        """Linears that read one input; those of one scheme are solved together.
+
+        Args:
+            weights: [N, K] float32 by name.
+            schemes: by name, of these linears and maybe of others.
+            moments: of the input.
+            held: same on windows held out; None where there are none.
+        """
+        with full_precision(self.device):
+            factor = None
+            if self.method.codes == "gptq":
+                rows = torch.cat([weights[name] for name in weights])
+                first = schemes[next(iter(weights))]
+                factor = fitting_factor(rows, first, self.rule, moments, held)
+                del rows
+            found: dict[str, Chosen] = {}
+            for scheme in dict.fromkeys(schemes[name] for name in weights):
+                names = [name for name in weights if schemes[name] == scheme]
+                rows = torch.cat([weights[name] for name in names])
+                sizes = [len(weights[name]) for name in names]
+                chosen = self._choose(rows, scheme, moments, factor)
+                codes, scales = torch.split(chosen.codes, sizes), torch.split(chosen.scale, sizes)
+                found |= dict(zip(names, map(Chosen, codes, scales), strict=True))
+        return {name: found[name] for name in weights}
+
+    def _choose(self, w: Tensor, scheme: Scheme, moments: Moments, factor: Factor | None) -> Chosen:
+        if factor is None:
+            return weighted(w, scheme, self.rule, moments.H.diagonal())
+        return gptq(w, scheme, self.rule, moments, factor)
+
+    def head(self, side: Side, scheme: Scheme, windows: Windows) -> Chosen:
+        """Choose the head in blocks of rows.
+
+        Args:
+            side: the original.
+            scheme: of the head.
+            windows: states after the final norm.
+        """
+        blocks = side.weights.rows(side.head, HEAD_ROWS[self.device.type], self.device)
+        if self.method.codes == "rtn":
+            return _joined([nearest(rows, scheme, self.rule) for _, rows in blocks])
+        moments = head_moments(windows, self.device)
+        with full_precision(self.device):
+            factor = factorize(moments.damped(DAMPINGS[0])) if self.method.codes == "gptq" else None
+            return _joined([self._choose(rows, scheme, moments, factor) for _, rows in blocks])
+
+
+def _joined(parts: Sequence[Chosen]) -> Chosen:
+    codes = torch.cat([part.codes.cpu() for part in parts])
+    return Chosen(codes, torch.cat([part.scale.cpu() for part in parts]))

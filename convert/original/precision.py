@@ -1,0 +1,36 @@
+"""The precision of FP32 matrix products on a GPU, for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Multiply on tensor cores: operands keep 10 bits of mantissa, sums are FP32 (TF32).
+
+    That is finer than the BF16 in which models are trained and run, and several times faster.
+    """
+    with _products(device, "high"):
+        yield
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Multiply in FP32, for systems of equations."""
+    with _products(device, "highest"):
+        yield
+
+
+@contextmanager
+def _products(device: torch.device, precision: str) -> Iterator[None]:
+    if device.type == "cpu":  # where the setting would choose other kernels
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
