@@ -1,49 +1,68 @@
-"""INT4 by llm-compressor, auto-round and lowbit: one model, one calibration text, one yardstick.
+"""INT4 by lowbit, llm-compressor and auto-round: the same models, windows, texts and yardstick.
 
-The peers need an environment of their own, from which this script runs:
+    python examples/real_models.py smollm2-135m-instruct models/smollm2
+    python examples/bench_real_models.py models/smollm2 --methods absmax rtn gptq \\
+        --text wikitext=wikitext2-test.txt --text code=stdlib --json figures.json
+
+Peers are named PACKAGE:METHOD and need an environment of their own, from which it then runs:
 
     python -m venv peers && peers/bin/pip install llmcompressor auto-round
-    peers/bin/python examples/bench_quality_peers.py examples/models/tiny-qwen3 \\
-        --calib calibration.txt --eval examples/data/stories-eval.txt \\
-        --lowbit-convert .venv/bin/lowbit-convert
+    peers/bin/python examples/bench_real_models.py models/smollm2 --text code=stdlib \\
+        --methods gptq llmcompressor:GPTQ --lowbit-convert .venv/bin/lowbit-convert
 
-Everyone gets the same 128 windows of 512 tokens and the same precisions: linears INT4 in groups of
-128, symmetric; the head and the embedding untouched. Of Qwen3.5, linear_attn.out_proj INT8 and
-in_proj_a, in_proj_b untouched. All other settings are each tool's defaults.
+Everyone gets the same calibration windows (of lowbit's bundled texts, unless --calib names another)
+and the same precisions: linears INT4, symmetric, in groups of 128, or 64 or 32 where that does not
+divide every row; the head and the embedding untouched. Of Qwen3.5, linear_attn.out_proj INT8 and
+in_proj_a, in_proj_b untouched. All other settings are each tool's defaults (peers_quantize.py).
 
-The codes and scales of every result, W = code * scale, are put into transformers' model. That is
-compared with the original on all non-overlapping 512-token windows of the evaluation text, both in
-FP32. Seconds and peak memory are those of a whole process from its start to the written folder,
-imports and all; on a machine that does other work besides, the CPU seconds say more.
+Every result is put into transformers' model and compared with the original (peers_logits.py) on
+windows spread evenly over each text; ± is the standard error over windows. `stdlib` as a text's
+file stands for modules of the Python that runs this, none of which is in lowbit's calibration
+texts; other Pythons differ a little.
+
+Seconds and peaks are those of a whole process from its start to the written folder, imports and
+all; on a machine that does other work besides, the CPU seconds say more. GPU memory is what the
+device had in use beyond what it had before, its context included, read 20 times a second.
 """
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from safetensors.torch import load_file
-from torch import Tensor
+from peers_logits import Figures, measure, read_reference
+from peers_quantize import cut
+from safetensors import safe_open
 
-LENGTH = 512
-SAMPLES = 128
-UNTOUCHED = ("lm_head", "in_proj_a", "in_proj_b")
-EIGHT_BITS = "linear_attn.out_proj"
-PEERS = {"RTN": "llmcompressor", "GPTQ": "llmcompressor", "200 iterations": "auto-round"}
-OURS = ("rtn", "weighted", "gptq", "autoround", "gptq+distill")
-HEADER = ("tool", "method", "KL to BF16", "perplexity", "seconds", "CPU seconds", "peak RAM")
+PEER = Path(__file__).with_name("peers_quantize.py")
+BUNDLED = Path(__file__).parents[1] / "convert" / "original" / "data"
+CALIBRATION = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", "code.txt")
+STDLIB = ("argparse", "calendar", "csv", "difflib", "fractions", "heapq", "shlex", "textwrap")
+PEERS = (
+    "llmcompressor:RTN",
+    "llmcompressor:GPTQ",
+    "llmcompressor:AWQ",
+    "auto-round:200 iterations",
+)
+OURS = ("absmax", "rtn", "weighted", "gptq", "gptq+autoround", "gptq+distill")
+UNCALIBRATED = ("absmax", "rtn")
+GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(slots=True)
@@ -52,96 +71,181 @@ class Row:
 
     tool: str
     method: str
-    kl: float | None = None
-    kl_error: float | None = None  # standard error over windows
-    perplexity: float | None = None
+    texts: dict[str, Figures] = field(default_factory=dict)
+    size_bytes: int | None = None  # of the weight files
+    linears: int | None = None  # whose weights changed
     seconds: float | None = None
     cpu_seconds: float | None = None
     peak_bytes: int | None = None
-    linears: int | None = None  # whose weights changed
-    kl_windows: tuple[float, ...] = ()
+    gpu_peak_bytes: int | None = None
     error: str | None = None
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, texts: Sequence[str]) -> tuple[str, ...]:
         """As shown in a table."""
-        if self.kl is None or self.perplexity is None:
-            return self.tool, self.method, self.error or "", *("",) * 4
-        cells = self.tool, self.method, f"{self.kl:.4f}", f"{self.perplexity:.3f}"
-        if self.seconds is None or self.cpu_seconds is None or self.peak_bytes is None:
-            return *cells, "", "", ""
-        memory = f"{self.peak_bytes / 1e9:.2f} GB"
-        return *cells, f"{self.seconds:.0f}", f"{self.cpu_seconds:.0f}", memory
+        figures = [
+            cell for text in texts if text in self.texts for cell in self.texts[text].cells()
+        ]
+        if not figures:
+            figures = [self.error or "", *[""] * (3 * len(texts) - 1)]
+        sizes = (self.size_bytes, self.peak_bytes, self.gpu_peak_bytes)
+        size, ram, gpu = ("" if n is None else f"{n / 1e9:.2f} GB" for n in sizes)
+        times = ("" if s is None else f"{s:.0f}" for s in (self.seconds, self.cpu_seconds))
+        return self.tool, self.method, *figures, size, *times, ram, gpu
 
 
 def main() -> None:
-    """Parse, run every method in a process of its own, print the tables."""
+    """Run every method on every model, each in a process of its own; print the tables."""
+    arguments = parse()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    texts = {name: read(file) for name, file in arguments.text}
+    if not texts:
+        sys.exit("name at least one --text NAME=FILE")
+    found: dict[str, Any] = {"settings": settings(arguments, texts), "models": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        calib = arguments.calib or join_bundled(work)
+        for folder in arguments.folders:
+            group = arguments.group_size or group_size(folder)
+            rows: list[Row] = []
+            for row in bench(arguments, folder, calib, group, texts, work):
+                rows.append(row)
+                print(*row.cells(tuple(texts)), sep="  ", file=sys.stderr)
+                model = {"group_size": group, "rows": [asdict(row) for row in rows]}
+                found["models"][folder.name] = model
+                if arguments.json:  # after every row: a peer may take hours
+                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            show(f"{folder.name}, groups of {group}", tuple(texts), rows)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="folder of the original checkpoint")
-    parser.add_argument("--calib", type=Path, required=True, help="calibration text, .txt")
-    parser.add_argument("--eval", type=Path, required=True, help="evaluation text, .txt")
-    parser.add_argument("--lowbit-convert", default="lowbit-convert", help="path of the command")
-    parser.add_argument(
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="FOLDER", help="original checkpoint")
+    add("--text", type=name_and_file, action="append", default=[], metavar="NAME=FILE")
+    add(
         "--methods",
-        nargs="*",
-        help=f"of {', '.join(PEERS)}, and what lowbit-convert --method takes  "
-        f"[default: all of them and {', '.join(OURS)}]",
+        nargs="+",
+        default=OURS,
+        help=f"of lowbit-convert --method, and of {', '.join(PEERS)}  [default: {' '.join(OURS)}]",
     )
-    parser.add_argument("--work", type=Path, help="keep the converted folders here")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--quantize", nargs=2, metavar=("PEER", "OUT"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.quantize:
-        quantize(arguments.source, arguments.calib, *arguments.quantize)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        rows = bench(arguments, arguments.work or Path(temporary))
-    show(arguments.source.name, rows)
+    add("--calib", type=Path, metavar="FILE", help="calibration text, .txt  [default: bundled]")
+    add("--samples", type=int, default=128, help="calibration windows  [default: %(default)s]")
+    add("--length", type=int, default=512, help="tokens of a window  [default: %(default)s]")
+    add("--windows", type=int, default=40, help="of a text, at most  [default: %(default)s]")
+    add("--group-size", type=int, help="for everybody  [default: the largest of 128, 64, 32]")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="for everybody and measuring")
+    add("--lowbit-convert", default="lowbit-convert", help="path of the command")
+    add("--work", type=Path, metavar="FOLDER", help="keep the converted folders here")
+    add("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    return parser.parse_args()
 
 
-def bench(arguments: argparse.Namespace, work: Path) -> list[Row]:
+def name_and_file(word: str) -> tuple[str, str]:
+    """The two sides of NAME=FILE."""
+    name, equals, file = word.partition("=")
+    if not name or not equals or not file:
+        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=FILE")
+    return name, file
+
+
+def read(file: str) -> str:
+    """The content of a text, or of modules of the standard library."""
+    if file != "stdlib":
+        return Path(file).read_text(encoding="utf-8")
+    origins = (spec.origin for spec in map(importlib.util.find_spec, STDLIB) if spec is not None)
+    return "\n\n".join(Path(str(origin)).read_text(encoding="utf-8") for origin in origins)
+
+
+def settings(arguments: argparse.Namespace, texts: Mapping[str, str]) -> dict[str, Any]:
+    """All that the figures depend on besides models and tools."""
+    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    return {
+        "device": arguments.device,
+        "gpu": gpu,
+        "samples": arguments.samples,
+        "length": arguments.length,
+        "windows": arguments.windows,
+        "calibration": arguments.calib.name if arguments.calib else "bundled",
+        "texts": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+        "versions": {name: release(name) for name in ("torch", "transformers")},
+        "python": platform.python_version(),
+    }
+
+
+def join_bundled(work: Path) -> Path:
+    """One file of lowbit's bundled calibration texts, for those who cannot import lowbit."""
+    path = work / "calibration.txt"
+    path.write_text("".join((BUNDLED / name).read_text(encoding="utf-8") for name in CALIBRATION))
+    return path
+
+
+def group_size(folder: Path) -> int:
+    """The largest of GROUP_SIZES that divides every row of the layers' matrices."""
+    widths = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        widths |= {s[1] for name, s in shapes.items() if ".layers." in name and len(s) == 2}
+    sizes = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+    return sizes[0] if sizes else sys.exit(f"{folder}: no group size divides {sorted(widths)}")
+
+
+def bench(
+    arguments: argparse.Namespace,
+    folder: Path,
+    calib: Path,
+    group: int,
+    texts: Mapping[str, str],
+    work: Path,
+) -> Iterator[Row]:
     """A row for the original and one for every method, in order."""
-    console = Console(stderr=True)
-    methods = arguments.methods or (*PEERS, *OURS)
-    windows = cut(arguments.source, arguments.eval)
-    original = Row("", "original, BF16", kl=0.0)
-    rows = [original]
-    for method in methods:
-        out = work / f"{arguments.source.name}-{method.replace(' ', '-')}"
-        if method in PEERS:
-            package = PEERS[method]
-            row = Row(f"{package} {release(package)}", method)
-            command = [sys.executable, __file__, str(arguments.source), "--quantize", method]
-            command += [str(out), "--calib", str(arguments.calib), "--eval", str(arguments.eval)]
+    windows = {
+        name: cut(folder, text, arguments.length, arguments.windows) for name, text in texts.items()
+    }
+    reference = read_reference(folder, windows, arguments.device)
+    original = Row("", "original, BF16", size_bytes=size(folder))
+    original.texts, original.linears = measure(reference, folder, folder)
+    yield original
+    for method in arguments.methods:
+        out = work / f"{folder.name}-{method.replace(':', '-').replace(' ', '-')}"
+        package, colon, name = method.partition(":")
+        if colon:
+            row = Row(f"{package} {release(package)}", name)
+            command = [sys.executable, str(PEER), method, str(folder), str(out), str(calib)]
+            command += [str(n) for n in (arguments.samples, arguments.length, group)]
         else:
             row = Row("lowbit", method)
-            command = [arguments.lowbit_convert, str(arguments.source), str(out), "--json"]
-            command += ["--lm-head", "bf16", "--method", method]
-            if method != "rtn":
-                command += ["--calib", str(arguments.calib), "--calib-samples", str(SAMPLES)]
-                command += ["--calib-length", str(LENGTH)]
-        console.print(f"[bold]{row.tool} {method}[/bold]: {shlex.join(command)}", soft_wrap=True)
-        run(row, command)
+            command = [arguments.lowbit_convert, str(folder), str(out), "--json"]
+            command += ["--lm-head", "bf16", "--method", method, "--group-size", str(group)]
+            command += ["--device", arguments.device]
+            if method not in UNCALIBRATED:
+                command += ["--calib", str(calib), "--calib-samples", str(arguments.samples)]
+                command += ["--calib-length", str(arguments.length)]
+        print(shlex.join(command), file=sys.stderr)
+        run(row, command, arguments.device)
         if row.error is None:
-            measure(original, row, arguments.source, out, windows)
-        console.print(*row.cells(), soft_wrap=True)
-        rows.append(row)
-        if arguments.json:  # after every row: a peer may take hours
-            arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return rows
+            row.size_bytes = size(out)
+            row.texts, row.linears = measure(reference, folder, out)
+        if arguments.work is None:
+            shutil.rmtree(out, ignore_errors=True)
+        yield row
 
 
-def run(row: Row, command: list[str]) -> None:
+def run(row: Row, command: list[str], device: str) -> None:
     """Time a process and note its largest resident size, or how it failed."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
         try:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | hidden)
         except OSError as error:
             row.error = f"not run: {error}"
             return
-        _, status, usage = os.wait4(process.pid, 0)
+        with watch_gpu(row, device):
+            _, status, usage = os.wait4(process.pid, 0)
         row.seconds = time.perf_counter() - start
         row.cpu_seconds = usage.ru_utime + usage.ru_stime
         row.peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -153,169 +257,37 @@ def run(row: Row, command: list[str]) -> None:
         row.error = f"skipped: the installed release does not know it ({message})"
     elif process.returncode:
         row.error = f"failed with {process.returncode}: {message}"
-        Console(stderr=True).print("\n".join(lines[-30:]), highlight=False, markup=False)
+        print(*lines[-30:], sep="\n", file=sys.stderr)
 
 
-def quantize(source: Path, calib: Path, peer: str, out: str) -> None:
-    """Convert with a peer; what runs in the process that is timed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@contextmanager
+def watch_gpu(row: Row, device: str) -> Iterator[None]:
+    """Note how much more memory the GPU has in use at most than now."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    least, done = before, threading.Event()
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    windows = cut(source, calib)
-    count = min(SAMPLES, len(windows))  # evenly spread over the text
-    samples = windows[[index * len(windows) // count for index in range(count)]]
-    if peer == "200 iterations":
-        auto_round(model, tokenizer, samples, out)
-    else:
-        llm_compressor(model, tokenizer, samples, out, peer)
+    def sample() -> None:
+        nonlocal least
+        while not done.wait(0.05):
+            least = min(least, torch.cuda.mem_get_info()[0])
 
-
-def llm_compressor(model: Any, tokenizer: Any, samples: Tensor, out: str, method: str) -> None:
-    """RTN (minmax scales) or GPTQ by llm-compressor's defaults."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    def scheme(bits: int, targets: list[str]) -> QuantizationScheme:
-        weights = QuantizationArgs(
-            num_bits=bits, type="int", symmetric=True, strategy="group", group_size=128
-        )
-        return QuantizationScheme(targets=targets, weights=weights)
-
-    linears = [name for name, module in model.named_modules() if is_linear(module)]
-    groups = {"int4": scheme(4, [n for n in linears if not n.endswith((*UNTOUCHED, EIGHT_BITS))])}
-    if eight := [name for name in linears if name.endswith(EIGHT_BITS)]:
-        groups["int8"] = scheme(8, eight)
-    modifier = {"GPTQ": GPTQModifier, "RTN": QuantizationModifier}[method]
-    recipe = modifier(config_groups=groups, ignore=[f"re:.*{name}$" for name in UNTOUCHED])
-    rows = {"input_ids": samples.tolist(), "attention_mask": torch.ones_like(samples).tolist()}
-    calibration = {
-        "dataset": Dataset.from_dict(rows),
-        "max_seq_length": LENGTH,
-        "num_calibration_samples": len(samples),
-    }
-    oneshot(
-        model=model,
-        tokenizer=tokenizer,
-        recipe=recipe,
-        output_dir=out,
-        **(calibration if method == "GPTQ" else {}),
-    )
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        row.gpu_peak_bytes = before - least
 
 
-def auto_round(model: Any, tokenizer: Any, samples: Tensor, out: str) -> None:
-    """Learned rounding and clipping by auto-round's defaults, in llm-compressor's format."""
-    from auto_round import AutoRound
-    from transformers import AutoModelForCausalLM
-
-    eight = [name for name, _ in model.named_modules() if name.endswith(EIGHT_BITS)]
-    with tempfile.TemporaryDirectory() as temporary:
-        # From a folder that mentions a vision tower it would ask for an image processor.
-        text_only, made = Path(temporary, "text"), Path(temporary, "made")
-        model.save_pretrained(text_only)
-        tokenizer.save_pretrained(text_only)
-        rounding = AutoRound(
-            AutoModelForCausalLM.from_pretrained(text_only, dtype="auto"),
-            tokenizer=tokenizer,
-            scheme="W4A16",
-            layer_config={name: {"bits": 8} for name in eight},
-            ignore_layers=",".join(UNTOUCHED),
-            # Left to itself it makes a mask, which fits only one of Qwen3.5's two kinds of layers.
-            dataset=[{"input_ids": batch, "attention_mask": None} for batch in samples.split(8)],
-            nsamples=len(samples),
-            seqlen=LENGTH,
-        )
-        rounding.quantize_and_save(str(made), format="llm_compressor")
-        [folder] = made.iterdir()  # it names one after the model and the scheme
-        shutil.move(folder, out)
-
-
-def is_linear(module: Any) -> bool:
-    """Whether tools may quantize it."""
-    return isinstance(module, torch.nn.Linear)
-
-
-def cut(source: Path, text: Path) -> Tensor:
-    """All non-overlapping windows of a text, without special tokens: [windows, 512] int64."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    ids = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
-    count = len(ids) // LENGTH
-    return torch.tensor(ids[: count * LENGTH]).view(count, LENGTH)
-
-
-@torch.inference_mode()
-def measure(original: Row, row: Row, source: Path, folder: Path, windows: Tensor) -> None:
-    """Mean KL(original || folder) in nats and the perplexity of both, all in FP32.
-
-    The first token of a window is not scored.
-    """
-    reference, model = load(source, source), load(source, folder)
-    figures = []
-    for window in windows.split(1):
-        p = reference(window).logits[0, :-1].log_softmax(-1)
-        q = model(window).logits[0, :-1].log_softmax(-1)
-        token = window[0, 1:, None]
-        kl = (p.exp() * (p - q)).sum(-1)
-        figures.append(
-            [x.double().mean() for x in (kl, -p.gather(-1, token), -q.gather(-1, token))]
-        )
-    kl, nll_reference, nll = torch.tensor(figures, dtype=torch.float64).unbind(1)
-    original.perplexity = float(nll_reference.mean().exp())
-    row.perplexity = float(nll.mean().exp())
-    row.kl = float(kl.mean())
-    row.kl_error = float(kl.std() / len(kl) ** 0.5)
-    row.kl_windows = tuple(kl.tolist())
-    weights = {name: m.weight for name, m in reference.named_modules() if is_linear(m)}
-    linears = ((name, m) for name, m in model.named_modules() if is_linear(m))
-    row.linears = sum(not torch.equal(m.weight, weights[name]) for name, m in linears)
-
-
-def load(source: Path, folder: Path) -> Any:
-    """The causal language model of `source` in FP32, with the weights of `folder`.
-
-    Raises:
-        SystemExit: a weight of the model is in no file.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    weights = dequantized(folder)
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if set(missing) - tied:
-        sys.exit(f"{folder} lacks {', '.join(missing)}")
-    return model
-
-
-def dequantized(folder: Path) -> dict[str, Tensor]:
-    """Weights in FP32, of packed linears W = code * scale, as compressed-tensors defines it.
-
-    transformers unpacks Qwen3.5 in BF16 whatever dtype is asked for, and so would add an error.
-    """
-    files: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        files |= load_file(path)
-    weights = {}
-    for name, tensor in files.items():
-        module, _, kind = name.rpartition(".")
-        if kind == "weight_packed":  # [N, K * bits / 32] int32, low bits first, plus 2^(bits - 1)
-            scale = files[f"{module}.weight_scale"].float()  # [N, K / group]
-            N, K = files[f"{module}.weight_shape"].tolist()
-            bits = 32 * tensor.shape[1] // K
-            shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-            fields = (tensor[:, :, None] >> shifts) & (2**bits - 1)
-            codes = fields.view(N, K) - 2 ** (bits - 1)
-            weights[f"{module}.weight"] = codes * scale.repeat_interleave(K // scale.shape[1], 1)
-        elif kind in ("weight_zero_point", "weight_g_idx"):
-            sys.exit(f"{folder}: {name} is not understood")
-        elif kind not in ("weight_scale", "weight_shape"):
-            weights[name] = tensor.float()
-    return {name.replace("language_model.", ""): weight for name, weight in weights.items()}
+def size(folder: Path) -> int:
+    """Bytes of the weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def release(package: str) -> str:
@@ -326,14 +298,15 @@ def release(package: str) -> str:
         return "(not installed)"
 
 
-def show(name: str, rows: list[Row]) -> None:
-    """The same table for the terminal and as Markdown, on stdout."""
-    table = Table(*HEADER, title=name)
-    for row in rows:
-        table.add_row(*row.cells())
-    Console().print(table)
-    for cells in (HEADER, ("---",) * len(HEADER), *(row.cells() for row in rows)):
-        print(f"| {' | '.join(cells)} |")
+def show(title: str, texts: Sequence[str], rows: Sequence[Row]) -> None:
+    """One Markdown table on stdout."""
+    header = ["tool", "method"]
+    for text in texts:
+        header += [f"{text} KL", "perplexity", "same top token"]
+    header += ["weights", "seconds", "CPU seconds", "peak RAM", "GPU memory"]
+    print(f"\n{title}\n")
+    for cells in (header, ["---"] * len(header), *(row.cells(texts) for row in rows)):
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

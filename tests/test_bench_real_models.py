@@ -1,6 +1,9 @@
 """The script that compares tools measures what the quality report does."""
 
+import ast
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.original.evaluation_text import Text
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "bench_quality_peers.py"
+SCRIPT = ROOT / "examples" / "bench_real_models.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 
 pytestmark = pytest.mark.slow
@@ -28,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def run(text: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), str(MODEL), "--calib", str(text), "--eval", str(text)]
+    command = [sys.executable, str(SCRIPT), str(MODEL), "--text", f"stories={text}"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True)
 
 
@@ -38,26 +41,49 @@ def test_figures_are_those_of_the_report(text: Path, tmp_path: Path) -> None:
     arguments = ("--lowbit-convert", str(tool), "--methods", "rtn", "--json", str(found))
     done = run(text, *arguments)
     assert done.returncode == 0, done.stderr
-    original, row = json.loads(found.read_text())
+    written = json.loads(found.read_text())
+    assert written["models"]["tiny-qwen3"]["group_size"] == 128
+    original, row = written["models"]["tiny-qwen3"]["rows"]
+    figures = row["texts"]["stories"]
     packed = convert(MODEL, tmp_path / "packed", Recipe(head="bf16")).folder
     expected = measure_logits(MODEL, packed, [Text("a", "a", text.read_text())]).logits
-    assert row["kl"] == pytest.approx(expected.kl_mean, rel=1e-4)
-    assert row["perplexity"] == pytest.approx(expected.perplexity_packed, rel=1e-5)
-    assert original["perplexity"] == pytest.approx(expected.perplexity_original, rel=1e-5)
-    assert row["kl_windows"] == pytest.approx([w.kl for w in expected.window_series], rel=1e-3)
+    assert figures["kl"] == pytest.approx(expected.kl_mean, rel=1e-4)
+    assert figures["kl_error"] > 0
+    assert figures["perplexity"] == pytest.approx(expected.perplexity_packed, rel=1e-5)
+    assert figures["top1"] == pytest.approx(expected.top1_agreement, abs=1e-3)
+    assert figures["kl_windows"] == pytest.approx([w.kl for w in expected.window_series], rel=1e-3)
+    same = original["texts"]["stories"]
+    assert (same["kl"], same["top1"], original["linears"]) == (0, 1, 0)
+    assert same["perplexity"] == pytest.approx(expected.perplexity_original, rel=1e-5)
     assert row["linears"] == 6 * 7
-    assert f"| lowbit | rtn | {row['kl']:.4f} | {row['perplexity']:.3f} |" in done.stdout
+    cells = f"{figures['kl']:.4f} ± {figures['kl_error']:.4f} | {figures['perplexity']:.3f} |"
+    assert f"| lowbit | rtn | {cells}" in done.stdout
 
 
-def test_failures_are_rows(text: Path, tmp_path: Path) -> None:
+def test_failures_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = shutil.which("false")
     assert refusing is not None
-    found = tmp_path / "figures.json"
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    bench = importlib.import_module("bench_real_models")
     none = str(tmp_path / "none")
     for tool, message in ((refusing, "failed with 1: no message"), (none, "not run: ")):
-        arguments = ("--lowbit-convert", tool, "--methods", "rtn", "--json", str(found))
-        done = run(text, *arguments)
-        assert done.returncode == 0, done.stderr
-        row = json.loads(found.read_text())[1]
-        assert row["error"].startswith(message)
-        assert f"| lowbit | rtn | {message}" in done.stdout
+        row = bench.Row("lowbit", "rtn")
+        bench.run(row, [tool], "cpu")
+        assert row.error.startswith(message)
+        cells = row.cells(("stories", "code"))
+        assert cells[:3] == ("lowbit", "rtn", row.error)
+        assert len(cells) == len(bench.Row("", "").cells(("stories", "code")))
+
+
+def test_code_of_the_standard_library_is_not_calibrated_on() -> None:
+    data = ROOT / "convert" / "original" / "data"
+    names = re.search(r"^STDLIB = (\(.*\))$", SCRIPT.read_text(), re.M)
+    assert names is not None
+    calibrated = set((data / "code.txt").read_text().splitlines())
+    for name in ast.literal_eval(names[1]):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        lines = [line for line in Path(spec.origin).read_text().splitlines() if len(line) > 50]
+        assert len(lines) > 40
+        assert not calibrated & set(lines)
