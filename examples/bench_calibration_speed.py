@@ -1,0 +1,266 @@
+"""Time and memory of calibrated INT4: lowbit, llm-compressor and auto-round on random weights.
+
+    python examples/bench_calibration_speed.py 8B --layers 1 3 --work /tmp/speed
+
+One environment has to hold all three tools (see bench_quality_peers.py). A checkpoint of a real
+model's shape is written for each number of layers, and converted by every method in a process of
+its own: the same 256 windows of 512 tokens of lowbit's bundled text, linears INT4 in groups of 128,
+symmetric, the head and the embedding untouched, all other settings the tool's defaults.
+
+Seconds are those of the whole process, from its start to the written folder, imports and all. Where
+several numbers of layers are given, what the most take longer than the fewest is the cost of a
+layer, and the whole model is extrapolated from it. Of the GPU, `needed` is the peak of what tensors
+take, `taken` that of the whole process with its context and what torch keeps to itself, sampled.
+"""
+
+import argparse
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import bench_quality_peers as quality
+import make_random_checkpoint
+import torch
+from bench_quality_peers import PEERS, Row, release
+from make_random_checkpoint import SIZES
+from rich.console import Console
+from safetensors import safe_open
+
+from lowbit.convert.original.calibration_text import bundled_texts
+
+OURS = ("weighted", "gptq")
+METHODS = (*OURS, "GPTQ", "AWQ", "200 iterations")
+TOOLS = PEERS | {"AWQ": "llmcompressor"}
+TRIAL = {"tiny": (128, 256, 2, 2, 1, False)}  # a shape to try this script with
+LINEARS = 7  # of a layer
+SAMPLED_S = 0.02
+HEADER = ("tool", "method", "layers", "seconds", "seconds a layer", "whole model")
+HEADER += ("GPU needed", "GPU taken", "peak RAM")
+
+
+@dataclass(slots=True)
+class Cost(Row):
+    """One conversion and what it took."""
+
+    layers: int = 0
+    gpu_needed: int | None = None  # bytes
+    gpu_taken: int | None = None
+    layer_seconds: float | None = None
+    model_seconds: float | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """As shown in a table."""
+        named = self.tool, self.method, str(self.layers)
+        if self.error is not None:
+            return *named, "failed", *("",) * 5
+        seconds = self.seconds, self.layer_seconds, self.model_seconds
+        memory = self.gpu_needed, self.gpu_taken, self.peak_bytes
+        texts = ["" if value is None else f"{value:.1f}" for value in seconds]
+        return *named, *texts, *("" if m is None else f"{m / 1e9:.2f} GB" for m in memory)
+
+
+def main() -> None:
+    """Parse, measure every method at every number of layers, print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("size", choices=[*SIZES, *TRIAL])
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 3], metavar="N")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        help=f"of {', '.join(TOOLS)}, and what lowbit-convert --method takes  "
+        f"[default: {', '.join(METHODS)}]",
+    )
+    parser.add_argument("--samples", type=int, default=256, help="windows  [default: 256]")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of lowbit alone")
+    parser.add_argument("--work", type=Path, help="put checkpoints and results here meanwhile")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        method, source, out, figures = arguments.child
+        convert(arguments, method, Path(source), out, Path(figures))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.work) as work:
+        show(arguments.size, bench(arguments, Path(work)))
+
+
+def bench(arguments: argparse.Namespace, work: Path) -> list[Cost]:
+    """A row for every number of layers and method."""
+    console = Console(stderr=True)
+    (work / "calibration.txt").write_text("\n\n".join(bundled_texts()), encoding="utf-8")
+    rows: list[Cost] = []
+    for layers in sorted(set(arguments.layers)):
+        source = work / f"{arguments.size}-{layers}"
+        make(arguments.size, layers, source)
+        for method in arguments.methods:
+            tool = f"{TOOLS[method]} {release(TOOLS[method])}" if method in TOOLS else "lowbit"
+            row = Cost(tool, method, layers=layers)
+            console.print(f"[bold]{tool} {method}[/bold], {layers} layers", soft_wrap=True)
+            run(arguments, row, source, work)
+            rows.append(row)
+            extrapolate(rows, row, (SIZES | TRIAL)[arguments.size][2])
+            console.print(*row.cells(), row.error or "", soft_wrap=True)
+            if arguments.json:  # after every row: a peer may take hours
+                arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        shutil.rmtree(source)
+    return rows
+
+
+def make(size: str, layers: int, folder: Path) -> None:
+    """Write a random checkpoint with so many layers, and norms of weight 1.
+
+    Random norms of 0.02 would leave next to nothing of the inputs of linears.
+    """
+    hidden, inner, _, heads, kv_heads, tied = (SIZES | TRIAL)[size]
+    SIZES[folder.name] = hidden, inner, layers, heads, kv_heads, tied
+    make_random_checkpoint.main.callback(folder.name, folder, 0)
+    for path in folder.glob("*.safetensors"):
+        with path.open("r+b") as file:
+            (header,) = struct.unpack("<Q", file.read(8))
+            for name, tensor in json.loads(file.read(header)).items():
+                if name.endswith("norm.weight"):
+                    start, end = tensor["data_offsets"]
+                    file.seek(8 + header + start)
+                    file.write(struct.pack("<H", 0x3F80) * ((end - start) // 2))  # BF16
+
+
+def run(arguments: argparse.Namespace, row: Cost, source: Path, work: Path) -> None:
+    """Fill in a row, by a process of its own."""
+    out, figures = work / "out", work / "figures.json"
+    command = [sys.executable, __file__, arguments.size, "--device", arguments.device]
+    command += ["--samples", str(arguments.samples)]
+    command += ["--child", row.method, str(source), str(out), str(figures)]
+    with sampled(arguments.device == "cuda") as taken:
+        quality.run(row, command)
+    if row.error is None:
+        found = packed(out)
+        if found != row.layers * LINEARS:
+            row.error = f"{found} linears are packed, expected {row.layers * LINEARS}"
+        if arguments.device == "cuda":
+            row.gpu_needed = json.loads(figures.read_text())
+            row.gpu_taken = max(taken) - taken[0]
+    shutil.rmtree(out, ignore_errors=True)
+
+
+@contextmanager
+def sampled(on_gpu: bool) -> Iterator[list[int]]:
+    """The bytes in use on the first GPU, again and again, from before the block to its end."""
+    used: list[int] = []
+    if not on_gpu:
+        yield used
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(SAMPLED_S):
+            used.append(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
+
+    used.append(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield used
+    finally:
+        done.set()
+        thread.join()
+
+
+def convert(
+    arguments: argparse.Namespace, method: str, source: Path, out: str, figures: Path
+) -> None:
+    """Convert; what runs in the process that is timed. Notes the GPU memory of its tensors."""
+    calib = source.with_name("calibration.txt")
+    quality.SAMPLES = arguments.samples
+    try:
+        if method in PEERS:
+            quality.quantize(source, calib, method, out)
+        elif method == "AWQ":
+            awq(source, calib, out)
+        else:
+            from lowbit.convert.__main__ import main as lowbit_convert
+
+            sys.argv = ["lowbit-convert", str(source), out, "--method", method, "--lm-head", "bf16"]
+            sys.argv += ["--device", arguments.device, "--calib", str(calib)]
+            sys.argv += ["--calib-samples", str(arguments.samples)]
+            sys.argv += ["--calib-length", str(quality.LENGTH)]
+            lowbit_convert()
+    finally:
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        figures.write_text(json.dumps(peak))
+
+
+def awq(source: Path, calib: Path, out: str) -> None:
+    """AWQ by llm-compressor's defaults."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    windows = quality.cut(source, calib)
+    count = min(quality.SAMPLES, len(windows))
+    samples = windows[[index * len(windows) // count for index in range(count)]]
+    rows = {"input_ids": samples.tolist(), "attention_mask": torch.ones_like(samples).tolist()}
+    scheme = {"targets": ["Linear"], "scheme": "W4A16", "ignore": ["lm_head"]}
+    oneshot(
+        model=AutoModelForCausalLM.from_pretrained(source, dtype="auto"),
+        tokenizer=AutoTokenizer.from_pretrained(source),
+        recipe=[AWQModifier(), QuantizationModifier(**scheme)],
+        output_dir=out,
+        dataset=Dataset.from_dict(rows),
+        max_seq_length=quality.LENGTH,
+        num_calibration_samples=count,
+    )
+
+
+def packed(folder: Path) -> int:
+    """Linears that a result holds packed."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            count += sum(name.endswith("weight_packed") for name in file.keys())  # noqa: SIM118
+    return count
+
+
+def extrapolate(rows: list[Cost], row: Cost, layers: int) -> None:
+    """Seconds of a layer, and of so many, by the row and that of the same method's first."""
+    first = next(r for r in rows if (r.tool, r.method) == (row.tool, row.method))
+    if row.seconds is None or first.seconds is None or row.error or first.error or first is row:
+        return
+    row.layer_seconds = (row.seconds - first.seconds) / (row.layers - first.layers)
+    row.model_seconds = row.seconds + row.layer_seconds * (layers - row.layers)
+
+
+def show(size: str, rows: list[Cost]) -> None:
+    """The rows as Markdown, on stdout."""
+    print(f"{size}, {device()}, torch {torch.__version__}\n")
+    for cells in (HEADER, ("---",) * len(HEADER), *(row.cells() for row in rows)):
+        print(f"| {' | '.join(cells)} |")
+
+
+def device() -> str:
+    """Name of the machine's GPU, else `CPU`."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+        return subprocess.check_output(command, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "CPU"
+
+
+if __name__ == "__main__":
+    main()
