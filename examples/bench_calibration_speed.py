@@ -2,7 +2,7 @@
 
     python examples/bench_calibration_speed.py 8B --layers 1 3 --work /tmp/speed
 
-One environment has to hold all three tools (see bench_quality_peers.py). A checkpoint of a real
+One environment has to hold all three tools (see bench_real_models.py). A checkpoint of a real
 model's shape is written for each number of layers, and converted by every method in a process of
 its own: the same 256 windows of 512 tokens of lowbit's bundled text, linears INT4 in groups of 128,
 symmetric, the head and the embedding untouched, all other settings the tool's defaults.
@@ -20,16 +20,14 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import bench_quality_peers as quality
+import bench_real_models
 import make_random_checkpoint
+import peers_quantize
 import torch
-from bench_quality_peers import PEERS, Row, release
+from bench_real_models import PEERS, Row, release
 from make_random_checkpoint import SIZES
 from rich.console import Console
 from safetensors import safe_open
@@ -37,11 +35,11 @@ from safetensors import safe_open
 from lowbit.convert.original.calibration_text import bundled_texts
 
 OURS = ("weighted", "gptq")
-METHODS = (*OURS, "GPTQ", "AWQ", "200 iterations")
-TOOLS = PEERS | {"AWQ": "llmcompressor"}
+METHODS = (*OURS, *PEERS)
 TRIAL = {"tiny": (128, 256, 2, 2, 1, False)}  # a shape to try this script with
 LINEARS = 7  # of a layer
-SAMPLED_S = 0.02
+LENGTH = 512
+GROUP = 128
 HEADER = ("tool", "method", "layers", "seconds", "seconds a layer", "whole model")
 HEADER += ("GPU needed", "GPU taken", "peak RAM")
 
@@ -52,7 +50,6 @@ class Cost(Row):
 
     layers: int = 0
     gpu_needed: int | None = None  # bytes
-    gpu_taken: int | None = None
     layer_seconds: float | None = None
     model_seconds: float | None = None
 
@@ -62,7 +59,7 @@ class Cost(Row):
         if self.error is not None:
             return *named, "failed", *("",) * 5
         seconds = self.seconds, self.layer_seconds, self.model_seconds
-        memory = self.gpu_needed, self.gpu_taken, self.peak_bytes
+        memory = self.gpu_needed, self.gpu_peak_bytes, self.peak_bytes
         texts = ["" if value is None else f"{value:.1f}" for value in seconds]
         return *named, *texts, *("" if m is None else f"{m / 1e9:.2f} GB" for m in memory)
 
@@ -78,7 +75,7 @@ def main() -> None:
         "--methods",
         nargs="+",
         default=METHODS,
-        help=f"of {', '.join(TOOLS)}, and what lowbit-convert --method takes  "
+        help=f"of {', '.join(PEERS)}, and what lowbit-convert --method takes  "
         f"[default: {', '.join(METHODS)}]",
     )
     parser.add_argument("--samples", type=int, default=256, help="windows  [default: 256]")
@@ -104,10 +101,11 @@ def bench(arguments: argparse.Namespace, work: Path) -> list[Cost]:
         source = work / f"{arguments.size}-{layers}"
         make(arguments.size, layers, source)
         for method in arguments.methods:
-            tool = f"{TOOLS[method]} {release(TOOLS[method])}" if method in TOOLS else "lowbit"
-            row = Cost(tool, method, layers=layers)
-            console.print(f"[bold]{tool} {method}[/bold], {layers} layers", soft_wrap=True)
-            run(arguments, row, source, work)
+            package, colon, name = method.partition(":")
+            tool = f"{package} {release(package)}" if colon else "lowbit"
+            row = Cost(tool, name or method, layers=layers)
+            console.print(f"[bold]{tool} {row.method}[/bold], {layers} layers", soft_wrap=True)
+            run(arguments, row, method, source, work)
             rows.append(row)
             extrapolate(rows, row, (SIZES | TRIAL)[arguments.size][2])
             console.print(*row.cells(), row.error or "", soft_wrap=True)
@@ -135,49 +133,20 @@ def make(size: str, layers: int, folder: Path) -> None:
                     file.write(struct.pack("<H", 0x3F80) * ((end - start) // 2))  # BF16
 
 
-def run(arguments: argparse.Namespace, row: Cost, source: Path, work: Path) -> None:
+def run(arguments: argparse.Namespace, row: Cost, method: str, source: Path, work: Path) -> None:
     """Fill in a row, by a process of its own."""
     out, figures = work / "out", work / "figures.json"
     command = [sys.executable, __file__, arguments.size, "--device", arguments.device]
     command += ["--samples", str(arguments.samples)]
-    command += ["--child", row.method, str(source), str(out), str(figures)]
-    with sampled(arguments.device == "cuda") as taken:
-        quality.run(row, command)
+    command += ["--child", method, str(source), str(out), str(figures)]
+    bench_real_models.run(row, command, arguments.device)
     if row.error is None:
         found = packed(out)
         if found != row.layers * LINEARS:
             row.error = f"{found} linears are packed, expected {row.layers * LINEARS}"
         if arguments.device == "cuda":
             row.gpu_needed = json.loads(figures.read_text())
-            row.gpu_taken = max(taken) - taken[0]
     shutil.rmtree(out, ignore_errors=True)
-
-
-@contextmanager
-def sampled(on_gpu: bool) -> Iterator[list[int]]:
-    """The bytes in use on the first GPU, again and again, from before the block to its end."""
-    used: list[int] = []
-    if not on_gpu:
-        yield used
-        return
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(SAMPLED_S):
-            used.append(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
-
-    used.append(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield used
-    finally:
-        done.set()
-        thread.join()
 
 
 def convert(
@@ -185,47 +154,22 @@ def convert(
 ) -> None:
     """Convert; what runs in the process that is timed. Notes the GPU memory of its tensors."""
     calib = source.with_name("calibration.txt")
-    quality.SAMPLES = arguments.samples
+    sizes = str(arguments.samples), str(LENGTH)
     try:
-        if method in PEERS:
-            quality.quantize(source, calib, method, out)
-        elif method == "AWQ":
-            awq(source, calib, out)
+        if ":" in method:
+            sys.argv = ["peers_quantize.py", method, str(source), out, str(calib), *sizes]
+            sys.argv += [str(GROUP)]
+            peers_quantize.main()
         else:
             from lowbit.convert.__main__ import main as lowbit_convert
 
             sys.argv = ["lowbit-convert", str(source), out, "--method", method, "--lm-head", "bf16"]
             sys.argv += ["--device", arguments.device, "--calib", str(calib)]
-            sys.argv += ["--calib-samples", str(arguments.samples)]
-            sys.argv += ["--calib-length", str(quality.LENGTH)]
+            sys.argv += ["--calib-samples", sizes[0], "--calib-length", sizes[1]]
             lowbit_convert()
     finally:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         figures.write_text(json.dumps(peak))
-
-
-def awq(source: Path, calib: Path, out: str) -> None:
-    """AWQ by llm-compressor's defaults."""
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    windows = quality.cut(source, calib)
-    count = min(quality.SAMPLES, len(windows))
-    samples = windows[[index * len(windows) // count for index in range(count)]]
-    rows = {"input_ids": samples.tolist(), "attention_mask": torch.ones_like(samples).tolist()}
-    scheme = {"targets": ["Linear"], "scheme": "W4A16", "ignore": ["lm_head"]}
-    oneshot(
-        model=AutoModelForCausalLM.from_pretrained(source, dtype="auto"),
-        tokenizer=AutoTokenizer.from_pretrained(source),
-        recipe=[AWQModifier(), QuantizationModifier(**scheme)],
-        output_dir=out,
-        dataset=Dataset.from_dict(rows),
-        max_seq_length=quality.LENGTH,
-        num_calibration_samples=count,
-    )
 
 
 def packed(folder: Path) -> int:
