@@ -21,7 +21,8 @@ ROUND: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _rounded(x, code_min, code_max):
+def rounded(x, code_min, code_max):
+    """The nearest code, ties to even."""
     # Clamped first: beyond 2^22 the sum would not round to a whole number.
     x = tl.minimum(tl.maximum(x, code_min - 1.0), code_max + 1.0)
     x = (x + ROUND) - ROUND
@@ -42,7 +43,7 @@ def _compensate_kernel(
         column = tl.sum(tl.where(offs_b[:, None] == i, w, 0.0), axis=0)  # [BLOCK_N]
         row = tl.full((1,), i, tl.int64) * N
         step = tl.load(steps_ptr + row + offs_n, mask=mask, other=1.0)
-        code = _rounded(tl.div_rn(column, step), code_min, code_max)
+        code = rounded(tl.div_rn(column, step), code_min, code_max)
         u = tl.load(u_ptr + i * B + offs_b)  # zero before column i
         diagonal = tl.load(u_ptr + i * B + i)
         error = tl.div_rn(column - code * step, diagonal)
@@ -68,7 +69,7 @@ def _polish_kernel(
         old = tl.load(codes_ptr + row + offs_n, mask=mask, other=0.0)
         h = tl.load(h_ptr + i * B + offs_b)
         diagonal = tl.load(h_ptr + i * B + i)
-        best = _rounded(old + tl.div_rn(here, diagonal * step), code_min, code_max)
+        best = rounded(old + tl.div_rn(here, diagonal * step), code_min, code_max)
         tl.store(new_ptr + row + offs_n, best, mask=mask)
         slope -= h[:, None] * ((best - old) * step)[None, :]
 

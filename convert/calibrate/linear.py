@@ -12,6 +12,7 @@ from lowbit.convert.calibrate.gptq import (
     refitted_scales,
 )
 from lowbit.convert.calibrate.moments import Moments
+from lowbit.convert.calibrate.search import search_on
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize, weighted_scales
 from lowbit.formats.layout.scheme import Scheme
@@ -37,12 +38,12 @@ class Chosen:
 
 def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Chosen:
     """Round-to-nearest, as without calibration; w is [N, K] float32."""
-    return Chosen(*quantize(w, scheme, rule))
+    return Chosen(*quantize(w, scheme, rule, search_on(w.device, scheme)))
 
 
 def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Chosen:
     """Round-to-nearest with scales searched by the error times the input's power, [K]."""
-    scale = weighted_scales(w, scheme, rule, power)
+    scale = weighted_scales(w, scheme, rule, power, search_on(w.device, scheme))
     groups = w.view(len(w), scale.shape[1], -1)
     q = groups.div(scale.float()[:, :, None]).round_().clamp_(scheme.code_min, scheme.code_max)
     return Chosen(q.view(w.shape).to(torch.int8), scale)
@@ -53,7 +54,8 @@ def compensated(
 ) -> tuple[Tensor, Chosen]:
     """What `gptq` polishes: the weights to approximate, [N, K], and first codes and scales."""
     target = moments.target(w, factor)
-    scale = weighted_scales(target, scheme, rule, factor.importance)
+    search = search_on(w.device, scheme)
+    scale = weighted_scales(target, scheme, rule, factor.importance, search)
     codes = compensated_codes(target, scale, scheme, factor)
     return target, Chosen(codes, refitted_scales(target, codes, scale, factor))
 

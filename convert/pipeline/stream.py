@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.convert.calibrate.search import search_on
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.pipeline.journal import Finished
@@ -231,7 +232,8 @@ def _make(
         chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *rows)
         codes, scale = (part.to(device) for part in chosen)
     else:
-        codes, scale = quantize(w, step.scheme, rule)
+        search = search_on(device, step.scheme)
+        codes, scale = quantize(w, step.scheme, rule, search)
     packed = pack(codes, step.scheme.bits)
     # Measured on what a reader will decode, not on what was meant to be written.
     read = dequantize(unpack(packed, step.scheme.bits, w.shape[1]), scale)

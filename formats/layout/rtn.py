@@ -10,7 +10,7 @@ Scale rules, relative L2 error on Gaussian weights at INT4 g128:
     signed     same search, signed so that the largest weight lies on the code -8 side   .0968
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor
 from lowbit.formats.layout.scheme import Scheme
 
 ScaleRule = Literal["signed", "positive", "absmax"]
+# Weights [groups, G], extremes [groups, 1], half the codes, importance [column groups, G] or None
+# to scales [groups, 1]; groups take the rows of importance in turn.
+Search = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 
 SCALE_DTYPE = torch.bfloat16
 
@@ -37,13 +40,16 @@ TINY = 2.0**-100
 CACHE_ELEMENTS = 1 << 20  # FP32 block that stays in cache during the search
 
 
-def quantize(w: Tensor, scheme: Scheme, rule: ScaleRule = "signed") -> tuple[Tensor, Tensor]:
+def quantize(
+    w: Tensor, scheme: Scheme, rule: ScaleRule = "signed", search: Search | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of a block of rows.
 
     Args:
         w: [N, K] of a float dtype, finite, on any device; the group size divides K.
         scheme: symmetric.
         rule: how a group's scale is chosen.
+        search: another implementation of `search_scales`, with the same results.
 
     Returns:
         codes [N, K] int8 and scale [N, K/G] bfloat16, on w's device.
@@ -53,13 +59,19 @@ def quantize(w: Tensor, scheme: Scheme, rule: ScaleRule = "signed") -> tuple[Ten
     codes = torch.empty((N * K // G, G), dtype=torch.int8, device=w.device)
     scale = torch.empty((N * K // G, 1), dtype=SCALE_DTYPE, device=w.device)
     for part, block in _blocks(w, G):
-        scale[part] = s = _scales(block, scheme, rule)
+        scale[part] = s = _scales(block, scheme, rule, search or search_scales)
         q = block.div(s.to(torch.float32)).round_()
         codes[part] = q.clamp_(scheme.code_min, scheme.code_max)
     return codes.view(N, K), scale.view(N, K // G)
 
 
-def weighted_scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor) -> Tensor:
+def weighted_scales(
+    w: Tensor,
+    scheme: Scheme,
+    rule: ScaleRule,
+    importance: Tensor,
+    search: Search | None = None,
+) -> Tensor:
     """Scales by the same search, each squared error times the importance of its column.
 
     Args:
@@ -67,6 +79,7 @@ def weighted_scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tens
         scheme: symmetric.
         rule: how a group's scale is chosen.
         importance: [K] float32, not negative; second moments of the input, for instance.
+        search: another implementation of `search_scales`, with the same results.
 
     Returns:
         [N, K/G] bfloat16, on w's device.
@@ -75,22 +88,31 @@ def weighted_scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tens
     G = scheme.group_size or K
     scale = torch.empty((N * K // G, 1), dtype=SCALE_DTYPE, device=w.device)
     columns = importance.view(K // G, G)
-    groups = torch.arange(K // G, device=w.device).repeat(N)
-    for part, block in _blocks(w, G):
-        scale[part] = _scales(block, scheme, rule, columns[groups[part]])
+    for part, block in _blocks(w, G, K // G):
+        scale[part] = _scales(block, scheme, rule, search or search_scales, columns)
     return scale.view(N, K // G)
 
 
-def _blocks(w: Tensor, G: int) -> Iterator[tuple[slice, Tensor]]:
-    """Groups of [N, K] weights in FP32, [groups, G], as many at a time as stay in cache."""
+def _blocks(w: Tensor, G: int, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Groups of [N, K] weights in FP32, [groups, G], as many at a time as stay in cache.
+
+    Their number is a multiple of `multiple`, the last time too.
+    """
     groups = w.reshape(-1, G)
-    step = max(1, CACHE_ELEMENTS // G) if w.device.type == "cpu" else max(1, len(groups))
+    fitting = max(multiple, CACHE_ELEMENTS // G // multiple * multiple)
+    step = fitting if w.device.type == "cpu" else max(1, len(groups))
     for start in range(0, len(groups), step):
         part = slice(start, start + step)
         yield part, groups[part].to(torch.float32)
 
 
-def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor | None = None) -> Tensor:
+def _scales(
+    w: Tensor,
+    scheme: Scheme,
+    rule: ScaleRule,
+    search: Search,
+    importance: Tensor | None = None,
+) -> Tensor:
     """Scale of each group: [groups, 1] bfloat16, never zero."""
     high, low = w.amax(1, keepdim=True), w.amin(1, keepdim=True)
     extreme = torch.where(-low >= high, low, high)  # of largest magnitude, sign kept
@@ -104,26 +126,33 @@ def _scales(w: Tensor, scheme: Scheme, rule: ScaleRule, importance: Tensor | Non
         # A positive scale that puts the extreme on the code range's larger side would clip it.
         reach = half if rule == "signed" else half - 0.5
         return (extreme * _fp32(1 / reach)).to(SCALE_DTYPE)
-    return _search(w, extreme, half, importance)
+    return search(w, extreme, half, importance)
 
 
-def _search(w: Tensor, extreme: Tensor, half: int, importance: Tensor | None) -> Tensor:
-    """The scale among RATIOS with the smallest squared error, per group.
+def ratio_factors(half: int) -> tuple[float, ...]:
+    """1 / (half * ratio) in FP32: for the full code range, then for each of RATIOS."""
+    return tuple(_fp32(1 / (half * ratio)) for ratio in (1, *RATIOS))
+
+
+def search_scales(w: Tensor, extreme: Tensor, half: int, importance: Tensor | None) -> Tensor:
+    """The scale among RATIOS with the smallest squared error, per group; see `Search`.
 
     Where the errors leave the range of FP32 (weights beyond 2^60 or below 2^-70) it is the one of
     the full code range.
     """
-    best = (extreme * _fp32(1 / half)).to(SCALE_DTYPE)
+    first, *factors = ratio_factors(half)
+    best = (extreme * first).to(SCALE_DTYPE)
     best_error = torch.full_like(extreme, torch.inf)
     scratch = torch.empty_like(w)
-    for ratio in RATIOS:
-        s = (extreme * _fp32(1 / (half * ratio))).to(SCALE_DTYPE)
+    weights = None if importance is None else importance.repeat(len(w) // len(importance), 1)
+    for factor in factors:
+        s = (extreme * factor).to(SCALE_DTYPE)
         wide = s.to(torch.float32)
         torch.mul(w, torch.ones_like(wide) / wide, out=scratch)
         scratch.round_().clamp_(-half, half - 1).mul_(wide).sub_(w)
         scratch.mul_(scratch)
-        if importance is not None:
-            scratch.mul_(importance)
+        if weights is not None:
+            scratch.mul_(weights)
         error = pairwise_sum(scratch)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
