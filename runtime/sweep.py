@@ -23,7 +23,7 @@ from lowbit.runtime.bench import (
 )
 from lowbit.runtime.memory import check_batch
 from lowbit.runtime.model import Model
-from lowbit.runtime.plot import Line, line_plot
+from lowbit.runtime.plot import NamedLine, line_plot
 from lowbit.runtime.quantized import quantized
 
 Axis = Literal["context", "group_size", "batch"]
@@ -178,8 +178,8 @@ def plotted(name: str, sweep: Sweep) -> str:
     """The SVG text of tokens per second along the axis, beside what the memory would allow."""
     measured = tuple((float(each.at), each.tokens_per_s) for each in sweep.points)
     allowed = tuple((float(p.at), p.tokens_per_s / p.roofline_share) for p in sweep.points)
-    lines = [Line("measured", measured, marked=True)]
-    lines.append(Line("read bandwidth / bytes per token", allowed, marked=False))
+    lines = [NamedLine("measured", measured, marked=True)]
+    lines.append(NamedLine("read bandwidth / bytes per token", allowed, marked=False))
     return line_plot(f"{name} on {sweep.device}", LABELS[sweep.over], "tokens / s", lines)
 
 

@@ -34,7 +34,8 @@ ORDER = {
         "cli",
     ],
     "formats": [
-        *("printable", "errors", "fields", "machine", "architectures", "files", "sampling_ranges"),
+        *("printable", "charts", "errors", "fields", "machine", "architectures", "files"),
+        "sampling_ranges",
         *("layout", "safetensors", "shell", "text", "foreign", "generation", "hub", "tasks"),
         *("file_names", "packed"),
     ],

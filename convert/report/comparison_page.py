@@ -12,23 +12,14 @@ from lowbit.convert.report import words
 from lowbit.convert.report.comparison import Comparison, Row
 from lowbit.convert.report.limits import LIMITS, Limit
 from lowbit.convert.report.page import render_page
-from lowbit.convert.report.svg import (
-    Axis,
-    Dot,
-    Line,
-    Mark,
-    Rule,
-    around,
-    chart,
-    linear_axis,
-    log_axis,
-)
 from lowbit.convert.report.terminal import COLORS
+from lowbit.formats.charts.axes import Axis, around, linear_axis, log_axis
+from lowbit.formats.charts.chart import SIZE, Dot, Line, Mark, Rule, chart
 from lowbit.formats.files.atomic import replace_files
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
 
-PLOT_HEIGHT = 320.0
+PLOT_SIZE = (SIZE[0], 320.0)
 SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
 
 
@@ -116,7 +107,7 @@ def comparison_page(found: Comparison) -> str:
         smallest=frontier(found.rows)[0],
         difference=difference_text,
         verdict_text=verdict_text,
-        size_plot=_plot(found),
+        size_plot=Markup(_plot(found)),
     )
 
 
@@ -141,7 +132,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def _plot(found: Comparison) -> Markup:
+def _plot(found: Comparison) -> str:
     """Size of every folder against its mean KL, and the line of those that none beats."""
     unit, name = _unit(found.rows)
     best = frontier(found.rows)
@@ -166,7 +157,7 @@ def _plot(found: Comparison) -> Markup:
         linear_axis(f"size of the folder ({name})", [r.folder_bytes / unit for r in found.rows]),
         _kl_axis(found.rows),
         marks,
-        height=PLOT_HEIGHT,
+        size=PLOT_SIZE,
     )
 
 

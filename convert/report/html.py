@@ -146,14 +146,15 @@ def _gauge(report: QualityReport) -> Gauge | None:
     )
 
 
-def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup | None]:
+def _plots(report: QualityReport, logits: LogitQuality) -> dict[str, Markup]:
     measure = verdict.measure(report)
-    positions = logits.positions
-    return {
+    charts = {
         "kl": plots.kl_distribution(logits, None if measure is None else measure.kl),
         "windows": plots.kl_along(logits),
-        "positions": plots.kl_by_position(positions, logits.kl_mean) if positions else None,
     }
+    if logits.positions:
+        charts["positions"] = plots.kl_by_position(logits.positions, logits.kl_mean)
+    return {name: Markup(svg) for name, svg in charts.items()}
 
 
 def recipe_facts(

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
 from lowbit.convert.measure.record import LogitQuality, Position
 from lowbit.convert.report import words
-from lowbit.convert.report.svg import Axis, Bars, Line, Mark, Rule, chart, linear_axis, log_axis
+from lowbit.formats.charts.axes import Axis, linear_axis, log_axis
+from lowbit.formats.charts.chart import Bars, Line, Mark, Rule, chart
 
 
-def kl_distribution(logits: LogitQuality, expected: float | None) -> Markup:
+def kl_distribution(logits: LogitQuality, expected: float | None) -> str:
     """Histogram of the tokens' KL on a log axis, with mean, p95, p99 and the expected mean."""
     histogram = logits.kl_histogram
     bins = len(histogram.counts)
@@ -47,7 +46,7 @@ def kl_distribution(logits: LogitQuality, expected: float | None) -> Markup:
     )
 
 
-def kl_by_position(positions: Sequence[Position], kl_mean: float) -> Markup:
+def kl_by_position(positions: Sequence[Position], kl_mean: float) -> str:
     """Mean KL in each range of positions, bars of equal width."""
     names = [_tokens(positions[0].start), *(_tokens(position.stop) for position in positions)]
     x = Axis("position in the text (tokens)", 0.0, float(len(positions)), tuple(enumerate(names)))
@@ -65,7 +64,7 @@ def kl_by_position(positions: Sequence[Position], kl_mean: float) -> Markup:
     )
 
 
-def kl_along(logits: LogitQuality) -> Markup:
+def kl_along(logits: LogitQuality) -> str:
     """Mean KL window by window."""
     values = [window.kl for window in logits.window_series]
     return chart(

@@ -7,13 +7,20 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from lowbit.convert.plan.sensitivities import Row, Sensitivities
 from lowbit.convert.plan.sets import inside_layer, layer_number
 from lowbit.convert.report import words
+from lowbit.formats.charts import shapes
 from lowbit.formats.printable import printable
 
 BITS = 4
 CELL, ROW, LEFT, TOP, BOTTOM = 34, 26, 190, 66, 30
 LEAST_COLUMNS = 12  # that the title and the scale need
 LOW, HIGH = (235, 241, 250), (8, 48, 107)  # of the colour scale: red, green, blue
-INK, PAPER = "#1f2933", "#ffffff"
+STYLE = """
+text { font: 12px sans-serif; fill: #1f2933; }
+.title { font-size: 14px; font-weight: bold; }
+.paper { fill: #ffffff; }
+.figure { font-size: 10.5px; }
+.dark { fill: #ffffff; }
+"""
 DECADES = 4  # of the scale, below the largest figure
 HEAD = "head"
 
@@ -34,24 +41,18 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
     bottom = max(math.log10(min(finite)), top - DECADES)
     width = LEFT + CELL * max(len(columns), LEAST_COLUMNS) + 20
     height = TOP + ROW * len(kinds) + BOTTOM
-    svg = Element(
-        "svg",
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=str(width),
-        height=str(height),
-        attrib={"font-family": "sans-serif", "font-size": "12"},
-    )
-    _box(svg, 0, 0, (width, height), PAPER)
     schemes = " and ".join(dict.fromkeys(str(row.scheme) for row in rows))
     title = f"Mean KL (nats a token) with one set at {schemes}"
-    _text(svg, 12, 22, title, attrib={"font-weight": "bold", "font-size": "14"})
-    text = printable(sensitivities.text_name)
-    _text(svg, 12, 42, f"log10, layer by layer; on {text}")
+    svg = shapes.svg_file(title, (width, height), STYLE)
+    shapes.box(svg, 0, 0, (width, height), "paper")
+    shapes.text(svg, 12, 22, title, "start", "title")
+    shapes.text(
+        svg, 12, 42, f"log10, layer by layer; on {sensitivities.text_name}", "start", "tick"
+    )
     for x, column in enumerate(columns):
-        _text(svg, LEFT + CELL * x + CELL / 2, TOP - 6, column, middle=True)
+        shapes.text(svg, LEFT + CELL * x + CELL / 2, TOP - 6, column, "middle", "tick")
     for y, kind in enumerate(kinds):
-        _text(svg, 12, TOP + ROW * y + ROW / 2 + 4, printable(kind))
+        shapes.text(svg, 12, TOP + ROW * y + ROW / 2 + 4, kind, "start", "tick")
         for x, column in enumerate(columns):
             row = cells.get((kind, column))
             if row is not None:
@@ -81,29 +82,10 @@ def _cell(svg: Element, row: Row, place: tuple[int, int], scale: tuple[float, fl
     share = min(1.0, max(0.0, (level - low) / (high - low))) if high > low else 1.0
     mixed = [round(a + share * (b - a)) for a, b in zip(LOW, HIGH, strict=True)]
     x, y = place
-    box = _box(svg, x + 1, y + 1, (CELL - 2, ROW - 2), "#" + "".join(f"{c:02x}" for c in mixed))
+    cell = shapes.box(svg, x + 1, y + 1, (CELL - 2, ROW - 2), "cell")
+    cell.set("fill", "#" + "".join(f"{c:02x}" for c in mixed))
     hint = f"{printable(row.name)} {row.scheme}: {words.kl(row.kl)}"
-    SubElement(box, "title").text = hint
+    SubElement(cell, "title").text = hint
     short = f"{level:.1f}" if math.isfinite(level) else "∞"
-    color = PAPER if share > 0.5 else INK
-    middle = (x + CELL / 2, y + ROW / 2 + 4)
-    _text(svg, *middle, short, middle=True, attrib={"fill": color, "font-size": "10.5"})
-
-
-def _box(svg: Element, x: float, y: float, size: tuple[float, float], fill: str) -> Element:
-    width, height = map(str, size)
-    return SubElement(svg, "rect", x=str(x), y=str(y), width=width, height=height, fill=fill)
-
-
-def _text(
-    svg: Element,
-    x: float,
-    y: float,
-    text: str,
-    middle: bool = False,
-    attrib: dict[str, str] | None = None,
-) -> None:
-    found = {"fill": INK, "x": str(x), "y": str(y), **(attrib or {})}
-    if middle:
-        found["text-anchor"] = "middle"
-    SubElement(svg, "text", attrib=found).text = text
+    style = "figure dark" if share > 0.5 else "figure"
+    shapes.text(svg, x + CELL / 2, y + ROW / 2 + 4, short, "middle", style)

@@ -6,13 +6,16 @@ from xml.etree import ElementTree
 import pytest
 
 from lowbit.formats.errors import ResourceError
-from lowbit.runtime.plot import Line, line_plot, number, write_plot
+from lowbit.runtime.plot import NamedLine, line_plot, number, write_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(*points: tuple[float, float], title: str = "speed") -> ElementTree.Element:
-    lines = [Line("measured", points, marked=True), Line("allowed", points, marked=False)]
+    lines = [
+        NamedLine("measured", points, marked=True),
+        NamedLine("allowed", points, marked=False),
+    ]
     return ElementTree.fromstring(line_plot(title, "tokens", "tokens / s", lines))
 
 
@@ -45,7 +48,7 @@ def test_degenerate_lines_lie_inside(points: tuple[tuple[float, float], ...]) ->
 
 
 def test_it_needs_nothing_from_elsewhere() -> None:
-    text = line_plot("speed", "x", "y", [Line("a", ((1.0, 2.0),), marked=True)])
+    text = line_plot("speed", "x", "y", [NamedLine("a", ((1.0, 2.0),), marked=True)])
     assert text.count("http") == 1  # the namespace
     assert "href" not in text
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lowbit.convert.report.labels import Box, place_names
+from lowbit.formats.charts.names import Box, place_names
 
 FRAME = Box(54.0, 18.0, 460.0, 276.0)
 

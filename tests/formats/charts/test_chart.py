@@ -5,22 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lowbit.convert.report.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Bars,
-    Dot,
-    Line,
-    Rule,
-    around,
-    chart,
-    linear_axis,
-    log_axis,
-)
+from lowbit.formats.charts.axes import around, linear_axis, log_axis
+from lowbit.formats.charts.chart import BOTTOM, LEFT, RIGHT, SIZE, TOP, Bars, Dot, Line, Rule, chart
+
+WIDTH, HEIGHT = SIZE
 
 X, Y = linear_axis("x", [0.0, 10.0]), linear_axis("y", [0.0, 100.0])
 
@@ -54,6 +42,7 @@ def test_marks_lie_where_their_numbers_say() -> None:
         ([0.5, 0.5], ["0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"]),
         ([0.0, 0.0], ["-1", "-0.5", "0", "0.5", "1"]),
         ([math.inf, 1.0, 2.0], ["1", "1.2", "1.4", "1.6", "1.8", "2"]),
+        ([0.0, 5000.0], ["0", "1,000", "2,000", "3,000", "4,000", "5,000"]),
         ([], ["-1", "-0.5", "0", "0.5", "1"]),
     ],
 )
