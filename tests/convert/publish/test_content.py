@@ -155,4 +155,5 @@ def test_a_conversion_states_them_too(
     result = cli(small, tmp_path / "out", "--push-to-hub", REPO, *stated)
     assert result.exit_code == 0, result.output
     card = hub.content(REPO)["README.md"].decode()
-    assert "base_model: Qwen/Qwen3-8B\nbase_model_relation: quantized\nlicense: apache" in card
+    for line in ("base_model: Qwen/Qwen3-8B", "base_model_relation: quantized", "license: apache"):
+        assert f"\n{line}" in card
