@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lowbit.convert.cli.main import main as lowbit_convert
 from lowbit.convert.report import words
-from lowbit.convert.report.comparison import Row, compare
+from lowbit.convert.report.comparison import FolderRow, compare
 from lowbit.convert.report.comparison_page import (
     difference_text,
     markdown,
@@ -75,7 +75,7 @@ def pack(
         lowbit_convert.main(command, standalone_mode=False)
 
 
-def cells(bits: str, row: Row) -> tuple[str, ...]:
+def cells(bits: str, row: FolderRow) -> tuple[str, ...]:
     return (
         f"INT{bits}",
         row.method,

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from lowbit.formats.errors import LowbitError, UnsupportedModelError
 
-Kind = Literal["integer", "number", "flag", "text"]
+ValueKind = Literal["integer", "number", "flag", "text"]
 REQUIRED: Final = object()  # default of a key that must be there
 CONFIG = "config.json"
 MAX_SHOWN = 60  # characters of a value that a message quotes
@@ -30,7 +30,7 @@ class Field:
     """
 
     key: str
-    kind: Kind = "integer"
+    kind: ValueKind = "integer"
     least: float = -math.inf
     most: float = math.inf
     exclusive: bool = False

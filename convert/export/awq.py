@@ -19,7 +19,7 @@ from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
     BLOCK_WEIGHTS,
     Linear,
-    Source,
+    PackedSource,
     as_one,
     wrong_scale,
 )
@@ -32,7 +32,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble holds
 ZEROS = -2004318072  # 0x88888888
 
 
-def misfits(source: Source) -> list[Misfit]:
+def misfits(source: PackedSource) -> list[Misfit]:
     """Linears that AWQ cannot state beside the others.
 
     Those are not INT4, of another group size than most, the head, of a width that fills no words,
@@ -57,7 +57,7 @@ def misfits(source: Source) -> list[Misfit]:
     return found
 
 
-def outputs(source: Source) -> list[Output]:
+def outputs(source: PackedSource) -> list[Output]:
     """Every tensor of the export."""
     made = [copied(source, info) for info in source.dense]
     for linear in source.linears:
@@ -65,7 +65,7 @@ def outputs(source: Source) -> list[Output]:
     return made
 
 
-def _linear(source: Source, linear: Linear) -> Iterator[Output]:
+def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
     N, K = linear.N, linear.K
 
     def qweight() -> Iterator[Tensor]:
@@ -83,7 +83,7 @@ def _linear(source: Source, linear: Linear) -> Iterator[Output]:
     yield constant(f"{linear.module}.qzeros", zeros)
 
 
-def config(source: Source) -> dict[str, Any]:
+def config(source: PackedSource) -> dict[str, Any]:
     """config.json of the export."""
     scheme = source.linears[0].scheme
     section = {
@@ -97,7 +97,7 @@ def config(source: Source) -> dict[str, Any]:
     return {**source.plain_config, KEY: section}
 
 
-def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
+def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
     """A linear as AWQ's arithmetic reads it: `(u - z) * s`."""
     qweight = made.read(f"{linear.module}.qweight")
     scales = made.read(f"{linear.module}.scales").to(torch.float32)

@@ -20,7 +20,7 @@ from lowbit.convert.export.misfits import (
 )
 from lowbit.convert.export.outputs import Progress, row_parts, write_shards
 from lowbit.convert.export.proof import Proof, prove
-from lowbit.convert.export.source import Linear, Source, open_source
+from lowbit.convert.export.source import Linear, PackedSource, open_source
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -169,7 +169,7 @@ def _weights(linears: Iterable[Linear]) -> int:
 
 
 def _safetensors(
-    source: Source, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
+    source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
 ) -> tuple[int, Proof]:
     """Write a folder of safetensors and prove it: bytes of the weights, proof."""
     linears = layout.linears(source)
@@ -196,7 +196,7 @@ def _safetensors(
 
 
 def _gguf(
-    source: Source, path: Path, keys: Mapping[str, Value], report: Report
+    source: PackedSource, path: Path, keys: Mapping[str, Value], report: Report
 ) -> tuple[int, Proof]:
     """Write a GGUF file and prove it: its bytes, proof."""
     tensors = gguf.tensors(source)
@@ -215,7 +215,7 @@ def _gguf(
     return size, proof
 
 
-def _carried(source: Source, target: Target) -> list[str]:
+def _carried(source: PackedSource, target: Target) -> list[str]:
     """Names of tokenizer, templates and licenses; for a GGUF file of the licenses alone."""
     return [
         name

@@ -20,14 +20,14 @@ from lowbit.convert.export.gguf_order import columns_of, rows_of, runs
 from lowbit.convert.export.gptq import FP16_MAX
 from lowbit.convert.export.outputs import row_parts
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, Source, check_scales
+from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, check_scales
 from lowbit.formats.architectures import part_of
+from lowbit.formats.architectures.names import split_layer, without_model
 from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX, Qwen35Config
 from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 
-_LAYER = re.compile(r"^(mtp\.|model\.(?:language_model\.)?)layers\.(\d+)\.(.+)$")
 OUTSIDE = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -61,7 +61,7 @@ INSIDE = {
 GATED_NORM = "linear_attn.norm"
 
 
-def check(source: Source) -> None:
+def check(source: PackedSource) -> None:
     """Make sure that GGUF can hold all of it and llama.cpp run it.
 
     Raises:
@@ -95,42 +95,41 @@ def check(source: Source) -> None:
     check_scales(source, torch.float16, FP16_MAX)
 
 
-def _has_mtp(source: Source) -> bool:
+def _has_mtp(source: PackedSource) -> bool:
     return any(spec.name.startswith(MTP_PREFIX) for spec in source.packed.specs)
 
 
-def blocks_in_all(source: Source) -> int:
+def blocks_in_all(source: PackedSource) -> int:
     """Layers, that of multi-token prediction included."""
     return source.config.num_hidden_layers + _has_mtp(source)
 
 
 def kind_of(name: str) -> str:
     """A tensor's name within its layer, without `.weight` or `.bias`; else the whole name."""
-    match = _LAYER.match(name)
-    return re.sub(r"\.(weight|bias)$", "", match[3] if match else name)
+    return re.sub(r"\.(weight|bias)$", "", split_layer(name).rest)
 
 
-def target_name(source: Source, name: str) -> str:
+def target_name(source: PackedSource, name: str) -> str:
     """The name of a tensor in GGUF."""
     layers = source.config.num_hidden_layers
     if name in MTP:
         return f"blk.{layers}.{MTP[name]}"
-    match = _LAYER.match(name)
-    if match is None:
-        return OUTSIDE[re.sub(r"^model\.(language_model\.)?", "", name)]
-    number = int(match[2]) + (layers if match[1] == MTP_PREFIX else 0)
-    if match[3] == "linear_attn.A_log":
+    prefix, layer, rest = split_layer(name)
+    if layer is None:
+        return OUTSIDE[without_model(name)]
+    number = layer + (layers if prefix == MTP_PREFIX else 0)
+    if rest == "linear_attn.A_log":
         return f"blk.{number}.ssm_a"
-    if match[3] == "linear_attn.dt_bias":
+    if rest == "linear_attn.dt_bias":
         return f"blk.{number}.ssm_dt.bias"
-    kind, _, suffix = match[3].rpartition(".")
+    kind, _, suffix = rest.rpartition(".")
     if kind == "post_attention_layernorm":
         hybrid = isinstance(source.config, Qwen35Config)
         return f"blk.{number}.{'post_attention_norm' if hybrid else 'ffn_norm'}.{suffix}"
     return f"blk.{number}.{INSIDE[kind]}.{suffix}"
 
 
-def tensors(source: Source) -> list[GgufTensor]:
+def tensors(source: PackedSource) -> list[GgufTensor]:
     """Every tensor of the file."""
     linears = {linear.name: linear for linear in source.linears}
     made = [
@@ -140,7 +139,7 @@ def tensors(source: Source) -> list[GgufTensor]:
     return made + _rope_factors(source)
 
 
-def _linear(source: Source, linear: Linear) -> GgufTensor:
+def _linear(source: PackedSource, linear: Linear) -> GgufTensor:
     kind = kind_of(linear.name)
     rows, columns = _rows(source, linear.name), columns_of(source.config, kind)
 
@@ -157,11 +156,11 @@ def _linear(source: Source, linear: Linear) -> GgufTensor:
     return GgufTensor(name, KIND_OF_BITS[linear.bits], (linear.N, linear.K), blocks)
 
 
-def _rows(source: Source, name: str) -> Tensor | None:
+def _rows(source: PackedSource, name: str) -> Tensor | None:
     return rows_of(source.config, kind_of(name), source.checkpoint.config["model_type"])
 
 
-def _dense(source: Source, spec: TensorSpec) -> GgufTensor:
+def _dense(source: PackedSource, spec: TensorSpec) -> GgufTensor:
     """A tensor that is not packed: matrices as they are, all else in F32."""
     info = source.checkpoint.tensors[spec.name]
     name, kind = target_name(source, spec.name), kind_of(spec.name)
@@ -190,7 +189,7 @@ def _dense(source: Source, spec: TensorSpec) -> GgufTensor:
     return GgufTensor(name, "F32", shape, vector)
 
 
-def _rope_factors(source: Source) -> list[GgufTensor]:
+def _rope_factors(source: PackedSource) -> list[GgufTensor]:
     """What llama.cpp divides each rotation's frequency by, for a scaling of type `llama3`."""
     scaling = getattr(source.config, "rope_scaling", None)
     if not isinstance(scaling, Llama3Rope):
@@ -203,7 +202,7 @@ def _rope_factors(source: Source) -> list[GgufTensor]:
     return [GgufTensor("rope_freqs.weight", "F32", (D // 2,), lambda: [factors.to(torch.float32)])]
 
 
-def decode(source: Source, path: Path, place: Place, linear: Linear) -> Iterator[Decoded]:
+def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> Iterator[Decoded]:
     """A linear as llama.cpp's arithmetic reads it, `d * q`, back in the order of the source."""
     columns = columns_of(source.config, kind_of(linear.name))
     position = 0
@@ -219,7 +218,7 @@ def decode(source: Source, path: Path, place: Place, linear: Linear) -> Iterator
 
 
 def copies(
-    source: Source, path: Path, places: dict[str, Place]
+    source: PackedSource, path: Path, places: dict[str, Place]
 ) -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
     """Matrices that keep dtype and order: (name, blocks of the source, blocks of the file)."""
     for info in source.dense:
@@ -232,7 +231,7 @@ def copies(
             yield info.name, row_parts(source.checkpoint, info), read_blocks(path, place, rows)
 
 
-def dropped(source: Source) -> Iterable[str]:
+def dropped(source: PackedSource) -> Iterable[str]:
     """What is left out, and why."""
     if source.packed.carried:
         yield "the vision tower: llama.cpp wants it in a file of its own (mmproj)"

@@ -7,10 +7,10 @@ Q4_0: d, then 16 bytes whose low nibbles are elements 0-15 and whose high nibble
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.gguf_file import Kind
+from lowbit.convert.export.gguf_file import GgmlType
 
 BLOCK = 32
-KIND_OF_BITS: dict[int, Kind] = {4: "Q4_0", 8: "Q8_0"}
+KIND_OF_BITS: dict[int, GgmlType] = {4: "Q4_0", 8: "Q8_0"}
 
 
 def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -33,7 +33,7 @@ def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     return torch.cat((d, u[:, :, 0] | (u[:, :, 1] << 4)), dim=2)
 
 
-def decode(blocks: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def decode(blocks: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
     """Signed codes [rows, K] int8 and scales [rows, K / 32] float32 of some rows' blocks."""
     rows = len(blocks)
     d = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2).to(torch.float32)

@@ -21,21 +21,21 @@ from lowbit.formats.safetensors.checkpoint import read_at
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32
 
-Kind = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
+GgmlType = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
 # Number in the file, weights of a block, bytes of a block.
-KINDS: Mapping[Kind, tuple[int, int, int]] = {
+KINDS: Mapping[GgmlType, tuple[int, int, int]] = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
     "Q4_0": (2, 32, 18),
     "Q8_0": (8, 32, 34),
     "BF16": (30, 1, 2),
 }
-DENSE: Mapping[torch.dtype, Kind] = {
+DENSE: Mapping[torch.dtype, GgmlType] = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-DTYPES: Mapping[Kind, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+DTYPES: Mapping[GgmlType, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class GgufTensor:
     """A tensor to be written; `shape` is in torch's order, the innermost dimension last."""
 
     name: str
-    kind: Kind
+    kind: GgmlType
     shape: tuple[int, ...]
     blocks: Blocks
 
@@ -77,13 +77,13 @@ class GgufTensor:
 class Place:
     """Where a tensor lies in a file."""
 
-    kind: Kind
+    kind: GgmlType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
-def _nbytes(kind: Kind, shape: Sequence[int]) -> int:
+def _nbytes(kind: GgmlType, shape: Sequence[int]) -> int:
     _, weights, nbytes = KINDS[kind]
     return math.prod(shape) // weights * nbytes
 

@@ -5,7 +5,7 @@ from typing import Any
 from lowbit.convert.export.gguf import blocks_in_all
 from lowbit.convert.export.gguf_file import U32, I32s, Value
 from lowbit.convert.export.gguf_tokenizer import tokenizer_metadata
-from lowbit.convert.export.source import Source
+from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.qwen3_5 import MODEL_TYPES, Qwen35Config
 
@@ -14,7 +14,7 @@ QUANTIZATION_VERSION = 2
 SECTIONS = (11, 11, 10)  # of rotations over time, height and width, where a config has none
 
 
-def metadata(source: Source, name: str) -> dict[str, Value]:
+def metadata(source: PackedSource, name: str) -> dict[str, Value]:
     """Every key of the file.
 
     Args:
@@ -57,7 +57,7 @@ def metadata(source: Source, name: str) -> dict[str, Value]:
     return result | tokenizer_metadata(folder, config.vocab_size, text)
 
 
-def _hybrid(source: Source, config: Qwen35Config, arch: str) -> dict[str, Value]:
+def _hybrid(source: PackedSource, config: Qwen35Config, arch: str) -> dict[str, Value]:
     """What a gated DeltaNet and its attention layers need."""
     content = source.checkpoint.config
     text = content.get("text_config", content)

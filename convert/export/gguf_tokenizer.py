@@ -8,7 +8,7 @@ from typing import Any
 from lowbit.convert.export.gguf_file import U32, I32s, Value
 from lowbit.formats.errors import FormatError
 from lowbit.formats.text.components import LLAMA3, QWEN2, QWEN3_5, members
-from lowbit.formats.text.settings import Settings, read_settings
+from lowbit.formats.text.settings import TokenizerSettings, read_settings
 from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 from lowbit.formats.text.vocabulary import added_tokens
@@ -85,7 +85,9 @@ def pre_tokenizer(section: Any, path: Path) -> str:
     )
 
 
-def _added(content: Mapping[str, Any], settings: Settings, path: Path) -> dict[int, dict[str, Any]]:
+def _added(
+    content: Mapping[str, Any], settings: TokenizerSettings, path: Path
+) -> dict[int, dict[str, Any]]:
     """Added tokens by id; some models list a few in tokenizer_config.json alone."""
     listed = {token["id"]: token for token in settings.added}
     return listed | {token["id"]: token for token in added_tokens(content, path)}

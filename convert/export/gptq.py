@@ -19,7 +19,7 @@ from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
     BLOCK_WEIGHTS,
     Linear,
-    Source,
+    PackedSource,
     row_blocks,
     wrong_scale,
 )
@@ -30,7 +30,7 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint
 FP16_MAX = torch.finfo(torch.float16).max
 
 
-def misfits(source: Source) -> list[Misfit]:
+def misfits(source: PackedSource) -> list[Misfit]:
     """Linears that GPTQ cannot state beside the others.
 
     Those are of another scheme than most, of a width that fills no words of zero points, or with
@@ -49,7 +49,7 @@ def misfits(source: Source) -> list[Misfit]:
     return found
 
 
-def outputs(source: Source) -> list[Output]:
+def outputs(source: PackedSource) -> list[Output]:
     """Every tensor of the export."""
     made = [copied(source, info) for info in source.dense]
     for linear in source.linears:
@@ -57,7 +57,7 @@ def outputs(source: Source) -> list[Output]:
     return made
 
 
-def _linear(source: Source, linear: Linear) -> Iterator[Output]:
+def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
     N, K, bits = linear.N, linear.K, linear.bits
 
     def qweight() -> Iterator[Tensor]:
@@ -76,7 +76,7 @@ def _linear(source: Source, linear: Linear) -> Iterator[Output]:
     yield constant(f"{linear.module}.g_idx", groups)
 
 
-def config(source: Source) -> dict[str, Any]:
+def config(source: PackedSource) -> dict[str, Any]:
     """config.json of the export."""
     scheme = source.linears[0].scheme
     section: dict[str, Any] = {
@@ -96,7 +96,7 @@ def config(source: Source) -> dict[str, Any]:
     return {**source.plain_config, KEY: section}
 
 
-def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
+def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
     """A linear as GPTQ's arithmetic reads it: `(u - (z + 1)) * s`, group by `g_idx`."""
     shifts = torch.arange(0, WORD_BITS, linear.bits, dtype=torch.int32)
     mask = (1 << linear.bits) - 1
@@ -114,7 +114,7 @@ def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded
         yield Decoded(start, codes.T.to(torch.int8), s.T, values.T)
 
 
-def notes(source: Source) -> Iterable[str]:
+def notes(source: PackedSource) -> Iterable[str]:
     """Sentences on which readers take this export."""
     if any(linear.module == "lm_head" for linear in source.linears):
         yield "the head is quantized: gptqmodel and vLLM read it, transformers does not"

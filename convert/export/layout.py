@@ -7,31 +7,31 @@ from typing import Any
 from lowbit.convert.export.misfits import Misfit
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import Linear, Source
+from lowbit.convert.export.source import Linear, PackedSource
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.safetensors.shards import METADATA
 
 
-def everything(source: Source) -> Sequence[Linear]:
+def everything(source: PackedSource) -> Sequence[Linear]:
     """All linears."""
     return source.linears
 
 
-def unchanged(source: Source) -> Sequence[tuple[TensorInfo, str]]:
+def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, str]]:
     """All tensors beside the linears, under their names."""
     return [(info, info.name) for info in source.dense]
 
 
-def all_fit(source: Source) -> Sequence[Misfit]:
+def all_fit(source: PackedSource) -> Sequence[Misfit]:
     """No linear is without a place."""
     return ()
 
 
-def any_order(source: Source) -> None:
+def any_order(source: PackedSource) -> None:
     """Nothing else can be in the way."""
 
 
-def nothing(source: Source) -> Iterable[str]:
+def nothing(source: PackedSource) -> Iterable[str]:
     """No remarks."""
     return ()
 
@@ -55,13 +55,13 @@ class Layout:
     """
 
     name: str
-    outputs: Callable[[Source], list[Output]]
-    config: Callable[[Source], dict[str, Any]]
-    decode: Callable[[Source, Checkpoint, Linear], Iterable[Decoded]]
-    misfits: Callable[[Source], Sequence[Misfit]] = all_fit
-    check: Callable[[Source], None] = any_order
-    linears: Callable[[Source], Sequence[Linear]] = everything
-    copies: Callable[[Source], Sequence[tuple[TensorInfo, str]]] = unchanged
+    outputs: Callable[[PackedSource], list[Output]]
+    config: Callable[[PackedSource], dict[str, Any]]
+    decode: Callable[[PackedSource, Checkpoint, Linear], Iterable[Decoded]]
+    misfits: Callable[[PackedSource], Sequence[Misfit]] = all_fit
+    check: Callable[[PackedSource], None] = any_order
+    linears: Callable[[PackedSource], Sequence[Linear]] = everything
+    copies: Callable[[PackedSource], Sequence[tuple[TensorInfo, str]]] = unchanged
     header: Mapping[str, str] = field(default_factory=lambda: METADATA)
-    dropped: Callable[[Source], Iterable[str]] = nothing
-    notes: Callable[[Source], Iterable[str]] = nothing
+    dropped: Callable[[PackedSource], Iterable[str]] = nothing
+    notes: Callable[[PackedSource], Iterable[str]] = nothing

@@ -1,20 +1,18 @@
 """Names of the linears that are quantized and of those that are not, as GPTQ and AWQ state them."""
 
-import re
-
-from lowbit.convert.export.source import Source
+from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures import part_of
-
-_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
+from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX
 
 
 def layer_of(module: str) -> tuple[int, str] | None:
     """Number of a module's layer in the decoder and the module's kind; None outside of it."""
-    match = _LAYER.match(module)
-    return None if match is None or module.startswith("mtp.") else (int(match[1]), match[2])
+    prefix, layer, rest = split_layer(module)
+    return None if layer is None or prefix == MTP_PREFIX else (layer, rest)
 
 
-def kinds(source: Source) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def kinds(source: PackedSource) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Layers by kind of decoder linear (`mlp.up_proj`): where packed, and where left."""
     packed: dict[str, list[int]] = {}
     left: dict[str, list[int]] = {}
@@ -39,13 +37,13 @@ def _names(these: dict[str, list[int]], others: dict[str, list[int]]) -> list[st
     return names
 
 
-def quantized_kinds(source: Source) -> list[str]:
+def quantized_kinds(source: PackedSource) -> list[str]:
     """Name endings of the quantized linears inside the decoder's layers."""
     packed, left = kinds(source)
     return _names(packed, left)
 
 
-def left_kinds(source: Source) -> list[str]:
+def left_kinds(source: PackedSource) -> list[str]:
     """Name parts of the linears that are not quantized: of layers, and whole parts of the model."""
     packed, left = kinds(source)
     names = _names(left, packed)
@@ -60,7 +58,7 @@ def left_kinds(source: Source) -> list[str]:
     return names
 
 
-def left_patterns(source: Source) -> list[str]:
+def left_patterns(source: PackedSource) -> list[str]:
     """Regular expressions, for `re.match` on module names, of linears that are not quantized.
 
     The head is left out: where it is not quantized, configurations say so by another key.

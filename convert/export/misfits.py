@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
-from lowbit.convert.export.source import Linear, Source, as_one, row_blocks
+from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
 from lowbit.convert.report.words import size
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import SCALE, dequantize
@@ -65,7 +65,9 @@ def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:
     return Misfit(linear, reason, hint)
 
 
-def without(source: Source, misfits: Sequence[Misfit], container: str, dequantize: bool) -> Source:
+def without(
+    source: PackedSource, misfits: Sequence[Misfit], container: str, dequantize: bool
+) -> PackedSource:
     """The folder to export: whole, or with its misfits to be written as plain matrices.
 
     Args:
@@ -96,7 +98,7 @@ def without(source: Source, misfits: Sequence[Misfit], container: str, dequantiz
     return replace(source, linears=kept, dequantized=tuple(linears))
 
 
-def _check_finite(source: Source, linear: Linear) -> None:
+def _check_finite(source: PackedSource, linear: Linear) -> None:
     """Refuse a linear with values that its matrix could not hold."""
     dtype = _dtype(source, linear)
     for _, exact in _exact(source, linear):
@@ -105,7 +107,7 @@ def _check_finite(source: Source, linear: Linear) -> None:
             raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
 
 
-def _fused_with(source: Source, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
+def _fused_with(source: PackedSource, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
     """Linears that fit, but that engines stack with one that does not."""
     sets = {spec.module: spec.fused_set for spec in source.packed.specs}
     alone = {misfit.linear.module for misfit in misfits}
@@ -117,7 +119,7 @@ def _fused_with(source: Source, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
             yield Misfit(linear, reason)
 
 
-def _ways_out(source: Source, misfits: Sequence[Misfit]) -> str:
+def _ways_out(source: PackedSource, misfits: Sequence[Misfit]) -> str:
     linears = [misfit.linear for misfit in misfits]
     dtypes = {DTYPE_NAMES[_dtype(source, linear)] for linear in linears}
     more = sum(
@@ -167,12 +169,12 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def dequantized_outputs(source: Source) -> list[Output]:
+def dequantized_outputs(source: PackedSource) -> list[Output]:
     """The misfits as matrices in the dtype of their scales."""
     return [_matrix(source, linear) for linear in source.dequantized]
 
 
-def _matrix(source: Source, linear: Linear) -> Output:
+def _matrix(source: PackedSource, linear: Linear) -> Output:
     dtype = _dtype(source, linear)
     return Output(
         linear.name,
@@ -182,11 +184,11 @@ def _matrix(source: Source, linear: Linear) -> Output:
     )
 
 
-def _dtype(source: Source, linear: Linear) -> torch.dtype:
+def _dtype(source: PackedSource, linear: Linear) -> torch.dtype:
     return source.checkpoint.tensors[f"{linear.module}.{SCALE}"].dtype
 
 
-def _exact(source: Source, linear: Linear) -> Iterator[tuple[int, Tensor]]:
+def _exact(source: PackedSource, linear: Linear) -> Iterator[tuple[int, Tensor]]:
     """Blocks of rows, each with its first row's number: code times scale, exact in FP32."""
     for start, stop in row_blocks(linear):
         codes, scales = source.codes(linear, start, stop), source.scales(linear, start, stop)
@@ -194,7 +196,7 @@ def _exact(source: Source, linear: Linear) -> Iterator[tuple[int, Tensor]]:
 
 
 def prove_dequantized(
-    source: Source, made: Checkpoint, progress: Callable[[int], None]
+    source: PackedSource, made: Checkpoint, progress: Callable[[int], None]
 ) -> tuple[Dequantized, ...]:
     """Compare every dequantized matrix with the codes and scales it stands for.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.outputs import Output, copied, row_parts
 from lowbit.convert.export.proof import Decoded
-from lowbit.convert.export.source import Linear, Source, check_scales, row_blocks
+from lowbit.convert.export.source import Linear, PackedSource, check_scales, row_blocks
 from lowbit.formats.architectures import is_tied, part_of
 from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
@@ -28,7 +28,7 @@ HYBRID = "language_model."  # what mlx-lm puts before the modules of a Qwen3.5
 CONV, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 
 
-def check(source: Source) -> None:
+def check(source: PackedSource) -> None:
     """Make sure that mlx-lm can state all of it.
 
     Raises:
@@ -69,14 +69,14 @@ def _group(linear: Linear) -> int:
     )
 
 
-def _dtype(source: Source) -> torch.dtype:
+def _dtype(source: PackedSource) -> torch.dtype:
     """Dtype of the scales: FP16 where they are stored so, else BF16."""
     first = source.linears[0]
     stored = source.checkpoint.tensors[f"{first.module}.{SCALE}"].dtype
     return torch.float16 if stored == torch.float16 else torch.bfloat16
 
 
-def _named(source: Source, name: str) -> str:
+def _named(source: PackedSource, name: str) -> str:
     """A tensor or module as mlx-lm names it."""
     if not isinstance(source.config, Qwen35Config):
         return name
@@ -85,16 +85,16 @@ def _named(source: Source, name: str) -> str:
     return HYBRID + name
 
 
-def _kept(source: Source, name: str) -> bool:
+def _kept(source: PackedSource, name: str) -> bool:
     return part_of(source.checkpoint.config, name) == "decoder"
 
 
-def linears(source: Source) -> list[Linear]:
+def linears(source: PackedSource) -> list[Linear]:
     """Those that are exported."""
     return [linear for linear in source.linears if _kept(source, linear.name)]
 
 
-def outputs(source: Source) -> list[Output]:
+def outputs(source: PackedSource) -> list[Output]:
     """Every tensor of the export."""
     made = [_dense(source, info) for info in source.dense if _kept(source, info.name)]
     for linear in linears(source):
@@ -102,7 +102,7 @@ def outputs(source: Source) -> list[Output]:
     return made
 
 
-def copies(source: Source) -> list[tuple[TensorInfo, str]]:
+def copies(source: PackedSource) -> list[tuple[TensorInfo, str]]:
     """Tensors that are exported byte for byte, with their new names."""
     return [
         (info, _named(source, info.name))
@@ -111,7 +111,7 @@ def copies(source: Source) -> list[tuple[TensorInfo, str]]:
     ]
 
 
-def _change(source: Source, info: TensorInfo) -> str | None:
+def _change(source: PackedSource, info: TensorInfo) -> str | None:
     """Change that a dense tensor undergoes: `conv`, `gain`, or none."""
     if not isinstance(source.config, Qwen35Config):
         return None
@@ -122,7 +122,7 @@ def _change(source: Source, info: TensorInfo) -> str | None:
     return None
 
 
-def _dense(source: Source, info: TensorInfo) -> Output:
+def _dense(source: PackedSource, info: TensorInfo) -> Output:
     change = _change(source, info)
     name = _named(source, info.name)
     if change is None:
@@ -143,7 +143,7 @@ def _dense(source: Source, info: TensorInfo) -> Output:
     )
 
 
-def _linear(source: Source, linear: Linear) -> Iterator[Output]:
+def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
     module, dtype = _named(source, linear.module), _dtype(source)
     repeat = linear.group // _group(linear)
     shape = (linear.N, linear.groups * repeat)
@@ -164,7 +164,7 @@ def _linear(source: Source, linear: Linear) -> Iterator[Output]:
     yield Output(f"{module}.biases", dtype, shape, lambda: scales(-zero))
 
 
-def config(source: Source) -> dict[str, Any]:
+def config(source: PackedSource) -> dict[str, Any]:
     """config.json of the export."""
     made = linears(source)
     schemes = {
@@ -189,7 +189,7 @@ def config(source: Source) -> dict[str, Any]:
     return content
 
 
-def _state_defaults(source: Source, content: dict[str, Any], config: Qwen35Config) -> None:
+def _state_defaults(source: PackedSource, content: dict[str, Any], config: Qwen35Config) -> None:
     """Write out what mlx-lm would guess otherwise than we do."""
     content["model_type"] = "qwen3_5"  # its text-only name is not known there
     text = {**content.get("text_config", content)}
@@ -209,7 +209,7 @@ def _state_defaults(source: Source, content: dict[str, Any], config: Qwen35Confi
         content |= text
 
 
-def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
+def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
     """A linear as MLX's arithmetic reads it: `u * scale + bias` in FP32."""
     module = _named(source, linear.module)
     shifts = torch.arange(0, 32, linear.bits, dtype=torch.int32)
@@ -225,7 +225,7 @@ def decode(source: Source, made: Checkpoint, linear: Linear) -> Iterator[Decoded
         yield Decoded(start, (u - zero).to(torch.int8), s, values)
 
 
-def dropped(source: Source) -> Iterable[str]:
+def dropped(source: PackedSource) -> Iterable[str]:
     """Reasons for every part that is left out."""
     parts = {part_of(source.checkpoint.config, name) for name in source.checkpoint.tensors}
     if "vision" in parts:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, Source
+from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.manifest import json_bytes
 from lowbit.formats.layout.packing import SCALE
@@ -32,7 +32,7 @@ class Output:
     blocks: Blocks
 
 
-def copied(source: Source, info: TensorInfo, name: str | None = None) -> Output:
+def copied(source: PackedSource, info: TensorInfo, name: str | None = None) -> Output:
     """A tensor of the source as it is, under another name where one is given."""
     checkpoint = source.checkpoint
     return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(checkpoint, info))
@@ -53,7 +53,9 @@ def constant(name: str, value: Tensor) -> Output:
     return Output(name, value.dtype, tuple(value.shape), lambda: [value])
 
 
-def transposed_scales(source: Source, linear: Linear, name: str, dtype: torch.dtype) -> Output:
+def transposed_scales(
+    source: PackedSource, linear: Linear, name: str, dtype: torch.dtype
+) -> Output:
     """The scales as [groups, N]."""
 
     def blocks() -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.source import Linear, Source
+from lowbit.convert.export.source import Linear, PackedSource
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import dequantize
 
@@ -51,7 +51,7 @@ Decode = Callable[[Linear], Iterable[Decoded]]
 
 
 def prove(
-    source: Source,
+    source: PackedSource,
     linears: Iterable[Linear],
     decode: Decode,
     copies: Iterable[tuple[str, Iterable[Tensor], Iterable[Tensor]]],
@@ -90,7 +90,7 @@ def prove(
     return Proof(compared, codes, scales, largest, same)
 
 
-def _compare(source: Source, linear: Linear, part: Decoded, stop: int) -> float:
+def _compare(source: PackedSource, linear: Linear, part: Decoded, stop: int) -> float:
     """The largest difference of values; codes and scales must be equal."""
     codes = source.codes(linear, part.start, stop)
     scales = source.scales(linear, part.start, stop)

@@ -57,7 +57,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PackedSource:
     """A packed folder that containers for symmetric 4- and 8-bit codes may take.
 
     Attributes:
@@ -99,7 +99,7 @@ class Source:
         return self.checkpoint.read_rows(f"{linear.module}.{SCALE}", start, stop)
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path) -> PackedSource:
     """Open a packed folder for export.
 
     Raises:
@@ -123,7 +123,7 @@ def open_source(folder: Path) -> Source:
             f"`{folder}` holds no packed weight", hint="quantize it first: lowbit-convert SRC DIR"
         )
     config = read_config(packed.checkpoint.config)
-    return Source(packed, config, tuple(linears), tuple(dense))
+    return PackedSource(packed, config, tuple(linears), tuple(dense))
 
 
 def _check_scheme(linear: Linear) -> None:
@@ -142,7 +142,7 @@ def _check_scheme(linear: Linear) -> None:
     )
 
 
-def check_scales(source: Source, dtype: torch.dtype, most: float) -> None:
+def check_scales(source: PackedSource, dtype: torch.dtype, most: float) -> None:
     """Make sure that no scale changes on its way through another dtype.
 
     Args:
@@ -162,7 +162,9 @@ def check_scales(source: Source, dtype: torch.dtype, most: float) -> None:
             )
 
 
-def wrong_scale(source: Source, linear: Linear, dtype: torch.dtype, most: float) -> str | None:
+def wrong_scale(
+    source: PackedSource, linear: Linear, dtype: torch.dtype, most: float
+) -> str | None:
     """The first scale of a linear that another dtype would change; None where there is none.
 
     Args:

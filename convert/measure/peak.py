@@ -1,7 +1,6 @@
 """Peak memory of comparing logits, estimated and checked before it begins."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,11 @@ import torch
 from lowbit.convert.measure.logits import SUM_TOKENS
 from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
 from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 
-LAYER = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.")
 Shape = tuple[int, int]  # windows, tokens of one
 
 
@@ -71,10 +71,11 @@ def _pass_bytes(
 ) -> int:
     table = tensor_table(config)
     V, h = table[0].shape
-    layers: dict[str, list[tuple[int, ...]]] = {}  # kinds of layer differ in size
+    layers: dict[int, list[tuple[int, ...]]] = {}  # kinds of layer differ in size
     for spec in table:
-        if (match := LAYER.match(spec.name)) is not None:
-            layers.setdefault(match[0], []).append(spec.shape)
+        prefix, number, _ = split_layer(spec.name)
+        if number is not None and prefix != MTP_PREFIX:
+            layers.setdefault(number, []).append(spec.shape)
     layer = max(layers.values(), key=lambda shapes: sum(map(math.prod, shapes)))
     sizes = [math.prod(shape) for shape in layer]
     widest = max(shape[0] for shape in layer)

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 
 from lowbit.convert.plan.recipe import AS_STORED, Override
-from lowbit.convert.plan.sets import FusedSet, inside_layer
+from lowbit.convert.plan.sets import FusedSet
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -50,7 +51,7 @@ def _override(pattern: str, scheme: Scheme | None) -> Override:
 def _kind_pattern(members: Sequence[FusedSet]) -> str:
     """Matches the linears of all sets that differ by layer alone: `*.self_attn.[qkv]_proj`."""
     first = members[0].modules
-    return _join(first if len(members) == 1 else [f"*.{inside_layer(name)}" for name in first])
+    return _join(first if len(members) == 1 else [f"*.{split_layer(name).rest}" for name in first])
 
 
 def _join(names: Sequence[str]) -> str:

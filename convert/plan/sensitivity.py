@@ -26,7 +26,8 @@ from lowbit.convert.original.walk import (
     load_layer,
     pass_through,
 )
-from lowbit.convert.plan.sets import FusedSet, inside_layer, schemes_of
+from lowbit.convert.plan.sets import FusedSet, schemes_of
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize
@@ -183,7 +184,7 @@ def _quantized(
     kept = []
     for fused, scheme in schemes:
         for module in fused.modules:
-            linear = layer.get_submodule(inside_layer(module))
+            linear = layer.get_submodule(split_layer(module).rest)
             weight = linear.get_parameter("weight")
             kept.append((linear, weight))
             rounded = _rounded(weight, scheme, each)

@@ -1,13 +1,13 @@
 """The fused sets of a model: what gets one scheme, and what each scheme makes of its size."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowbit.convert.plan.plan import OUTPUT_DTYPES
 from lowbit.formats.architectures import is_tied, tensor_table
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.packing import packed_shapes
@@ -16,7 +16,6 @@ from lowbit.formats.safetensors.checkpoint import TensorInfo
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,12 @@ class FusedSet:
     @property
     def layer(self) -> int | None:
         """Number of its decoder layer; None for the head."""
-        return layer_number(self.name)
+        return split_layer(self.name).layer
 
     @property
     def kind(self) -> str:
         """Its name inside a layer: `self_attn.qkv`."""
-        return inside_layer(self.name)
+        return split_layer(self.name).rest
 
     def packed_bytes(self, scheme: Scheme | None) -> int:
         """Bytes of its tensors under a scheme, None for as stored.
@@ -69,18 +68,6 @@ class FusedSet:
     def file_bytes(self, scheme: Scheme | None) -> int:
         """Bytes that it adds to a file: a tied head adds none unless it is quantized."""
         return 0 if self.shared and scheme is None else self.packed_bytes(scheme)
-
-
-def layer_number(name: str) -> int | None:
-    """The layer that a name lies in; None of what is in none."""
-    match = LAYER.search(name)
-    return None if match is None else int(match[1])
-
-
-def inside_layer(name: str) -> str:
-    """Part of a name after the layer's number; the whole name outside of layers."""
-    match = LAYER.search(name)
-    return name if match is None else name[match.end() :]
 
 
 def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[FusedSet]:

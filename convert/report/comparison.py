@@ -20,7 +20,7 @@ SAME_PERPLEXITY = 1e-3  # of one original on one text, whatever machine measured
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MeasuredFolder:
     """One packed folder.
 
     Attributes:
@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FolderRow:
     """One packed folder beside the others.
 
     Attributes:
@@ -80,7 +80,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FolderComparison:
     """Packed folders of one source, judged on one text.
 
     Attributes:
@@ -103,7 +103,7 @@ class Comparison:
     windows: int
     window: int
     perplexity_original: float
-    rows: tuple[Row, ...]
+    rows: tuple[FolderRow, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The object of `compare --json`; an infinite figure is null, as in quality.json."""
@@ -111,7 +111,7 @@ class Comparison:
         return content
 
 
-def compare(folders: Sequence[Path]) -> Comparison:
+def compare(folders: Sequence[Path]) -> FolderComparison:
     """The reports of some packed folders, side by side; the first is what the others are held to.
 
     Args:
@@ -130,7 +130,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for other in entries[1:]:
         _check_pair(first, other)
     shared = set.intersection(*({row.name for row in e.report.weights} for e in entries))
-    return Comparison(
+    return FolderComparison(
         source=_first(_repo(entry) for entry in entries),
         model_type=_first(entry.report.model_type for entry in entries),
         parameters=_first(entry.report.parameters for entry in entries),
@@ -147,12 +147,12 @@ def _first(values: Iterable[Value | None]) -> Value | None:
     return next((value for value in values if value is not None), None)
 
 
-def _repo(entry: Entry) -> str | None:
+def _repo(entry: MeasuredFolder) -> str | None:
     recorded = None if entry.manifest is None else entry.manifest.source.repo
     return recorded or entry.report.original
 
 
-def _open(folder: Path) -> Entry:
+def _open(folder: Path) -> MeasuredFolder:
     """A folder's report, if it is one of the weights that are there now."""
     hint = f"measure it: lowbit-convert report {folder}"
     report = read_quality(folder)
@@ -164,10 +164,10 @@ def _open(folder: Path) -> Entry:
         raise CheckpointError(
             f"`{folder}`: quality.json is the report of another conversion", hint=hint
         )
-    return Entry(folder, read_manifest(folder), report, report.logits)
+    return MeasuredFolder(folder, read_manifest(folder), report, report.logits)
 
 
-def _check_pair(first: Entry, other: Entry) -> None:
+def _check_pair(first: MeasuredFolder, other: MeasuredFolder) -> None:
     """Refuse what cannot be held against each other."""
     a, b = first.logits, other.logits
     where = f"`{first.folder}` and `{other.folder}`"
@@ -197,9 +197,9 @@ def _check_pair(first: Entry, other: Entry) -> None:
         )
 
 
-def _row(entry: Entry, first: Entry, shared: Collection[str]) -> Row:
+def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) -> FolderRow:
     logits = entry.logits
-    return Row(
+    return FolderRow(
         name=entry.folder.resolve().name,
         folder=str(entry.folder),
         verdict=judge(entry.report),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lowbit.convert.report import words
-from lowbit.convert.report.comparison import Comparison, Row
+from lowbit.convert.report.comparison import FolderComparison, FolderRow
 from lowbit.convert.report.limits import LIMITS, Limit
 from lowbit.convert.report.page import render_page
 from lowbit.convert.report.terminal import COLORS
@@ -23,7 +23,7 @@ PLOT_SIZE = (SIZE[0], 320.0)
 SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
 
 
-def render_comparison(console: Console, found: Comparison, page: Path | None = None) -> None:
+def render_comparison(console: Console, found: FolderComparison, page: Path | None = None) -> None:
     """Print the tables, and where the page is."""
     loss = plain_table("", ("folder", "method", "verdict"), ("size", "mean KL", "minus first"))
     rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
@@ -59,7 +59,7 @@ def render_comparison(console: Console, found: Comparison, page: Path | None = N
         console.print(Text(f"page: {page}", style="dim"))
 
 
-def verdict_text(row: Row) -> str:
+def verdict_text(row: FolderRow) -> str:
     """`usable`, or `not judged`; the page and the reports have the reasons."""
     return row.verdict.grade or row.verdict.title.lower()
 
@@ -75,7 +75,7 @@ def _cell(value: str) -> str:
     return printable(value).replace("|", "\\|")
 
 
-def difference_text(row: Row) -> str:
+def difference_text(row: FolderRow) -> str:
     """`-0.00401 ± 0.00012`: the mean KL against the first row's; a dash where there is none."""
     if row.difference is None:
         return words.MISSING
@@ -86,17 +86,17 @@ def difference_text(row: Row) -> str:
     return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
 
 
-def perplexity_text(row: Row) -> str:
+def perplexity_text(row: FolderRow) -> str:
     """`3.354 (+2.06 %)`."""
     return f"{words.number(row.perplexity)} ({words.signed(row.perplexity_change)})"
 
 
-def weight_cosine_text(row: Row) -> str:
+def weight_cosine_text(row: FolderRow) -> str:
     """The mean weight cosine; a dash where the folders pack no linear in common."""
     return words.MISSING if row.weight_cosine is None else words.cosine(row.weight_cosine)
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(found: FolderComparison) -> str:
     """The page: size against loss, verdicts, and tables."""
     best = min(found.rows, key=lambda row: row.kl_mean)
     return render_page(
@@ -111,7 +111,7 @@ def comparison_page(found: Comparison) -> str:
     )
 
 
-def _model(found: Comparison) -> str:
+def _model(found: FolderComparison) -> str:
     """`Qwen/Qwen3-8B`, or `a qwen3 model of 5.8 M parameters` of a local original."""
     if found.source is not None:
         return found.source
@@ -119,9 +119,9 @@ def _model(found: Comparison) -> str:
     return "one model" if found.model_type is None else f"a {found.model_type} model{size}"
 
 
-def frontier(rows: Sequence[Row]) -> list[Row]:
+def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:
     """The rows that no other row beats in size and loss at once, smallest first."""
-    kept: list[Row] = []
+    kept: list[FolderRow] = []
     for row in sorted(rows, key=lambda row: (row.folder_bytes, row.kl_mean)):
         if not kept:
             kept.append(row)
@@ -132,7 +132,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def _plot(found: Comparison) -> str:
+def _plot(found: FolderComparison) -> str:
     """Size of every folder against its mean KL, and the line of those that none beats."""
     unit, name = _unit(found.rows)
     best = frontier(found.rows)
@@ -161,17 +161,17 @@ def _plot(found: Comparison) -> str:
     )
 
 
-def _kl_axis(rows: Sequence[Row]) -> Axis:
+def _kl_axis(rows: Sequence[FolderRow]) -> Axis:
     return log_axis("mean KL (nats per token)", *around(row.kl_mean for row in rows))
 
 
-def _limits(rows: Sequence[Row]) -> list[Limit]:
+def _limits(rows: Sequence[FolderRow]) -> list[Limit]:
     """The limits of grades that lie within the chart."""
     axis = _kl_axis(rows)
     return [limit for limit in LIMITS if axis.low < limit.kl < axis.high]
 
 
-def _unit(rows: Sequence[Row]) -> tuple[float, str]:
+def _unit(rows: Sequence[FolderRow]) -> tuple[float, str]:
     return (1e9, "GB") if max(row.folder_bytes for row in rows) >= 1e9 else (1e6, "MB")
 
 
@@ -179,7 +179,7 @@ def _short(name: str, most: int = 24) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def write_comparison(path: Path, found: Comparison) -> None:
+def write_comparison(path: Path, found: FolderComparison) -> None:
     """Write the page.
 
     Raises:

@@ -1,18 +1,16 @@
 """Packed linears by kind, and those with the largest errors."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.layout.scheme import Scheme
-
-_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LinearKind:
     """All layers' linears of one kind and scheme.
 
     Attributes:
@@ -57,16 +55,16 @@ def layer_of(name: str) -> tuple[int | None, str]:
     """Number of the decoder's layer, None outside of them, and the kind of linear."""
     if name.startswith("mtp."):  # its layers are no layers of the decoder
         return None, f"mtp.{name.rpartition('.')[2]}"
-    match = _LAYER.match(name)
-    return (None, name) if match is None else (int(match[1]), match[2].rpartition(".")[2])
+    _, layer, rest = split_layer(name)
+    return layer, name if layer is None else rest.rpartition(".")[2]
 
 
-def kinds(rows: Sequence[WeightQuality]) -> list[Kind]:
+def kinds(rows: Sequence[WeightQuality]) -> list[LinearKind]:
     """Linears grouped by kind and scheme, in the order of the file."""
     groups: dict[tuple[str, str], list[WeightQuality]] = {}
     for row in rows:
         groups.setdefault((layer_of(row.name)[1], scheme_text(row)), []).append(row)
-    return [Kind(name, scheme, tuple(group)) for (name, scheme), group in groups.items()]
+    return [LinearKind(name, scheme, tuple(group)) for (name, scheme), group in groups.items()]
 
 
 def worst(

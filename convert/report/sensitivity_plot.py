@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lowbit.convert.plan.sensitivities import Row, Sensitivities
-from lowbit.convert.plan.sets import inside_layer, layer_number
 from lowbit.convert.report import words
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.charts import shapes
 from lowbit.formats.printable import printable
 
@@ -32,7 +32,7 @@ def heat_map(sensitivities: Sensitivities) -> bytes:
         sensitivities: with at least one row of BITS bits.
     """
     rows = _shown(sensitivities.rows)
-    cells = {(inside_layer(row.name), _column(row)): row for row in rows}
+    cells = {(split_layer(row.name).rest, _column(row)): row for row in rows}
     kinds = list(dict.fromkeys(kind for kind, _ in cells))
     layers = sorted({layer for _, layer in cells if layer != HEAD}, key=int)
     columns = [*layers, HEAD] if any(layer == HEAD for _, layer in cells) else layers
@@ -71,7 +71,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def _column(row: Row) -> str:
-    layer = layer_number(row.name)
+    layer = split_layer(row.name).layer
     return HEAD if layer is None else str(layer)
 
 

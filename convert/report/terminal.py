@@ -1,7 +1,5 @@
 """The quality report in a terminal."""
 
-import re
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,10 +9,10 @@ from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.remarks import observations
 from lowbit.convert.report.verdict import judge
+from lowbit.formats.architectures.names import without_model
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.tables import plain_table
 
-_PREFIX = re.compile(r"^model\.(language_model\.)?(layers\.)?")
 COLORS = {"good": "green", "caution": "yellow", "bad": "red", "unknown": "dim"}
 WORST = 5
 KIND_FIGURES = ("mean error", "worst", "clipped")
@@ -116,7 +114,7 @@ def _worst(report: QualityReport, count: int) -> Table:
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(_PREFIX.sub("", printable(row.name))),
+            Text(without_model(printable(row.name)).removeprefix("layers.")),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
 
@@ -206,7 +207,6 @@ def section_of(
     }
 
 
-_LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
 _MTP = "mtp."  # the prefix of a multi-token-prediction head, which has layers of its own
 
 
@@ -228,13 +228,13 @@ def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start
     others: set[str] = set()  # kinds that have another scheme somewhere
     plain = []
     for module, scheme in schemes.items():
-        match = _LAYER.match(module)
-        if match is None:
+        _, layer, kind = split_layer(module)
+        if layer is None:
             plain += [module] if scheme == wanted else []
         elif scheme == wanted:
-            layers.setdefault(match[2], []).append(int(match[1]))
+            layers.setdefault(kind, []).append(layer)
         else:
-            others.add(match[2])
+            others.add(kind)
     patterns = []
     for kind, numbers in layers.items():
         which = f"({'|'.join(map(str, numbers))})" if kind in others else r"\d+"

@@ -12,7 +12,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.files import strict_json
 from lowbit.formats.files.reading import read_bytes
 
-Row = TypeVar("Row")
+Record = TypeVar("Record")
 
 _LARGEST_INT = 2**63 - 1
 
@@ -70,14 +70,14 @@ def _versioned(
     return found, content
 
 
-def records(kind: type[Row], content: Any, where: str) -> tuple[Row, ...]:
+def records(kind: type[Record], content: Any, where: str) -> tuple[Record, ...]:
     """A tuple of dataclasses from a JSON list; errors as in `record`."""
     if not isinstance(content, list):
         raise FormatError(f"`{where}` is not a list")
     return tuple(record(kind, row, where) for row in content)
 
 
-def record(kind: type[Row], content: Any, where: str) -> Row:
+def record(kind: type[Record], content: Any, where: str) -> Record:
     """A dataclass from a JSON object that has exactly its fields.
 
     A list stands for a tuple, and null for infinity where a float is required, since JSON has

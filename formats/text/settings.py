@@ -24,7 +24,7 @@ ADDED_FLAGS = {  # of an added token, and what is meant where one is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TokenizerSettings:
     """Special and added tokens of a model folder, and its template, from outside tokenizer.json.
 
     Attributes:
@@ -41,7 +41,7 @@ class Settings:
     template: Any
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path) -> TokenizerSettings:
     """Settings of a model folder; empty where it has none of the files.
 
     Raises:
@@ -67,7 +67,7 @@ def read_settings(folder: Path) -> Settings:
     }
     if listed is None:
         listed = _older_tokens(folder, set(special.values()))
-    return Settings(
+    return TokenizerSettings(
         special_tokens=special,
         added=tuple(listed[id] for id in sorted(listed)),
         named=(*_in_order(special), *_extra_tokens(extra, path)),

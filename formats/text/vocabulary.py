@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.text.settings import ADDED_FLAGS, Settings
+from lowbit.formats.text.settings import ADDED_FLAGS, TokenizerSettings
 
 MAX_ID = (1 << 24) - 1  # models have a sixtieth of it
 MAX_VOCABULARY = 1_000_000  # tokens; Gemma has 262,000
@@ -81,7 +81,7 @@ def added_tokens(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]
     return added
 
 
-def complete(content: dict[str, Any], settings: Settings, path: Path) -> bool:
+def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -> bool:
     """Add the tokens that only the settings list, and leave out dropout, as transformers does.
 
     Args:

@@ -27,7 +27,7 @@ KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYP
 CHILD = Path(__file__).with_name("child.py")
 
 Library = Literal["jinja2", "tokenizers"]
-Kind = Literal["syntax", "failed", "memory", "output", "time", "died"]
+FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died"]
 
 
 class WorkerError(Exception):
@@ -38,7 +38,7 @@ class WorkerError(Exception):
             `memory`, `output` and `time` for a limit, `died` for a process that ended by itself.
     """
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str) -> None:
         """Keep the kind and the reason in words."""
         super().__init__(message)
         self.kind = kind

@@ -1,6 +1,5 @@
 """Results of the commands, as terminal tables and as JSON objects."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,12 +18,11 @@ from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import size
 from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.architectures.names import split_layer, without_model
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
 DONE = ("✓", "bold green")
-LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
-PREFIX = re.compile(r"^model\.(language_model\.)?")
 PARTS: dict[Part, str] = {
     "decoder": "decoder",
     "mtp": "multi-token prediction",
@@ -208,7 +206,7 @@ def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: boo
     """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
     if part == "vision" or (part == "mtp" and dense):
         return Kind(PARTS[part], None, stored)
-    short = PREFIX.sub("", LAYER.sub("", name)).removesuffix(".weight")
+    short = without_model(split_layer(name).rest).removesuffix(".weight")
     if part == "mtp":
         short = f"mtp.{short.removeprefix('mtp.')}"
     return Kind(short, shape, stored)

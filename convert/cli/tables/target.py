@@ -6,8 +6,8 @@ from typing import Any
 from lowbit.convert.plan.allocate import Allocation
 from lowbit.convert.plan.lookup import Found
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, by_set
-from lowbit.convert.plan.sets import inside_layer, layer_number
 from lowbit.convert.report import words
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -49,7 +49,7 @@ def sensitivities(found: Found) -> None:
 
 def _short(name: str) -> str:
     """`0.mlp.gate_up`: the number of the layer and what follows."""
-    layer, kind = layer_number(name), inside_layer(name)
+    _, layer, kind = split_layer(name)
     return kind if layer is None else f"{layer}.{kind}"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from lowbit.convert.measure.paired import Difference
 from lowbit.convert.measure.record import Histogram, LogitQuality, QualityReport, Sizes, Window
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.report.comparison import Comparison, compare, mean_cosine
+from lowbit.convert.report.comparison import FolderComparison, compare, mean_cosine
 from lowbit.convert.report.comparison_page import (
     comparison_page,
     difference_text,
@@ -371,6 +371,6 @@ def test_command_errors(make_folder: MakeFolder, cli: "Cli", tmp_path: Path) -> 
 
 
 def test_json_of_a_comparison_has_no_infinity(make_folder: MakeFolder) -> None:
-    found: Comparison = compare([make_folder("a", {}, found=logits(kl_p99=math.inf))])
+    found: FolderComparison = compare([make_folder("a", {}, found=logits(kl_p99=math.inf))])
     content = json.dumps(found.to_json(), allow_nan=False)
     assert json.loads(content)["rows"][0]["kl_p99"] is None

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.formats.text.settings import NAMES, Settings, read_settings
+from lowbit.formats.text.settings import NAMES, TokenizerSettings, read_settings
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN = {"content": "<x>", "special": True}
@@ -22,7 +22,7 @@ any_json = st.recursive(
 
 
 def test_no_files_are_no_settings(tmp_path: Path) -> None:
-    assert read_settings(tmp_path) == Settings({}, (), (), None)
+    assert read_settings(tmp_path) == TokenizerSettings({}, (), (), None)
 
 
 def test_special_tokens_are_text(tmp_path: Path) -> None:

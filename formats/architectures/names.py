@@ -1,0 +1,44 @@
+"""Parts of a tensor's or module's name: before the layer, its number, and inside the layer."""
+
+import re
+from typing import NamedTuple
+
+_LAYER = re.compile(r"^((?:.*\.)?)layers\.(\d+)\.(.+)$")
+_MODEL = re.compile(r"^model\.(?:language_model\.)?")
+
+
+class LayerName(NamedTuple):
+    """A name split at its layer.
+
+    Attributes:
+        prefix: before `layers`, `model.` or `mtp.`; empty outside of layers.
+        layer: its number; None outside of layers.
+        rest: name inside the layer; the whole name outside of layers.
+    """
+
+    prefix: str
+    layer: int | None
+    rest: str
+
+
+def split_layer(name: str) -> LayerName:
+    """Split a name at its layer.
+
+    >>> split_layer("model.layers.3.mlp.up_proj.weight")
+    LayerName(prefix='model.', layer=3, rest='mlp.up_proj.weight')
+    >>> split_layer("lm_head.weight")
+    LayerName(prefix='', layer=None, rest='lm_head.weight')
+    """
+    match = _LAYER.match(name)
+    if match is None:
+        return LayerName("", None, name)
+    return LayerName(match[1], int(match[2]), match[3])
+
+
+def without_model(name: str) -> str:
+    """A name without `model.` or `model.language_model.` in front.
+
+    >>> without_model("model.language_model.norm.weight")
+    'norm.weight'
+    """
+    return _MODEL.sub("", name)
