@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.outputs import Blocks, Progress, raw_bytes
+from lowbit.convert.export.outputs import Blocks, Progress, write_blocks
 from lowbit.formats.errors import FormatError
 from lowbit.formats.safetensors.checkpoint import read_at
 
@@ -109,16 +109,7 @@ def write_gguf(
             offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         _pad(file)
         for tensor in tensors:
-            written = 0
-            for block in tensor.blocks():
-                data = raw_bytes(block)
-                file.write(data)
-                written += len(data)
-                progress(len(data))
-            if written != tensor.nbytes:
-                raise FormatError(
-                    f"`{tensor.name}`: {written} bytes were made, expected {tensor.nbytes}"
-                )
+            write_blocks(file, tensor.blocks(), tensor.name, tensor.nbytes, progress)
             _pad(file)
         return file.tell()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.left import left_patterns, quantized_kinds
 from lowbit.convert.export.misfits import Misfit, main_scheme, other_scheme
-from lowbit.convert.export.outputs import Output, constant, copied, transposed_scales
+from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
     BLOCK_WEIGHTS,
@@ -51,10 +51,7 @@ def misfits(source: PackedSource) -> list[Misfit]:
 
 def outputs(source: PackedSource) -> list[Output]:
     """Every tensor of the export."""
-    made = [copied(source, info) for info in source.dense]
-    for linear in source.linears:
-        made += _linear(source, linear)
-    return made
+    return every_output(source, _linear)
 
 
 def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:

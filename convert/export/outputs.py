@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -53,6 +54,16 @@ def constant(name: str, value: Tensor) -> Output:
     return Output(name, value.dtype, tuple(value.shape), lambda: [value])
 
 
+def every_output(
+    source: PackedSource, pack: Callable[[PackedSource, Linear], Iterable[Output]]
+) -> list[Output]:
+    """Every tensor of an export: the dense ones as they are, each linear as `pack` writes it."""
+    made = [copied(source, info) for info in source.dense]
+    for linear in source.linears:
+        made += pack(source, linear)
+    return made
+
+
 def transposed_scales(
     source: PackedSource, linear: Linear, name: str, dtype: torch.dtype
 ) -> Output:
@@ -93,21 +104,37 @@ def write_shards(
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
             for info in shard.tensors:
-                written = 0
-                for block in by_name[info.name].blocks():
-                    data = raw_bytes(block)
-                    file.write(data)
-                    written += len(data)
-                    progress(len(data))
-                if written != info.nbytes:
-                    raise FormatError(
-                        f"`{info.name}`: {written} bytes were made, its header says {info.nbytes}"
-                    )
+                write_blocks(file, by_name[info.name].blocks(), info.name, info.nbytes, progress)
     if len(shards) > 1:
         (folder / INDEX_FILE).write_bytes(json_bytes(index_json(shards)))
     return sum(shard.size for shard in shards)
 
 
-def raw_bytes(block: Tensor) -> memoryview:
+def write_blocks(
+    file: BinaryIO, blocks: Iterable[Tensor], name: str, nbytes: int, progress: Progress
+) -> None:
+    """Write one tensor, block after block.
+
+    Args:
+        file: open for writing, where the tensor begins.
+        blocks: content of the tensor.
+        name: of the tensor, for messages.
+        nbytes: length that the header states.
+        progress: called with the bytes written.
+
+    Raises:
+        FormatError: the blocks do not add up to the stated length.
+    """
+    written = 0
+    for block in blocks:
+        data = _raw_bytes(block)
+        file.write(data)
+        written += len(data)
+        progress(len(data))
+    if written != nbytes:
+        raise FormatError(f"`{name}`: {written} bytes were made, the header states {nbytes}")
+
+
+def _raw_bytes(block: Tensor) -> memoryview:
     """The bytes of a tensor as they lie in a file."""
     return block.contiguous().view(-1).view(torch.uint8).numpy().data
