@@ -1,1 +1,1 @@
-"""What a packed checkpoint is: layout, names, manifest. SPEC.md beside this file is the prose."""
+"""The packed checkpoint: layout, names, manifest. SPEC.md in this folder describes it."""

@@ -1,13 +1,13 @@
-"""The one family of errors a user or a file can cause."""
+"""The family of errors that a user or a file can cause."""
 
 from lowbit.formats.printable import printable
 
 
 class LowbitError(Exception):
-    """What is wrong, where, what was expected and what was found, in one sentence.
+    """An error that names, in one sentence, the place, the value expected and the value found.
 
     Attributes:
-        hint: what to do about it, or None.
+        hint: advice to the user, or None.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
@@ -36,7 +36,7 @@ class QuantizationError(LowbitError):
 
 
 class ResourceError(LowbitError):
-    """The machine lacks what was asked for: a GPU, memory, disk space, a free output folder."""
+    """A resource that the machine lacks: a GPU, memory, disk space, a free output folder."""
 
 
 class RequestError(LowbitError):

@@ -16,16 +16,16 @@ MAX_SHOWN = 60  # characters of a value that a message quotes
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A key, with the values that it may have.
+    """A key of a JSON object, with the values that it may have.
 
     Attributes:
-        key: in the JSON object.
-        kind: an integer is no number with a point and no flag; a number may be an integer.
-        least: smallest value of an integer or number; numbers are finite in any case.
+        key: name in the JSON object.
+        kind: type of the value; a number may be an integer, an integer may not be 1.0 or true.
+        least: smallest value of an integer or number; numbers are always finite.
         most: largest value.
         exclusive: `least` itself is not allowed.
         even: an integer must be a multiple of two.
-        default: stands for a key that is absent.
+        default: value of a key that is absent.
         nullable: null reads as the default; elsewhere it is refused.
     """
 
@@ -40,7 +40,7 @@ class Field:
 
     @property
     def expected(self) -> str:
-        """The values that it may have, in words."""
+        """The allowed values in words."""
         if self.kind in ("flag", "text"):
             return "true or false" if self.kind == "flag" else "a string"
         noun = {"integer": "an integer", "number": "a number"}[self.kind]
@@ -54,7 +54,7 @@ class Field:
         return f"{noun} from {low} to {high}"
 
     def allows(self, value: object) -> bool:
-        """Tell whether a value has the type and lies in the range."""
+        """Tell if a value has the type and lies in the range."""
         if self.kind == "flag" or isinstance(value, bool):
             return self.kind == "flag" and isinstance(value, bool)
         if self.kind == "text":
@@ -68,7 +68,7 @@ class Field:
         return above and value <= self.most and abs(value) <= _LARGEST
 
 
-_LARGEST = 1.7e308  # an integer beyond it has no float
+_LARGEST = 1.7e308  # larger integers do not fit a float
 
 
 def read_fields(
@@ -77,7 +77,7 @@ def read_fields(
     where: str = CONFIG,
     error: type[LowbitError] = UnsupportedModelError,
 ) -> dict[str, Any]:
-    """The value of every field by its key; arguments and errors as in `read_field`."""
+    """Values of several fields by key; arguments and errors as in `read_field`."""
     return {field.key: read_field(content, field, where, error) for field in fields}
 
 
@@ -116,7 +116,7 @@ def read_ids(
     where: str = CONFIG,
     error: type[LowbitError] = UnsupportedModelError,
 ) -> tuple[int, ...]:
-    """Token ids that a key holds: one, a list, or none where it is null or absent.
+    """Token ids of a key that holds one id, a list of ids, or null; empty if absent.
 
     Raises:
         LowbitError: of class `error`, for an id that the vocabulary does not have.
@@ -135,7 +135,7 @@ def read_ids(
 
 
 def shown(value: object) -> str:
-    """A value as the file writes it, shortened; lists and objects by their kind alone."""
+    """A value as the file writes it, shortened; of lists and objects only the kind."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ def shown(value: object) -> str:
 
 
 def _bound(value: float) -> str | None:
-    """A bound in words: integers in full, others to six digits; None where there is none."""
+    """A bound in words: integers in full, others to six digits; None for an infinite one."""
     if isinstance(value, int):
         return str(value)
     if math.isinf(value):

@@ -9,7 +9,7 @@ from lowbit.formats.safetensors.checkpoint import read_json
 from lowbit.formats.sampling_ranges import SAMPLING
 
 GENERATION_FILE = "generation_config.json"
-# null is how transformers writes a default that was not set.
+# transformers writes null for a default that was not set.
 DO_SAMPLE = Field("do_sample", "flag", default=False, nullable=True)
 
 
@@ -18,8 +18,8 @@ class GenerationConfig:
     """Sampling parameters that the makers of a model recommend.
 
     Attributes:
-        temperature: 0 for greedy, which a file means with `do_sample` false or a temperature of 0.
-        top_k: 0 is off, as it is where the file has none.
+        temperature: 0 for greedy: `do_sample` is false, or the temperature is 0.
+        top_k: 0 is off, also where the file has none.
         top_p: 1 is off.
         min_p: 0 is off.
         repetition_penalty: 1 is off.
@@ -47,7 +47,7 @@ def load_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
         CheckpointError: a value of the wrong type or out of range.
     """
     path = folder / GENERATION_FILE
-    if not (path.exists() or path.is_symlink()):  # a link to nothing is an error below
+    if not (path.exists() or path.is_symlink()):  # a dangling link is an error below
         return GenerationConfig()
     content, where = read_json(path), f"`{path}`"
     values = read_fields(content, (DO_SAMPLE, *SAMPLING), where, CheckpointError)

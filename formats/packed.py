@@ -1,4 +1,4 @@
-"""A packed folder, opened: every tensor compared once with the architecture's table."""
+"""Opening of a packed folder: every tensor is compared once with the architecture's table."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ PACKED_DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedCheckpoint:
-    """A folder whose headers have all been checked; no weight has been read.
+    """A packed folder whose headers have been checked; no weight has been read.
 
     Attributes:
         checkpoint: the headers and config.json.
         specs: the architecture's tensors, without the head where it is tied.
-        schemes: of every linear module, None where its weight is dense.
-        carried: tensors of a part that is taken along unchecked, the vision tower.
+        schemes: scheme of every linear module, None where its weight is dense.
+        carried: tensors of the vision tower, which are copied unchecked.
         manifest: None in a folder that another tool wrote.
     """
 
@@ -53,7 +53,7 @@ class PackedCheckpoint:
     manifest: Manifest | None
 
     def tensors_of(self, spec: TensorSpec) -> list[TensorInfo]:
-        """What a source tensor is stored as: itself, or codes, scales and shape."""
+        """Stored tensors of a source tensor: itself, or its codes, scales and shape."""
         scheme = self.schemes.get(spec.module)
         names = [spec.name] if scheme is None else _packed_names(spec, scheme)
         return [self.checkpoint.tensors[name] for name in names]
@@ -63,8 +63,8 @@ def open_packed(folder: Path, served_bits: Collection[int] | None = None) -> Pac
     """Read the headers of a packed (or plain) checkpoint and check every tensor once.
 
     Args:
-        folder: of lowbit-convert or of another tool, GPTQ and AWQ included.
-        served_bits: refuse what a runtime with kernels for these bits cannot serve.
+        folder: made by lowbit-convert or another tool, GPTQ and AWQ included.
+        served_bits: bits that the runtime has kernels for; others are refused.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -82,9 +82,9 @@ def check_packed(
     """Check the headers of a packed (or plain) checkpoint, wherever its files are.
 
     Args:
-        checkpoint: in the terms of SPEC.md.
+        checkpoint: in the layout of SPEC.md.
         manifest: its lowbit.json, None where there is none.
-        served_bits: refuse what a runtime with kernels for these bits cannot serve.
+        served_bits: bits that the runtime has kernels for; others are refused.
 
     Raises:
         LowbitError: as `open_packed`.
@@ -175,7 +175,7 @@ def _check_tensors(
 
 
 def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
-    """Tensors the table does not name; those of unsupported schemes are refused by name."""
+    """Names of tensors that are not in the table; tensors of unsupported schemes are refused."""
     ignorable = {"lm_head.weight"} if is_tied(checkpoint.config) else set()  # a stale copy
     known = ignorable.union(expected)
     unknown = [
@@ -194,14 +194,14 @@ def _unknown(checkpoint: Checkpoint, expected: Collection[str]) -> list[str]:
 
 
 def _is_filler(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether it is the bias of zeros that GPTQ writers give packed linears without a bias."""
+    """Tell if a tensor is the bias of zeros that GPTQ tools add to linears without a bias."""
     module, _, suffix = name.rpartition(".")
     foreign = f"{module}.{PACKED}" in checkpoint.derived
     return suffix == "bias" and foreign and not bool(checkpoint.read(name).any())
 
 
 def _missing(name: str, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None]) -> str:
-    """Message for an absent tensor; says so where the file and config.json disagree."""
+    """Message for an absent tensor; it says if the file and config.json disagree."""
     module, _, suffix = name.rpartition(".")
     scheme = schemes.get(module)
     if scheme is not None and f"{module}.weight" in checkpoint.tensors:

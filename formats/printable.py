@@ -1,18 +1,19 @@
-"""Control characters as visible escapes: the one list of what drives a terminal or hides."""
+"""Control characters as visible escapes: those that steer a terminal, reorder or hide text."""
 
 import unicodedata
 
-# Other: control, format (marks that reorder the text around them, or have no shape), surrogates.
-# Separators: line, paragraph. Zero-width joiners stay, without which emoji and Indic scripts fall
-# apart.
+# Unicode categories: control, format (marks that reorder text or are invisible), surrogate, line
+# and paragraph separator. Zero-width joiners are kept: emoji and Indic scripts need them.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _JOINERS = "\u200c\u200d"
 
-_BREAKS = "\u00ad\u200b\u2060"  # soft hyphen; a place to break a line, or none
-_DIRECTIONS = "\u061c\u200e\u200f"  # marks of Arabic and Hebrew, which reorder nothing around them
+_BREAKS = "\u00ad\u200b\u2060"  # soft hyphen, zero-width space, word joiner
+_DIRECTIONS = (
+    "\u061c\u200e\u200f"  # marks of Arabic and Hebrew that do not reorder their surroundings
+)
 _ARABIC_SIGNS = "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd"
-_TAGS = "".join(map(chr, range(0xE0020, 0xE0080)))  # of flags such as Scotland's
-PROSE = "\n\t" + _BREAKS + _DIRECTIONS + _ARABIC_SIGNS + _TAGS  # to keep in running text
+_TAGS = "".join(map(chr, range(0xE0020, 0xE0080)))  # parts of flags such as Scotland's
+PROSE = "\n\t" + _BREAKS + _DIRECTIONS + _ARABIC_SIGNS + _TAGS  # kept in running text
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -20,7 +21,7 @@ def printable(text: str, keep: str = "") -> str:
 
     Args:
         text: from a file, a model or a user.
-        keep: characters that stay all the same: line ends, or `PROSE`.
+        keep: characters that are not escaped: line ends, or `PROSE`.
 
     >>> printable("a\x1b[2J\n")
     'a\\x1b[2J\\n'
@@ -41,5 +42,5 @@ def _escape(character: str, keep: str) -> str:
 
 
 def _is_noncharacter(code: int) -> bool:
-    """Tell if Unicode assigns no character here ever, so that XML forbids it."""
+    """Tell if a code point is a Unicode noncharacter, which XML forbids."""
     return code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF

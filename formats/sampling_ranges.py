@@ -1,15 +1,15 @@
-"""Sampling settings: names, types and ranges, for files, options and the Python API alike.
+"""Sampling settings: names, types and ranges, shared by files, options and the Python API.
 
-Imports no torch, so that options can be completed without it.
+The module does not import torch, so that completion of options is fast.
 """
 
 from lowbit.formats.fields import Field
 
 MOST_TEMPERATURE = 1000
-MOST_PENALTY = 100  # beyond it logits overflow
+MOST_PENALTY = 100  # logits overflow above it
 SEEDS = 2**63  # seeds are 0 to SEEDS - 1
 
-# Defaults are those of transformers for a file that samples. A file may have null in their place.
+# Defaults are those of transformers for a file with do_sample; null in a file stands for them.
 SAMPLING = (
     Field("temperature", "number", least=0, most=MOST_TEMPERATURE, default=1.0, nullable=True),
     Field("top_k", least=0, most=2**22, default=0, nullable=True),

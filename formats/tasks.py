@@ -1,7 +1,7 @@
-"""`tasks.json`: what the model scored on tasks, its writer and its reader.
+"""`tasks.json`: results of tasks, written and read.
 
-It belongs to one packed checkpoint: it holds the hash of lowbit.json, so that results of another
-conversion in the same folder are told apart. A figure that is not a finite number is null.
+The file belongs to one packed checkpoint: it holds the hash of lowbit.json, which tells results of
+an earlier conversion in the same folder apart. A figure that is not finite is null.
 """
 
 import json
@@ -23,15 +23,15 @@ class TaskResult:
     """One metric of one task, or of a group of tasks.
 
     Attributes:
-        metric: its name; with the filter in parentheses where the harness applied one.
+        metric: name, with the filter in parentheses where the harness applied one.
         value: None where the harness gave no finite number.
         stderr: standard error; None where the harness has none.
-        samples: that were scored.
+        samples: number that was scored.
         higher_is_better: None where it is not known.
-        few_shot: examples before each question; None in a group of different ones.
-        limit: of samples a task; None for all of them.
-        chat: whether the chat template was applied.
-        context: tokens of prompt and output that the model was given.
+        few_shot: examples before each question; None in a group whose tasks differ.
+        limit: most samples of a task; None for all of them.
+        chat: True if the chat template was applied.
+        context: most tokens of prompt and output.
         device: `cpu` or `cuda`.
         version: of the task's definition.
     """
@@ -52,11 +52,11 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """The whole of tasks.json.
+    """Content of tasks.json.
 
     Attributes:
-        lowbit_version: that ran the model.
-        harness: that asked and scored, `lm-eval 0.4.13`.
+        lowbit_version: version that ran the model.
+        harness: program that asked and scored, `lm-eval 0.4.13`.
         manifest_sha256: of lowbit.json's bytes; None in a folder without one.
         tasks: in the order they were asked for.
     """
@@ -67,7 +67,7 @@ class TaskReport:
     tasks: tuple[TaskResult, ...]
 
     def is_current(self, folder: Path) -> bool:
-        """Tell whether these are results of the checkpoint that the folder holds now."""
+        """Tell if the results are of the checkpoint that the folder holds now."""
         return self.manifest_sha256 == manifest_sha256(folder)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def manifest_sha256(folder: Path) -> str | None:
 
 
 def read_tasks(folder: Path) -> TaskReport | None:
-    """The task results of a packed folder, stale ones too; None where there are none.
+    """Read the task results of a packed folder, stale ones too; None where there are none.
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
@@ -104,7 +104,7 @@ def read_tasks(folder: Path) -> TaskReport | None:
 
 
 def merged(old: TaskReport | None, new: TaskReport) -> TaskReport:
-    """New results, after those of other tasks that the same versions got on the same file."""
+    """New results after old ones of other tasks, from the same versions and the same file."""
     if old is None or replace(old, tasks=new.tasks) != new:
         return new
     again = {row.task for row in new.tasks}
@@ -113,7 +113,7 @@ def merged(old: TaskReport | None, new: TaskReport) -> TaskReport:
 
 
 def write_tasks(folder: Path, report: TaskReport) -> Path:
-    """Give tasks.json its new content at once; a reader sees the old one or all of the new.
+    """Replace tasks.json; a reader sees the old content or all of the new.
 
     Raises:
         ResourceError: the folder cannot be written to.

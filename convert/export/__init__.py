@@ -1,1 +1,1 @@
-"""A packed folder in another engine's container: the same codes and scales, proven."""
+"""Export of a packed folder into another engine's container, with the same codes and scales."""

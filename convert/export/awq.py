@@ -33,10 +33,10 @@ ZEROS = -2004318072  # 0x88888888
 
 
 def misfits(source: PackedSource) -> list[Misfit]:
-    """Linears that AWQ cannot state beside the others.
+    """Linears that AWQ cannot hold beside the others.
 
-    Those are not INT4, of another group size than most, the head, of a width that fills no words,
-    or with a scale that FP16 cannot hold.
+    A misfit is the head, is not INT4, has another group size than most, has a number of rows that
+    does not fill whole words, or has a scale that FP16 cannot hold.
     """
     fitting = [linear for linear in source.linears if linear.bits == 4 and linear.module != HEAD]
     main = main_scheme(fitting)
@@ -58,7 +58,7 @@ def misfits(source: PackedSource) -> list[Misfit]:
 
 
 def outputs(source: PackedSource) -> list[Output]:
-    """Every tensor of the export."""
+    """All tensors of the export."""
     return every_output(source, _linear)
 
 
@@ -95,7 +95,7 @@ def config(source: PackedSource) -> dict[str, Any]:
 
 
 def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
-    """A linear as AWQ's arithmetic reads it: `(u - z) * s`."""
+    """Decode a linear with AWQ's arithmetic, `(u - z) * s`."""
     qweight = made.read(f"{linear.module}.qweight")
     scales = made.read(f"{linear.module}.scales").to(torch.float32)
     qzeros = made.read(f"{linear.module}.qzeros")
@@ -112,7 +112,7 @@ def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[D
 
 
 def _columns(words: Tensor) -> Tensor:
-    """[rows, 8 * words] int32, every nibble in its column."""
+    """Unpack words into columns: [rows, 8 * words] int32."""
     columns = torch.empty(*words.shape, LANES, dtype=torch.int32)
     for nibble, column in enumerate(ORDER):
         columns[:, :, column] = (words >> (4 * nibble)) & 0xF

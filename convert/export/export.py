@@ -1,4 +1,4 @@
-"""The export from start to finish: check, write beside the place, prove, rename into place."""
+"""Export a packed folder: check it, write beside the output, read back, rename into place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_checkpoint
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
-Report = Callable[[str, int, int], None]  # phase, done, in all
+Report = Callable[[str, int, int], None]  # phase, done, total
 
 LAYOUTS: Mapping[Target, Layout] = {"gptq": gptq.LAYOUT, "awq": awq.LAYOUT, "mlx": mlx.LAYOUT}
-# The card speaks of the packed folder; a GGUF file has its tokenizer inside.
+# The card describes the packed folder, not the export.
 NOT_EXPORTED = (README,)
 LEGAL = ("LICENSE*", "NOTICE*", "COPYING*")
 OTHER_WORK = "finish it with the command that began it, or choose another output folder"
@@ -57,10 +57,10 @@ class Export:
         folder: the export.
         target: its container.
         weight_bytes: size of the weight files.
-        files: that were written or passed through.
-        dropped: what was left out, and why.
-        notes: what to know about readers.
-        proof: what was read back and found equal.
+        files: names of all files, written or copied.
+        dropped: parts of the model that were left out, each with its reason.
+        notes: sentences on which readers take the export.
+        proof: counts of what was read back and found equal.
         dequantized: linears that the container could not hold, written as plain matrices.
     """
 
@@ -84,7 +84,7 @@ def export(
     dequantize: bool = False,
     progress: Report | None = None,
 ) -> Export:
-    """Repack a packed folder into another engine's container, and prove what became of it.
+    """Repack a packed folder into another engine's container, and read the result back.
 
     The folder's bytes are compared with its lowbit.json before anything is written. Memory holds
     the packed words of one linear at a time.
@@ -95,7 +95,7 @@ def export(
         target: container.
         max_shard_bytes: limit of a weight file; a GGUF file is always one.
         dequantize: write linears that GPTQ or AWQ cannot hold as plain matrices.
-        progress: called with (phase, done, in all).
+        progress: called with (phase, done, total).
 
     Raises:
         LowbitError: a folder that differs from its lowbit.json, or something that the container
@@ -103,7 +103,7 @@ def export(
             free.
     """
     out = Path(out)
-    place = place_of(out)  # a link, or `..`, cannot be renamed to
+    place = place_of(out)  # rename cannot target a link or `..`
     report = progress or (lambda phase, done, total: None)
     if place.is_dir() and any(place.iterdir()):
         raise ResourceError(f"`{out}` is not empty", hint="choose another folder")
@@ -171,7 +171,7 @@ def _weights(linears: Iterable[Linear]) -> int:
 def _safetensors(
     source: PackedSource, folder: Path, layout: Layout, max_shard_bytes: int, report: Report
 ) -> tuple[int, Proof]:
-    """Write a folder of safetensors and prove it: bytes of the weights, proof."""
+    """Write the safetensors files and read them back; bytes of the weights, and the proof."""
     linears = layout.linears(source)
     total = sum(info.nbytes for info in source.checkpoint.tensors.values())
     writing = _counter(report, "export", total)
@@ -198,7 +198,7 @@ def _safetensors(
 def _gguf(
     source: PackedSource, path: Path, keys: Mapping[str, Value], report: Report
 ) -> tuple[int, Proof]:
-    """Write a GGUF file and prove it: its bytes, proof."""
+    """Write the GGUF file and read it back; its bytes, and the proof."""
     tensors = gguf.tensors(source)
     total = sum(tensor.nbytes for tensor in tensors)
     size = write_gguf(path, keys, tensors, _counter(report, "export", total))
@@ -216,7 +216,7 @@ def _gguf(
 
 
 def _carried(source: PackedSource, target: Target) -> list[str]:
-    """Names of tokenizer, templates and licenses; for a GGUF file of the licenses alone."""
+    """Names of the small files to copy; beside a GGUF file only licenses are copied."""
     return [
         name
         for name in check_small_files(source.checkpoint.folder)

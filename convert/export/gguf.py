@@ -1,4 +1,4 @@
-"""GGUF as llama.cpp reads it: names, order of rows, types, and what it stores instead of weights.
+"""GGUF as llama.cpp reads it: names, types and order of rows of every tensor.
 
 Packed linears become Q4_0 or Q8_0 with their group's scale repeated in every block of 32. Matrices
 that are not packed keep their dtype; vectors and convolutions become F32, norm gains of a Qwen3.5
@@ -62,7 +62,7 @@ GATED_NORM = "linear_attn.norm"
 
 
 def check(source: PackedSource) -> None:
-    """Make sure that GGUF can hold all of it and llama.cpp run it.
+    """Refuse a folder that GGUF cannot hold or llama.cpp cannot run.
 
     Raises:
         FormatError: rows or groups that are no multiples of 32, a scale that FP16 cannot hold, or
@@ -100,12 +100,12 @@ def _has_mtp(source: PackedSource) -> bool:
 
 
 def blocks_in_all(source: PackedSource) -> int:
-    """Layers, that of multi-token prediction included."""
+    """Number of layers, the multi-token-prediction layer included."""
     return source.config.num_hidden_layers + _has_mtp(source)
 
 
 def kind_of(name: str) -> str:
-    """A tensor's name within its layer, without `.weight` or `.bias`; else the whole name."""
+    """A tensor's name without its layer and without `.weight` or `.bias`."""
     return re.sub(r"\.(weight|bias)$", "", split_layer(name).rest)
 
 
@@ -130,7 +130,7 @@ def target_name(source: PackedSource, name: str) -> str:
 
 
 def tensors(source: PackedSource) -> list[GgufTensor]:
-    """Every tensor of the file."""
+    """All tensors of the file."""
     linears = {linear.name: linear for linear in source.linears}
     made = [
         _linear(source, linears[spec.name]) if spec.name in linears else _dense(source, spec)
@@ -161,7 +161,7 @@ def _rows(source: PackedSource, name: str) -> Tensor | None:
 
 
 def _dense(source: PackedSource, spec: TensorSpec) -> GgufTensor:
-    """A tensor that is not packed: matrices as they are, all else in F32."""
+    """A tensor that is not packed: a matrix in its own dtype, anything else in F32."""
     info = source.checkpoint.tensors[spec.name]
     name, kind = target_name(source, spec.name), kind_of(spec.name)
     rows, columns = _rows(source, spec.name), columns_of(source.config, kind)
@@ -190,7 +190,7 @@ def _dense(source: PackedSource, spec: TensorSpec) -> GgufTensor:
 
 
 def _rope_factors(source: PackedSource) -> list[GgufTensor]:
-    """What llama.cpp divides each rotation's frequency by, for a scaling of type `llama3`."""
+    """Divisors of the rotation frequencies for a `llama3` rope scaling; empty for plain ropes."""
     scaling = getattr(source.config, "rope_scaling", None)
     if not isinstance(scaling, Llama3Rope):
         return []
@@ -203,7 +203,7 @@ def _rope_factors(source: PackedSource) -> list[GgufTensor]:
 
 
 def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> Iterator[Decoded]:
-    """A linear as llama.cpp's arithmetic reads it, `d * q`, back in the order of the source."""
+    """Decode a linear with llama.cpp's arithmetic, `d * q`, back in the order of the source."""
     columns = columns_of(source.config, kind_of(linear.name))
     position = 0
     for start, stop in runs(_rows(source, linear.name), linear.N, linear.block_rows):
@@ -220,7 +220,7 @@ def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> It
 def copies(
     source: PackedSource, path: Path, places: dict[str, Place]
 ) -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
-    """Matrices that keep dtype and order: (name, blocks of the source, blocks of the file)."""
+    """Matrices copied byte for byte: (name, blocks of the source, blocks of the file)."""
     for info in source.dense:
         if part_of(source.checkpoint.config, info.name) == "vision" or len(info.shape) != 2:
             continue
@@ -232,6 +232,6 @@ def copies(
 
 
 def dropped(source: PackedSource) -> Iterable[str]:
-    """What is left out, and why."""
+    """Parts of the model that are left out, each with its reason."""
     if source.packed.carried:
         yield "the vision tower: llama.cpp wants it in a file of its own (mmproj)"

@@ -1,4 +1,4 @@
-"""Q4_0 and Q8_0: 32 weights of a row with one FP16 scale.
+"""Q4_0 and Q8_0 blocks: 32 weights of a row with one FP16 scale.
 
 Q4_0: d, then 16 bytes whose low nibbles are elements 0-15 and whose high nibbles are 16-31;
 `W = d * (u - 8)`. Q8_0: d, then 32 int8; `W = d * q`. d may be negative in both.
@@ -14,7 +14,7 @@ KIND_OF_BITS: dict[int, GgmlType] = {4: "Q4_0", 8: "Q8_0"}
 
 
 def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Blocks of some rows.
+    """Encode rows of codes and scales as blocks.
 
     Args:
         codes: [rows, K] int8, signed.
@@ -34,7 +34,7 @@ def encode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def decode(blocks: Tensor, kind: GgmlType) -> tuple[Tensor, Tensor]:
-    """Signed codes [rows, K] int8 and scales [rows, K / 32] float32 of some rows' blocks."""
+    """Decode blocks into signed codes [rows, K] int8 and scales [rows, K / 32] float32."""
     rows = len(blocks)
     d = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2).to(torch.float32)
     q = blocks[:, :, 2:]

@@ -22,7 +22,7 @@ MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32
 
 GgmlType = Literal["F32", "F16", "BF16", "Q4_0", "Q8_0"]
-# Number in the file, weights of a block, bytes of a block.
+# Type number in the file, weights per block, bytes per block.
 KINDS: Mapping[GgmlType, tuple[int, int, int]] = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -40,27 +40,27 @@ DTYPES: Mapping[GgmlType, torch.dtype] = {kind: dtype for dtype, kind in DENSE.i
 
 @dataclass(frozen=True, slots=True)
 class U32:
-    """An unsigned integer; a plain `int` is refused, since GGUF has eight kinds of them."""
+    """An unsigned 32-bit integer; GGUF has eight integer types, so a plain `int` is refused."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class I32s:
-    """A list of signed integers."""
+    """A list of signed 32-bit integers."""
 
     values: Sequence[int]
 
 
 Value = U32 | I32s | float | bool | str | Sequence[str] | Sequence[bool]
 
-# Numbers of the value types.
+# Type numbers of metadata values.
 _U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor to be written; `shape` is in torch's order, the innermost dimension last."""
+    """A tensor to write; `shape` is in torch's order, the innermost dimension last."""
 
     name: str
     kind: GgmlType
@@ -69,13 +69,13 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Length of the data."""
+        """Length of the data in bytes."""
         return _nbytes(self.kind, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in a file."""
+    """Type, shape and position of a tensor in a file."""
 
     kind: GgmlType
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def _nbytes(kind: GgmlType, shape: Sequence[int]) -> int:
 def write_gguf(
     path: Path, metadata: Mapping[str, Value], tensors: Sequence[GgufTensor], progress: Progress
 ) -> int:
-    """Write a file, tensor after tensor; its bytes.
+    """Write a file, tensor after tensor; its size in bytes.
 
     Raises:
         FormatError: blocks that do not add up to their tensor.
@@ -124,7 +124,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Type and content."""
+    """A metadata value as bytes: type number, then content."""
     if isinstance(value, U32):
         return struct.pack("<II", _U32, value.value)
     if isinstance(value, bool):
@@ -146,10 +146,10 @@ def _value(value: Value) -> bytes:
 
 
 def read_places(path: Path) -> dict[str, Place]:
-    """Where every tensor of a file lies.
+    """Positions of all tensors of a file by name.
 
     Raises:
-        FormatError: not such a file, or one with types that `write_gguf` does not write.
+        FormatError: not a GGUF file, or one with types that `write_gguf` does not write.
     """
     numbers = {number: kind for kind, (number, _, _) in KINDS.items()}
     with path.open("rb") as file:
@@ -186,7 +186,7 @@ def _read_string(file: BinaryIO) -> str:
 
 
 def _skip(file: BinaryIO, key: str) -> None:
-    """Pass over a value."""
+    """Move past a metadata value."""
     (kind,) = _unpack(file, "<I")
     count = 1
     if kind == _ARRAY:
@@ -202,7 +202,7 @@ def _skip(file: BinaryIO, key: str) -> None:
 
 
 def read_rows(path: Path, place: Place, start: int, stop: int) -> Tensor:
-    """Rows of a matrix: dense, or the bytes [rows, blocks, bytes of a block] of a quantized one."""
+    """Rows of a matrix: values, or for a quantized one bytes [rows, blocks, bytes of a block]."""
     K = place.shape[-1]
     _, weights, nbytes = KINDS[place.kind]
     row = K // weights * nbytes

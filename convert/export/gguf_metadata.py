@@ -11,15 +11,15 @@ from lowbit.formats.architectures.qwen3_5 import MODEL_TYPES, Qwen35Config
 
 FILE_TYPES = {4: 2, 8: 7}  # "mostly Q4_0", "mostly Q8_0"
 QUANTIZATION_VERSION = 2
-SECTIONS = (11, 11, 10)  # of rotations over time, height and width, where a config has none
+SECTIONS = (11, 11, 10)  # default rope sections: rotations over time, height and width
 
 
 def metadata(source: PackedSource, name: str) -> dict[str, Value]:
-    """Every key of the file.
+    """All metadata keys of the file.
 
     Args:
         source: packed folder.
-        name: to show.
+        name: shown by programs that load the file.
 
     Raises:
         FormatError: a tokenizer that cannot be expressed.
@@ -58,7 +58,7 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
 
 
 def _hybrid(source: PackedSource, config: Qwen35Config, arch: str) -> dict[str, Value]:
-    """What a gated DeltaNet and its attention layers need."""
+    """Keys of a Qwen3.5: sizes of the gated DeltaNet, kinds of layer, rope sections."""
     content = source.checkpoint.config
     text = content.get("text_config", content)
     rope = text.get("rope_parameters") or {}
@@ -77,7 +77,7 @@ def _hybrid(source: PackedSource, config: Qwen35Config, arch: str) -> dict[str, 
             *([False] * extra),
         ],
     }
-    if FULL in config.layer_types:  # for releases that do not read the list of layers
+    if FULL in config.layer_types:  # for llama.cpp releases that do not read the list
         interval = config.layer_types.index(FULL) + 1
         result[f"{arch}.full_attention_interval"] = U32(interval)
     if extra:

@@ -1,4 +1,4 @@
-"""Where GGUF keeps rows and columns in another order than the checkpoint.
+"""Row and column orders in which GGUF differs from the checkpoint.
 
 llama.cpp repeats the query and key heads of a gated DeltaNet in turn (0 1 0 1), the checkpoint
 each on the spot (0 0 1 1): value heads change places wherever they occur. Its `llama` rotates
@@ -22,7 +22,7 @@ def value_heads(key_heads: int, value_heads: int) -> Tensor:
 
 
 def _spread(heads: Tensor, size: int) -> Tensor:
-    """Rows of heads of so many rows each."""
+    """Row numbers of the heads, `size` rows each."""
     return (heads[:, None] * size + torch.arange(size)).flatten()
 
 
@@ -56,7 +56,7 @@ def rows_of(config: Config, kind: str, model_type: str) -> Tensor | None:
 
 
 def _interleaved(config: DenseConfig, kind: str) -> Tensor | None:
-    """Every head's two halves, element by element in turn."""
+    """Row order that interleaves the two halves of every head."""
     heads = {
         "self_attn.q_proj": config.num_attention_heads,
         "self_attn.k_proj": config.num_key_value_heads,
@@ -67,7 +67,7 @@ def _interleaved(config: DenseConfig, kind: str) -> Tensor | None:
 
 
 def columns_of(config: Config, kind: str) -> Tensor | None:
-    """The same for columns."""
+    """The checkpoint's number of every column in GGUF's order; None where it is the same."""
     if kind != "linear_attn.out_proj" or not isinstance(config, Qwen35Config):
         return None
     if config.linear_num_key_heads == config.linear_num_value_heads:
@@ -77,7 +77,7 @@ def columns_of(config: Config, kind: str) -> Tensor | None:
 
 
 def runs(order: Tensor | None, N: int, most: int) -> Iterator[tuple[int, int]]:
-    """First row and last row + 1 of stretches of at most `most` rows, in GGUF's order."""
+    """Consecutive rows in GGUF's order as (start, stop), at most `most` rows each."""
     if order is None:
         order = torch.arange(N)
     breaks = (order.diff() != 1).nonzero().flatten() + 1

@@ -13,8 +13,8 @@ from lowbit.formats.text.template import load_chat_template
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 from lowbit.formats.text.vocabulary import added_tokens
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of a token
-# Regular expressions that split text into words, and llama.cpp's names of them.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
+# llama.cpp's name of each regular expression that splits text into words.
 SPLITS = {QWEN2: "qwen2", QWEN3_5: "qwen35", LLAMA3: "llama-bpe"}
 BYTE_LEVEL = "gpt-2"  # the split that a byte-level pre-tokenizer does by itself
 
@@ -22,11 +22,11 @@ BYTE_LEVEL = "gpt-2"  # the split that a byte-level pre-tokenizer does by itself
 def tokenizer_metadata(
     folder: Path, vocab_size: int, config: Mapping[str, Any]
 ) -> dict[str, Value]:
-    """The `tokenizer.*` keys for a model folder.
+    """The `tokenizer.*` keys of a model folder.
 
     Args:
         folder: holds tokenizer.json, and maybe tokenizer_config.json and chat_template.jinja.
-        vocab_size: rows of the embedding; ids without a token become unused ones.
+        vocab_size: rows of the embedding; ids without a token are marked unused.
         config: of the decoder, whose special token ids serve where the tokenizer names none.
 
     Raises:
@@ -96,7 +96,7 @@ def _added(
 def _tokens(
     vocab: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], vocab_size: int
 ) -> tuple[list[str], list[int]]:
-    """Text and type of every id."""
+    """Text and type of every token, by id."""
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
     highest = max([*vocab.values(), *added], default=-1)
@@ -119,7 +119,7 @@ def _merge(pair: Any, path: Path) -> str:
 
 
 def _special(text: str | None, ids: Mapping[str, int], default: Any) -> int | None:
-    """Id of a special token by its text; else the model's own."""
+    """Id of a special token by its text, or the id that the model's config names."""
     if text is not None and text in ids:
         return ids[text]
     if isinstance(default, list):
@@ -128,7 +128,7 @@ def _special(text: str | None, ids: Mapping[str, int], default: Any) -> int | No
 
 
 def _adds_bos(section: Any) -> bool:
-    """Tell whether a template puts a special token first."""
+    """Tell if a template puts a special token first."""
     for part in members(section, "processors"):
         if isinstance(part, dict) and part.get("type") == "TemplateProcessing":
             pieces = part.get("single")

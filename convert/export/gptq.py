@@ -31,10 +31,10 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 
 def misfits(source: PackedSource) -> list[Misfit]:
-    """Linears that GPTQ cannot state beside the others.
+    """Linears that GPTQ cannot hold beside the others.
 
-    Those are of another scheme than most, of a width that fills no words of zero points, or with
-    a scale that FP16 cannot hold.
+    A misfit has another scheme than most, has zero points that do not fill whole words, or has a
+    scale that FP16 cannot hold.
     """
     main = main_scheme(source.linears)
     found = []
@@ -50,7 +50,7 @@ def misfits(source: PackedSource) -> list[Misfit]:
 
 
 def outputs(source: PackedSource) -> list[Output]:
-    """Every tensor of the export."""
+    """All tensors of the export."""
     return every_output(source, _linear)
 
 
@@ -94,7 +94,7 @@ def config(source: PackedSource) -> dict[str, Any]:
 
 
 def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
-    """A linear as GPTQ's arithmetic reads it: `(u - (z + 1)) * s`, group by `g_idx`."""
+    """Decode a linear with GPTQ's arithmetic, `(u - (z + 1)) * s`, groups by `g_idx`."""
     shifts = torch.arange(0, WORD_BITS, linear.bits, dtype=torch.int32)
     mask = (1 << linear.bits) - 1
     qweight = made.read(f"{linear.module}.qweight")

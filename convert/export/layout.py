@@ -1,4 +1,4 @@
-"""Parts of an export of safetensors files, as plain functions of the packed folder."""
+"""The functions that define a safetensors container, gathered in one record."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,26 +13,26 @@ from lowbit.formats.safetensors.shards import METADATA
 
 
 def everything(source: PackedSource) -> Sequence[Linear]:
-    """All linears."""
+    """Export all linears."""
     return source.linears
 
 
 def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, str]]:
-    """All tensors beside the linears, under their names."""
+    """Copy all dense tensors under their own names."""
     return [(info, info.name) for info in source.dense]
 
 
 def all_fit(source: PackedSource) -> Sequence[Misfit]:
-    """No linear is without a place."""
+    """Find no misfit."""
     return ()
 
 
 def any_order(source: PackedSource) -> None:
-    """Nothing else can be in the way."""
+    """Accept every folder."""
 
 
 def nothing(source: PackedSource) -> Iterable[str]:
-    """No remarks."""
+    """Say nothing."""
     return ()
 
 
@@ -42,16 +42,16 @@ class Layout:
 
     Attributes:
         name: of the container, for messages.
-        outputs: every tensor to be written.
-        config: content of config.json.
+        outputs: lists the tensors to write.
+        config: makes the content of config.json.
         decode: reads a linear from the written checkpoint, by the container's own arithmetic.
-        misfits: linears that the container cannot hold as they are.
+        misfits: finds the linears that the container cannot hold as they are.
         check: raises FormatError for anything else that the container cannot express exactly.
-        linears: those that are exported.
-        copies: tensors that keep their bytes, with their new names.
-        header: metadata of the files.
-        dropped: what is left out, and why.
-        notes: what to know about readers.
+        linears: lists the linears that are exported.
+        copies: lists the tensors that keep their bytes, with their new names.
+        header: metadata of the safetensors files.
+        dropped: names the parts that are left out, with reasons.
+        notes: sentences on which readers take the export.
     """
 
     name: str

@@ -7,13 +7,13 @@ from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX
 
 
 def layer_of(module: str) -> tuple[int, str] | None:
-    """Number of a module's layer in the decoder and the module's kind; None outside of it."""
+    """A module's decoder layer and name inside it; None outside of the decoder's layers."""
     prefix, layer, rest = split_layer(module)
     return None if layer is None or prefix == MTP_PREFIX else (layer, rest)
 
 
 def kinds(source: PackedSource) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Layers by kind of decoder linear (`mlp.up_proj`): where packed, and where left."""
+    """Layers in which each kind of linear (`mlp.up_proj`) is packed, and in which it is not."""
     packed: dict[str, list[int]] = {}
     left: dict[str, list[int]] = {}
     linears = {linear.module for linear in source.linears}
@@ -27,7 +27,7 @@ def kinds(source: PackedSource) -> tuple[dict[str, list[int]], dict[str, list[in
 
 
 def _names(these: dict[str, list[int]], others: dict[str, list[int]]) -> list[str]:
-    """Suffixes that tell modules apart: the kind, with its layers where it is on both sides."""
+    """Name endings of `these` modules; with layer numbers where `others` have the same kind."""
     names = []
     for kind, layers in these.items():
         if kind in others:
@@ -44,7 +44,7 @@ def quantized_kinds(source: PackedSource) -> list[str]:
 
 
 def left_kinds(source: PackedSource) -> list[str]:
-    """Name parts of the linears that are not quantized: of layers, and whole parts of the model."""
+    """Name parts of the linears that are not quantized, `visual` and `mtp` as a whole."""
     packed, left = kinds(source)
     names = _names(left, packed)
     linears = {linear.module for linear in source.linears}

@@ -1,4 +1,4 @@
-"""Linears that a container has no place for: named in the refusal, or written without packing."""
+"""Linears that a container cannot hold: refused by name, or written as plain matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class Misfit:
     """A linear that a container cannot hold as it is.
 
     Attributes:
-        reason: why, without the linear's name.
+        reason: why it cannot, without the linear's name.
         hint: how to convert so that it fits; None where converting again does not help.
     """
 
@@ -50,7 +50,7 @@ class Dequantized:
 
 
 def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
-    """The scheme of most weights, the head's only where there are no others; None of none."""
+    """Scheme of most weights, the head not counted beside others; None for no linears."""
     weights: dict[Scheme, int] = {}
     for linear in [linear for linear in linears if linear.module != HEAD] or linears:
         weights[linear.scheme] = weights.get(linear.scheme, 0) + linear.N * linear.K
@@ -58,8 +58,8 @@ def main_scheme(linears: Sequence[Linear]) -> Scheme | None:
 
 
 def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:
-    """The misfit of a linear whose scheme is not the one that the configuration states."""
-    # Another group size is no matter of bits, and has no option that as_one could name.
+    """A misfit because the linear's scheme is not the one that the configuration states."""
+    # as_one names an option that changes bits; group sizes have none.
     hint = as_one(linear.module, main.bits) if linear.bits != main.bits else None
     reason = f"{linear.scheme}, and {container} states one scheme for all, here {main}"
     return Misfit(linear, reason, hint)
@@ -68,17 +68,17 @@ def other_scheme(linear: Linear, container: str, main: Scheme) -> Misfit:
 def without(
     source: PackedSource, misfits: Sequence[Misfit], container: str, dequantize: bool
 ) -> PackedSource:
-    """The folder to export: whole, or with its misfits to be written as plain matrices.
+    """The source with its misfits marked to be written as plain matrices.
 
     Args:
         source: packed folder.
         misfits: of the container.
-        container: its name.
+        container: name of the container.
         dequantize: allow misfits to be written as plain matrices.
 
     Raises:
-        FormatError: there are misfits and they may not, nothing would stay packed, or a value
-            would not be finite in the matrix's dtype.
+        FormatError: there are misfits and `dequantize` is false, nothing would stay packed, or a
+            value would not be finite in the matrix's dtype.
     """
     if not misfits:
         return source
@@ -99,7 +99,7 @@ def without(
 
 
 def _check_finite(source: PackedSource, linear: Linear) -> None:
-    """Refuse a linear with values that its matrix could not hold."""
+    """Refuse a linear with values that overflow its matrix's dtype."""
     dtype = _dtype(source, linear)
     for _, exact in _exact(source, linear):
         if not exact.to(dtype).isfinite().all():
@@ -108,7 +108,7 @@ def _check_finite(source: PackedSource, linear: Linear) -> None:
 
 
 def _fused_with(source: PackedSource, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
-    """Linears that fit, but that engines stack with one that does not."""
+    """Linears that fit, but that engines stack with a misfit."""
     sets = {spec.module: spec.fused_set for spec in source.packed.specs}
     alone = {misfit.linear.module for misfit in misfits}
     first = {sets[module]: module for module in sorted(alone) if sets[module] is not None}
@@ -137,7 +137,7 @@ def _ways_out(source: PackedSource, misfits: Sequence[Misfit]) -> str:
 
 
 def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Modules with a word on each, a kind of linear that has the same word in one piece.
+    """Modules with a remark on each; equal remarks on one kind of linear are joined.
 
     >>> list(described([(f"model.layers.{n}.mlp.up_proj", "INT8") for n in range(3)]))
     ['`mlp.up_proj` of layers 0-2 (INT8)']
@@ -155,7 +155,7 @@ def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short.
+    """Ascending numbers as ranges.
 
     >>> spans([0, 1, 2, 5])
     '0-2, 5'
@@ -189,7 +189,7 @@ def _dtype(source: PackedSource, linear: Linear) -> torch.dtype:
 
 
 def _exact(source: PackedSource, linear: Linear) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of rows, each with its first row's number: code times scale, exact in FP32."""
+    """Blocks of (first row, code times scale in exact FP32)."""
     for start, stop in row_blocks(linear):
         codes, scales = source.codes(linear, start, stop), source.scales(linear, start, stop)
         yield start, dequantize(codes, scales)
@@ -198,7 +198,7 @@ def _exact(source: PackedSource, linear: Linear) -> Iterator[tuple[int, Tensor]]
 def prove_dequantized(
     source: PackedSource, made: Checkpoint, progress: Callable[[int], None]
 ) -> tuple[Dequantized, ...]:
-    """Compare every dequantized matrix with the codes and scales it stands for.
+    """Compare every dequantized matrix with its codes and scales.
 
     Args:
         source: packed folder.
@@ -206,7 +206,7 @@ def prove_dequantized(
         progress: called with the weights compared since the last call.
 
     Raises:
-        FormatError: a value is not the exact one rounded once.
+        FormatError: a value is not the exact product rounded once.
     """
     found = []
     for linear in source.dequantized:

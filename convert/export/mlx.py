@@ -1,8 +1,8 @@
 """MLX's container: the same words as uint32, `W = u * scale + bias` with `bias = -2^(bits-1) * s`.
 
-The files are such as mlx-lm itself writes (header metadata `{"format": "mlx"}`), so its loader
-changes nothing any more: in a Qwen3.5 the convolution has its channels last and norm gains are
-w + 1. mlx-lm has no multi-token prediction and no vision tower; they are left out.
+The files have the form that mlx-lm itself writes (header metadata `{"format": "mlx"}`), so its
+loader changes nothing: in a Qwen3.5 the convolution has its channels last and norm gains are w + 1.
+mlx-lm has no multi-token prediction and no vision tower; they are left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,16 +24,16 @@ from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 GROUPS = (128, 64, 32)
-HYBRID = "language_model."  # what mlx-lm puts before the modules of a Qwen3.5
+HYBRID = "language_model."  # prefix of a Qwen3.5's modules in mlx-lm
 CONV, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 
 
 def check(source: PackedSource) -> None:
-    """Make sure that mlx-lm can state all of it.
+    """Refuse a folder that mlx-lm cannot express.
 
     Raises:
-        FormatError: a group size that no group of MLX divides, a scale that its dtype or its bias
-            cannot hold, or layers in an order mlx-lm does not know.
+        FormatError: a group size that no group size of MLX divides, a scale that overflows its
+            dtype or its bias, or layers in an order mlx-lm does not know.
     """
     for linear in source.linears:
         _group(linear)
@@ -53,13 +53,13 @@ def _periodic(config: Qwen35Config) -> tuple[str, ...]:
 
 
 def _interval(config: Qwen35Config) -> int:
-    """Distance of full-attention layers; one more than there are layers where there is none."""
+    """Distance between full-attention layers; the number of layers plus one without any."""
     kinds = config.layer_types
     return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
 
 
 def _group(linear: Linear) -> int:
-    """MLX's group size: ours, or a part of it that repeats the scale."""
+    """MLX's group size: ours, or a divisor of it with the scale repeated."""
     for size in GROUPS:
         if linear.group % size == 0:
             return size
@@ -90,12 +90,12 @@ def _kept(source: PackedSource, name: str) -> bool:
 
 
 def linears(source: PackedSource) -> list[Linear]:
-    """Those that are exported."""
+    """Linears that are exported: those of the decoder."""
     return [linear for linear in source.linears if _kept(source, linear.name)]
 
 
 def outputs(source: PackedSource) -> list[Output]:
-    """Every tensor of the export."""
+    """All tensors of the export."""
     made = [_dense(source, info) for info in source.dense if _kept(source, info.name)]
     for linear in linears(source):
         made += _linear(source, linear)
@@ -112,7 +112,7 @@ def copies(source: PackedSource) -> list[tuple[TensorInfo, str]]:
 
 
 def _change(source: PackedSource, info: TensorInfo) -> str | None:
-    """Change that a dense tensor undergoes: `conv`, `gain`, or none."""
+    """Change of a dense tensor: `conv`, `gain`, or None."""
     if not isinstance(source.config, Qwen35Config):
         return None
     if info.name.endswith(CONV):
@@ -175,7 +175,7 @@ def config(source: PackedSource) -> dict[str, Any]:
         }
         for linear in made
     }
-    # What most weights have is the default; the others are named.
+    # The default is the scheme of most weights; other modules are named.
     weights: dict[tuple[int, int], int] = {}
     for linear in made:
         key = (_group(linear), linear.bits)
@@ -190,8 +190,8 @@ def config(source: PackedSource) -> dict[str, Any]:
 
 
 def _state_defaults(source: PackedSource, content: dict[str, Any], config: Qwen35Config) -> None:
-    """Write out what mlx-lm would guess otherwise than we do."""
-    content["model_type"] = "qwen3_5"  # its text-only name is not known there
+    """State the values that mlx-lm would otherwise default differently."""
+    content["model_type"] = "qwen3_5"  # mlx-lm does not know the text-only name
     text = {**content.get("text_config", content)}
     rope = {**(text.get("rope_parameters") or {})}
     rope |= {
@@ -210,7 +210,7 @@ def _state_defaults(source: PackedSource, content: dict[str, Any], config: Qwen3
 
 
 def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
-    """A linear as MLX's arithmetic reads it: `u * scale + bias` in FP32."""
+    """Decode a linear with MLX's arithmetic, `u * scale + bias` in FP32."""
     module = _named(source, linear.module)
     shifts = torch.arange(0, 32, linear.bits, dtype=torch.int32)
     mask, zero = (1 << linear.bits) - 1, 1 << (linear.bits - 1)
@@ -226,7 +226,7 @@ def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[D
 
 
 def dropped(source: PackedSource) -> Iterable[str]:
-    """Reasons for every part that is left out."""
+    """Parts of the model that are left out, each with its reason."""
     parts = {part_of(source.checkpoint.config, name) for name in source.checkpoint.tensors}
     if "vision" in parts:
         yield "the vision tower: mlx-lm serves text"

@@ -1,4 +1,4 @@
-"""Tensors to be written and the writing of them: one after the other, in blocks, never whole."""
+"""Tensors of an export, written one after the other in blocks, so that none is held whole."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lowbit.formats.safetensors.checkpoint import INDEX_FILE, Checkpoint, Tensor
 from lowbit.formats.safetensors.shards import index_json, lay_out
 
 Blocks = Callable[[], Iterable[Tensor]]
-Progress = Callable[[int], None]  # bytes done since the last call
+Progress = Callable[[int], None]  # bytes since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Output:
     """A tensor of the export.
 
     Attributes:
-        blocks: makes its content, in order; called once.
+        blocks: makes the content in order; called once.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Output:
 
 
 def copied(source: PackedSource, info: TensorInfo, name: str | None = None) -> Output:
-    """A tensor of the source as it is, under another name where one is given."""
+    """Copy a tensor of the source, under another name where one is given."""
     checkpoint = source.checkpoint
     return Output(name or info.name, info.dtype, info.shape, lambda: row_parts(checkpoint, info))
 
@@ -50,14 +50,14 @@ def row_parts(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
 
 
 def constant(name: str, value: Tensor) -> Output:
-    """A small tensor that is known beforehand."""
+    """Write a small tensor that is already made."""
     return Output(name, value.dtype, tuple(value.shape), lambda: [value])
 
 
 def every_output(
     source: PackedSource, pack: Callable[[PackedSource, Linear], Iterable[Output]]
 ) -> list[Output]:
-    """Every tensor of an export: the dense ones as they are, each linear as `pack` writes it."""
+    """All tensors of an export: dense ones copied, each linear as `pack` writes it."""
     made = [copied(source, info) for info in source.dense]
     for linear in source.linears:
         made += pack(source, linear)
@@ -67,7 +67,7 @@ def every_output(
 def transposed_scales(
     source: PackedSource, linear: Linear, name: str, dtype: torch.dtype
 ) -> Output:
-    """The scales as [groups, N]."""
+    """Write a linear's scales as [groups, N]."""
 
     def blocks() -> Iterator[Tensor]:
         yield source.checkpoint.read(f"{linear.module}.{SCALE}").T.to(dtype)
@@ -82,17 +82,17 @@ def write_shards(
     metadata: Mapping[str, str],
     progress: Progress,
 ) -> int:
-    """Write safetensors files and, for several, their index; the bytes of the files.
+    """Write safetensors files, and an index if there are several; their bytes in all.
 
     Args:
         outputs: in any order; a shard holds wider dtypes first.
-        folder: that exists.
+        folder: existing one, for the files.
         max_shard_bytes: limit of a file.
         metadata: of every file's header.
         progress: called with the bytes written.
 
     Raises:
-        FormatError: two outputs of one name, or blocks that do not add up to their tensor.
+        FormatError: two outputs with one name, or blocks that do not add up to their tensor.
     """
     by_name = {output.name: output for output in outputs}
     if len(by_name) != len(outputs):
@@ -136,5 +136,5 @@ def write_blocks(
 
 
 def _raw_bytes(block: Tensor) -> memoryview:
-    """The bytes of a tensor as they lie in a file."""
+    """Bytes of a tensor as a file stores them."""
     return block.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The proof of an export: what the written file decodes to, beside the packed folder."""
+"""Comparison of what an export decodes to with the packed folder."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was read back and found equal.
+    """Counts of what was read back and found equal.
 
     Attributes:
-        linears: compared.
-        codes: compared and equal.
-        scales: of the packed folder, compared and equal.
-        largest_difference: between the two values of any weight, in FP32.
-        copied: other tensors whose bytes were compared and are equal.
+        linears: number compared.
+        codes: number compared and equal.
+        scales: number of the packed folder's, compared and equal.
+        largest_difference: of a weight's two values, in FP32.
+        copied: number of other tensors, compared byte for byte.
     """
 
     linears: int
@@ -61,9 +61,9 @@ def prove(
 
     Args:
         source: packed folder.
-        linears: those that were exported.
+        linears: exported ones.
         decode: reads a linear from the written file.
-        copies: (name, blocks of the source, blocks of the export) of what is copied.
+        copies: (name, blocks of the source, blocks of the export) of each copied tensor.
         progress: called with the weights compared since the last call.
 
     Raises:
@@ -91,7 +91,7 @@ def prove(
 
 
 def _compare(source: PackedSource, linear: Linear, part: Decoded, stop: int) -> float:
-    """The largest difference of values; codes and scales must be equal."""
+    """Largest difference of values; unequal codes or scales are refused."""
     codes = source.codes(linear, part.start, stop)
     scales = source.scales(linear, part.start, stop)
     wide = scales.to(torch.float32)
@@ -109,7 +109,7 @@ def _compare(source: PackedSource, linear: Linear, part: Decoded, stop: int) -> 
 
 
 def _same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    """Whether two streams of blocks hold the same bytes, block by block."""
+    """Tell if two streams of blocks hold the same bytes, block by block."""
     return all(
         a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
         for a, b in zip(ours, theirs, strict=True)

@@ -1,4 +1,4 @@
-"""The packed folder to be exported: its linears, everything else, and what a container demands."""
+"""The packed folder to export: its linears, its other tensors, and checks of its scales."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
-BLOCK_WEIGHTS = 1 << 22  # that are unpacked at once
+BLOCK_WEIGHTS = 1 << 22  # weights unpacked at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Linear:
     """A packed linear: W [N, K] with a scale for every `group` weights of a row.
 
     Attributes:
-        name: of the weight before it was packed, `.weight` included.
+        name: of the weight in the source, `.weight` included.
         module: of the linear.
         group: weights that share a scale; K where a row has one.
     """
@@ -37,28 +37,28 @@ class Linear:
 
     @property
     def bits(self) -> int:
-        """Of a code: 4 or 8."""
+        """Bits of a code: 4 or 8."""
         return self.scheme.bits
 
     @property
     def group(self) -> int:
-        """Weights that share a scale."""
+        """Number of weights that share a scale."""
         return self.scheme.group_size or self.K
 
     @property
     def groups(self) -> int:
-        """Scales of a row."""
+        """Number of scales of a row."""
         return self.K // self.group
 
     @property
     def block_rows(self) -> int:
-        """Rows to work on at once."""
+        """Number of rows to work on at once."""
         return max(1, BLOCK_WEIGHTS // self.K)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """A packed folder that containers for symmetric 4- and 8-bit codes may take.
+    """A packed folder whose linears have symmetric 4- or 8-bit codes.
 
     Attributes:
         packed: its checked headers.
@@ -103,7 +103,7 @@ def open_source(folder: Path) -> PackedSource:
     """Open a packed folder for export.
 
     Raises:
-        FormatError: nothing in it is packed, or by a scheme that no other container here has.
+        FormatError: nothing in it is packed, or a scheme is not symmetric INT4 or INT8.
         CheckpointError, UnsupportedModelError: see `open_packed`.
     """
     packed = open_packed(folder)
@@ -127,7 +127,7 @@ def open_source(folder: Path) -> PackedSource:
 
 
 def _check_scheme(linear: Linear) -> None:
-    """Refuse what is not a symmetric 4- or 8-bit code in whole words."""
+    """Refuse codes that are not symmetric, not 4 or 8 bits, or do not fill whole words."""
     if not linear.scheme.symmetric:
         reason = "zero points are not exported"
     elif linear.bits not in SERVED_BITS:
@@ -143,10 +143,10 @@ def _check_scheme(linear: Linear) -> None:
 
 
 def check_scales(source: PackedSource, dtype: torch.dtype, most: float) -> None:
-    """Make sure that no scale changes on its way through another dtype.
+    """Refuse scales that another dtype would change.
 
     Args:
-        source: whose scales are all read.
+        source: all its scales are read.
         dtype: of the container.
         most: largest magnitude that a scale may have there.
 
@@ -168,8 +168,8 @@ def wrong_scale(
     """The first scale of a linear that another dtype would change; None where there is none.
 
     Args:
-        source: that the linear is of.
-        linear: whose scales are all read.
+        source: holds the linear.
+        linear: all its scales are read.
         dtype: of the container.
         most: largest magnitude that a scale may have there.
     """
@@ -189,13 +189,13 @@ def wrong_scale(
 
 
 def as_one(module: str, bits: int) -> str:
-    """The option of a conversion by which a module does not stand out."""
+    """The conversion option that gives a module the same bits as the others."""
     if module == "lm_head":
         return "--lm-head bf16"
     return f"--bits '*.{module.rpartition('.')[2]}={bits}'"
 
 
 def row_blocks(linear: Linear) -> Iterator[tuple[int, int]]:
-    """First row and last row + 1 of every block of a linear."""
+    """Blocks of a linear's rows as (start, stop)."""
     for start in range(0, linear.N, linear.block_rows):
         yield start, min(start + linear.block_rows, linear.N)

@@ -1,1 +1,1 @@
-"""From a packed folder to a repository on the Hub."""
+"""Publishing a packed folder to a repository on the Hub."""

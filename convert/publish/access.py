@@ -1,4 +1,4 @@
-"""Name and token, checked before anything is read or sent."""
+"""Checks of a repository's name and of the token, before anything is read or sent."""
 
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def check_name(repo: str) -> None:
-    """Make sure, without asking the Hub, that it takes a repository of this name.
+    """Refuse a repository name that the Hub does not take, without asking the Hub.
 
     Args:
-        repo: `owner/name`, whether it exists or not.
+        repo: `owner/name`; it need not exist.
 
     Raises:
         PublishError: a name the Hub does not take.
@@ -29,10 +29,10 @@ def check_name(repo: str) -> None:
 
 
 def open_hub(repo: str) -> "HfApi":
-    """A client whose token the Hub knows and lets write somewhere.
+    """A client of the Hub with a checked token that may write.
 
     Args:
-        repo: `owner/name`, whether it exists or not.
+        repo: `owner/name`; it need not exist.
 
     Raises:
         PublishError: a name the Hub does not take, no token, one that it does not know or that

@@ -9,12 +9,12 @@ from lowbit.formats.hub.errors import describe, first_line
 
 AGAIN = "`lowbit-convert push` continues: what has arrived is not sent twice"
 TOKEN = "`hf auth login` stores a token with write access; HF_TOKEN wins over it"
-# 402 and 413 where an account must pay or the object is too large, 507 in WebDAV's sense; the Hub
-# itself answers 403 and says so in words.
+# Storage is full: 402 (payment required), 413 (too large) and 507 (WebDAV). The Hub itself answers
+# 403 and says so in words.
 QUOTA_STATUS = (402, 413, 507)
 QUOTA_WORDS = re.compile(r"storage|quota|limit reached", re.IGNORECASE)
-CONFLICT = 412  # somebody else committed in between
-PASSING = (408, 412, 429)  # worth another try, as every 5xx is
+CONFLICT = 412  # another commit came in between
+PASSING = (408, 412, 429)  # worth another try, like every 5xx
 
 
 @contextmanager
@@ -22,8 +22,8 @@ def explained(repo: str) -> Iterator[None]:
     """Turn every failure of huggingface_hub inside the block into a PublishError about `repo`."""
     from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
 
-    # RuntimeError is how both of its transports report a failed upload, ValueError how it reports
-    # an answer that is wrong, OSError a file or a socket.
+    # The library raises RuntimeError for a failed upload, ValueError for a malformed answer and
+    # OSError for a file or a socket.
     try:
         yield
     except HFValidationError as error:
@@ -39,7 +39,7 @@ def explained(repo: str) -> Iterator[None]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Tell whether another try may succeed: a server in trouble or a broken connection."""
+    """Tell if another try may succeed: a server in trouble or a broken connection."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     cause = _cause(error)

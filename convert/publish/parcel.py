@@ -27,8 +27,8 @@ from lowbit.formats.tasks import TASKS_FILE, TaskReport, read_tasks
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 WEIGHTS = "*.safetensors"
-VOCABULARIES = (TOKENIZER_FILE, "vocab.json", "merges.txt")  # `/root` is a token like any other
-# Gaps that drafts of older versions left for their editor.
+VOCABULARIES = (TOKENIZER_FILE, "vocab.json", "merges.txt")  # `/root` is an ordinary token there
+# Placeholders that cards drafted by older versions left for their editor.
 UNFINISHED = re.compile(r"TODO \(name and link of the original model\)|TODO: state the license")
 
 
@@ -37,7 +37,7 @@ class Item:
     """A file to publish.
 
     Attributes:
-        name: in the repository.
+        name: path in the repository.
         content: the bytes, or the file that holds them.
         size: in bytes.
         sha256: of the content.
@@ -50,15 +50,15 @@ class Item:
 
     @property
     def is_weight(self) -> bool:
-        """True of a file that is sent before everything else."""
+        """True for a weight file, which is sent before everything else."""
         return fnmatch(self.name, WEIGHTS)
 
     def read(self) -> bytes:
-        """The bytes themselves."""
+        """The content as bytes."""
         return self.content if isinstance(self.content, bytes) else read_bytes(self.content)
 
     def git_id(self) -> str:
-        """The id under which git keeps the content."""
+        """Git's blob id of the content."""
         digest = hashlib.sha1(b"blob %d\0" % self.size)
         if isinstance(self.content, bytes):
             digest.update(self.content)
@@ -71,7 +71,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Facts about the original that the user states, for the card.
+    """Facts about the original that the user states for the card.
 
     Attributes:
         base_model: Hub id of the original; None where it is left to lowbit.json.
@@ -90,9 +90,9 @@ class Parcel:
         folder: the packed checkpoint.
         repo: `owner/name`.
         items: every file, weights first.
-        left_out: files of the folder that are not published, since nothing names them.
+        left_out: files of the folder that lowbit.json does not name; they are not published.
         notes: sentences for the publisher to read before the content is public.
-        local_paths: likewise, on files that name a folder of this machine.
+        local_paths: notes on files that name a folder of this machine.
     """
 
     folder: Path
@@ -120,16 +120,16 @@ def make_parcel(
     progress: Callable[[str, int, int], None],
     stated: Statement | None = None,
 ) -> Parcel:
-    """Verify a packed folder and list what of it is published.
+    """Verify a packed folder and list the files to publish.
 
-    That is every file of lowbit.json, itself, the reports and the card; a card that nobody edited
-    is written anew with commands that name the repository.
+    Published are the files that lowbit.json names, lowbit.json, the reports and the card. A card
+    that nobody edited is written anew, so that its commands name the repository.
 
     Args:
         folder: made by lowbit-convert.
         repo: `owner/name`.
         progress: called with ("verify", bytes done, bytes in all).
-        stated: for a card that nobody edited.
+        stated: facts for a card that nobody edited.
 
     Raises:
         FormatError: the folder has no lowbit.json, differs from it, or holds a report about
@@ -170,7 +170,7 @@ def make_parcel(
 
 
 class _Card(NamedTuple):
-    """A card made for the push, and what the publisher should know of it."""
+    """A card made for the push, and notes on it for the publisher."""
 
     text: str
     notes: list[str]
@@ -184,7 +184,7 @@ def _card(
     repo: str,
     results: tuple[QualityReport | None, TaskReport | None],
 ) -> _Card | None:
-    """A card for the repository; None where README.md is somebody's own, which is published."""
+    """A card for the repository; None if somebody edited README.md, which is published then."""
     folder = packed.checkpoint.folder
     readme = folder / README
     if README in names or (readme.exists() and not is_untouched_draft(readme)):
@@ -196,7 +196,7 @@ def _card(
 
 
 def _check_edited(readme: Path, stated: Statement) -> None:
-    """Refuse a card of somebody's own that older versions drafted and that is not finished."""
+    """Refuse an edited card that still has placeholders of an older version's draft."""
     text = readme.read_text(encoding="utf-8", errors="replace")
     if match := UNFINISHED.search(text):
         raise PublishError(
@@ -238,7 +238,7 @@ def _local_paths(items: Iterable[Item], manifest: Manifest) -> list[str]:
 
 
 def _names(content: bytes, place: bytes) -> bool:
-    """Tell whether a path is in a file, and not only as the beginning of another name."""
+    """Tell if a file names a path, and not merely a longer path that begins with it."""
     return re.search(re.escape(place) + rb"(?![\w.-])", content) is not None
 
 
@@ -260,7 +260,7 @@ def _reports(folder: Path) -> tuple[QualityReport | None, TaskReport | None]:
 
 
 def _item(path: Path, name: str, manifest: Manifest) -> Item:
-    """A file; hashes that were just verified are not computed again.
+    """A file as an item; a hash that was just verified is not computed again.
 
     Raises:
         CheckpointError: not a file of the folder, but a link out of it for instance.

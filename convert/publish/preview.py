@@ -1,4 +1,4 @@
-"""A push that sends nothing, for which neither a token nor the network is needed."""
+"""Dry run of a push, which needs neither a token nor the network."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from lowbit.convert.publish.parcel import Parcel, Statement, make_parcel
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Plan of a push.
+    """The plan of a push.
 
     Attributes:
-        parcel: files to send, as far as the Hub lacks them.
+        parcel: files to send where the Hub lacks them.
         url: address of the repository.
         private: visibility of a repository that does not exist yet, the account's default when
             None.
@@ -39,7 +39,7 @@ def dry_run(
 
     Args:
         folder: made by lowbit-convert.
-        repo: `owner/name`; nobody asks whether it exists.
+        repo: `owner/name`; the Hub is not asked whether it exists.
         private: as in `publish`.
         revision: as in `publish`.
         stated: as in `make_parcel`.

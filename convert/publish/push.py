@@ -2,9 +2,9 @@
 
 A repository without config.json loads nowhere, so while it is being filled each weight file gets a
 commit of its own: an interrupted push continues after the last one. A repository that is complete
-stays as it is until the last commit, which then names the new weights too; their content is on the
-Hub by then. Each try begins by comparing hashes, so it may be repeated at any point. How bytes
-travel, by Xet or by LFS over HTTP, is between huggingface_hub and the server.
+stays as it is until the last commit, which also names the new weights; their content is on the Hub
+by then. Each try begins by comparing hashes, so it may be repeated at any point. huggingface_hub
+and the server choose the transport, Xet or LFS over HTTP.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Operation = CommitOperationAdd | CommitOperationDelete
 
-# Files of an earlier push that would belong to other weights if they stayed.
+# Removed if an earlier push left them: they would describe other weights.
 REPLACED = (WEIGHTS, "*.safetensors.index.json", QUALITY_FILE, HTML_FILE, TASKS_FILE)
 
 
@@ -39,13 +39,13 @@ class Published:
     Attributes:
         repo: `owner/name`.
         url: for people.
-        commit: that holds the files.
+        commit: sha of the commit that holds the files.
         private: True where only its owner sees it.
         sent: names of the files that this call sent, in order.
-        present: of those that were there already.
+        present: names of the files that were there already.
         size_bytes: of all files.
         left_out: files of the folder that were not published.
-        notes: of the parcel.
+        notes: sentences of the parcel.
     """
 
     repo: str
@@ -69,15 +69,15 @@ def publish(
     """Make a revision of a repository hold exactly the parcel's bytes, and check that it does.
 
     Args:
-        api: of `open_hub`.
-        parcel: what to send.
+        api: client from `open_hub`.
+        parcel: files to send.
         private: visibility of a repository that does not exist yet, the account's default when
             None; one that exists must agree.
         revision: branch to push to, created where it does not exist; the default one when None.
-        bars: let the library show the bytes on their way; it alone knows its transports.
+        bars: let huggingface_hub draw its progress bars.
 
     Raises:
-        PublishError: whatever stops it; what has arrived is not sent again by another call.
+        PublishError: the push failed; another call does not send again what has arrived.
     """
     repo = parcel.repo
     sent: list[str] = []
@@ -102,7 +102,7 @@ def publish(
 
 
 def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: str | None) -> Remote:
-    """Create repository and branch where they do not exist; what they hold."""
+    """Create repository and branch where they do not exist; the content they have."""
     api.create_repo(repo, private=private, exist_ok=True)
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo, branch=revision, exist_ok=True)
@@ -122,7 +122,7 @@ def _open_repository(api: "HfApi", repo: str, private: bool | None, revision: st
 
 
 def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -> str:
-    """Send what the revision lacks; the commit that holds everything."""
+    """Send what the revision lacks; the sha of the commit that holds everything."""
     from huggingface_hub import CommitOperationDelete
 
     repo = parcel.repo
@@ -167,7 +167,7 @@ def _commit(
     revision: str | None,
     parent: str,
 ) -> str:
-    """Commit on top of `parent` and nothing else; the new commit."""
+    """Commit on top of `parent`, or fail if it is not the newest; the new commit's sha."""
     return api.create_commit(
         repo, operations, commit_message=message, revision=revision, parent_commit=parent
     ).oid

@@ -1,4 +1,4 @@
-"""Content of a repository at a commit, compared with the files that were sent."""
+"""Content of a repository at a commit, and its comparison with the files that were sent."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class RemoteFile:
 
     Attributes:
         size: in bytes.
-        sha256: of a large file; None where git keeps the file itself.
-        git_id: of what git keeps.
+        sha256: of a large file; None for a file that git stores itself.
+        git_id: blob id of what git stores.
     """
 
     size: int
@@ -26,7 +26,7 @@ class RemoteFile:
     git_id: str | None
 
     def equals(self, item: Item) -> bool:
-        """Tell by its hash whether it has the item's bytes."""
+        """Tell by the hash whether the file has the item's bytes."""
         if self.size != item.size:
             return False
         return self.sha256 == item.sha256 if self.sha256 else self.git_id == item.git_id()
@@ -34,14 +34,14 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A repository at a commit."""
+    """Files of a repository at a commit."""
 
     commit: str
     private: bool
     files: Mapping[str, RemoteFile]
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
-        """Those of the items that it lacks or holds with other bytes."""
+        """Items that the repository lacks or holds with other bytes."""
         return [
             item
             for item in items
@@ -50,7 +50,7 @@ class Remote:
 
 
 def read_remote(api: "HfApi", repo: str, revision: str | None) -> Remote:
-    """Read the content of a revision, of the default branch where it is None."""
+    """Read the content of a revision; None is the default branch."""
     info = api.model_info(repo, revision=revision, files_metadata=True)
     if info.sha is None:
         raise PublishError(f"the Hub names no commit of `{repo}`")
@@ -66,7 +66,7 @@ def read_remote(api: "HfApi", repo: str, revision: str | None) -> Remote:
 
 
 def require_equal(remote: Remote, items: Iterable[Item], repo: str) -> None:
-    """Make sure that the repository holds the items' bytes.
+    """Refuse a repository that does not hold the items' bytes.
 
     Raises:
         PublishError: naming the first that differs.

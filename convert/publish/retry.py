@@ -1,4 +1,4 @@
-"""Another try where that may help. The library repeats single requests; this repeats steps."""
+"""Repetition of failed steps; huggingface_hub itself repeats single requests only."""
 
 import time
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from lowbit.convert.publish.errors import is_passing
 
 Result = TypeVar("Result")
 
-WAITS_S = (2.0, 10.0)  # before the second try, and the third
+WAITS_S = (2.0, 10.0)  # before the second and the third try
 
 
 def patiently(step: Callable[[], Result]) -> Result:
-    """Run a step again, after a while, where its failure may pass; its result.
+    """Run a step, again after a pause if its failure may pass; its result.
 
     Args:
         step: safe to repeat after it failed at any point.
 
     Raises:
-        Exception: of the library, the last try's.
+        Exception: the last try's, from huggingface_hub.
     """
     from huggingface_hub.errors import HTTPError
 

@@ -1,4 +1,4 @@
-"""Aspects of a verdict: each figure that may show a loss, judged by itself."""
+"""Aspects of a verdict: the figures that may show a loss, each graded by itself."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from lowbit.formats.printable import printable
 
 PRECISION = 0.1  # standard error that a verdict needs, as a share of the mean KL
 SIGMAS = 2.0  # standard errors that a mean is judged with
-UNREADABLE = 1000.0  # perplexity; trained models have 3 to 100 on text that they can read
+UNREADABLE = 1000.0  # perplexity; trained models reach 3 to 100 on text they were trained for
 USUAL_WINDOW = 512
-MOST_TIMES = 1e6  # that a precision is missed by
-DRIFT = 2.0  # times the KL of early positions
+MOST_TIMES = 1e6  # bound of the factor by which a standard error is too large
+DRIFT = 2.0  # KL of late positions over that of early ones
 
 Scale = Literal["mean", "tail", "flips"]
 
@@ -26,9 +26,9 @@ class Aspect:
 
     Attributes:
         text: the figure in words, without capital and full stop.
-        value: the figure itself.
-        judged: the same, two standard errors to the bad side where they are known.
-        scale: which limits it is held to: those of the mean KL, ten times those, or those of flips.
+        value: the figure.
+        judged: the figure plus two standard errors to the bad side, where they are known.
+        scale: limits that apply: those of the mean KL, ten times those, or those of flips.
     """
 
     text: str
@@ -38,12 +38,12 @@ class Aspect:
 
     @property
     def grade(self) -> Grade:
-        """The grade, standard errors counted."""
+        """Grade with the standard errors counted."""
         return self._grade(self.judged)
 
     @property
     def plain_grade(self) -> Grade:
-        """The grade of the figure itself, standard errors left out."""
+        """Grade of the figure without its standard errors."""
         return self._grade(self.value)
 
     def _grade(self, value: float) -> Grade:
@@ -53,7 +53,7 @@ class Aspect:
 
     @property
     def bound(self) -> str:
-        """The range of the grade: `usable: up to 0.05`."""
+        """Range of the grade: `usable: up to 0.05`."""
         limit = next((limit for limit in LIMITS if limit.grade == self.grade), LIMITS[-1])
         if self.scale == "flips":
             shown = words.percent(limit.flips, 0)
@@ -93,38 +93,38 @@ def _tokens(where: str, p99: float | None, agreement: float) -> list[Aspect]:
 
 
 def needed_tokens(kl: float, error: float | None, tokens: int, least: int) -> int | None:
-    """Scored tokens that a verdict on a mean KL takes; None where there are enough.
+    """Scored tokens that a verdict on a mean KL needs; None where there are enough.
 
-    Enough are those that bring the standard error to 10 % of the mean, or that leave no doubt about
-    the grade.
+    Tokens are enough if the standard error is at most 10 % of the mean, or if the mean plus and
+    minus its errors has one grade.
 
     Args:
         kl: the mean.
         error: its standard error; None where it is not known.
-        tokens: that were scored.
-        least: tokens from which on an error can be known at all.
+        tokens: number that was scored.
+        least: number from which on a standard error can be computed.
     """
     if error is None or not math.isfinite(kl):
         return least if tokens < least else None
     low, high = kl - SIGMAS * error, kl + SIGMAS * error
     if kl <= 0 or error <= PRECISION * kl or grade_of_kl(low) == grade_of_kl(high):
         return None
-    times = min(error / PRECISION / kl, MOST_TIMES)  # also where a file has an infinite error
+    times = min(error / PRECISION / kl, MOST_TIMES)  # an error read from a file may be infinite
     return math.ceil(tokens * times**2)
 
 
 def least_tokens(logits: LogitQuality) -> int:
-    """Scored tokens of the 8 windows that a standard error takes.
+    """Scored tokens in the 8 windows that a standard error needs.
 
-    A text shorter than a window is cut into one window of its own length, which says nothing of the
-    next text's: those have 512 tokens.
+    A text shorter than a window is one window of its own length. Another text need not be that
+    short, so windows of 512 tokens are counted then.
     """
     whole = logits.text_tokens > logits.window
     return LEAST_WINDOWS * ((logits.window if whole else USUAL_WINDOW) - 1)
 
 
 def why_not_judged(kind: TextKind, logits: LogitQuality) -> str | None:
-    """A sentence about a further text that cannot be judged by itself; None where it can."""
+    """A sentence on why a further text is not judged by itself; None where it is."""
     name = printable(kind.name)
     if not kind.perplexity_original < UNREADABLE:
         perplexity = words.number(kind.perplexity_original, 0)
@@ -152,7 +152,7 @@ def _other_kinds(logits: LogitQuality) -> list[TextKind]:
 
 
 def late_position(logits: LogitQuality) -> Position | None:
-    """The last positions beyond ordinary windows that enough was measured at."""
+    """The last range of positions beyond ordinary windows with enough tokens."""
     least = least_tokens(logits)
     far = [
         place
@@ -164,7 +164,7 @@ def late_position(logits: LogitQuality) -> Position | None:
 
 
 def drift(logits: LogitQuality) -> str | None:
-    """A sentence where the KL at late positions is surely more than twice that of early ones."""
+    """A sentence if late positions surely have more than twice the KL of early ones."""
     late = late_position(logits)
     early = [place for place in logits.positions if place.stop <= USUAL_WINDOW]
     tokens = sum(place.tokens for place in early)

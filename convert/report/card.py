@@ -22,7 +22,7 @@ from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.tasks import TaskReport
 
 TEMPLATE = "card.md.jinja"
-NO_TARGET = "FOLDER"  # in commands, until there is a repository
+NO_TARGET = "FOLDER"  # stands in commands until there is a repository
 
 
 def render_card(
@@ -33,17 +33,17 @@ def render_card(
     name: str,
     target: str = NO_TARGET,
 ) -> str:
-    """The card; it says so where the base model or its license is not known.
+    """The card as Markdown; it says if the base model or its license is not known.
 
     Args:
         packed: the folder.
-        report: figures, None where nothing was measured.
+        report: measured figures, None where nothing was measured.
         tasks: results of tasks, None where none were run.
         source: facts stated about the original.
         name: of the model.
-        target: what the commands name: a repository, or a word for the folder.
+        target: model in the card's commands: a repository, or NO_TARGET.
     """
-    # Not HTML: values are made safe for Markdown by a filter instead.
+    # The card is Markdown, not HTML: filters make values safe instead of escapes.
     environment = Environment(
         autoescape=False,
         undefined=StrictUndefined,
@@ -118,7 +118,7 @@ def _main_bits(packed: PackedCheckpoint) -> int | None:
 
 
 def _version(manifest: Manifest | None, report: QualityReport | None) -> str | None:
-    """Version of the lowbit that packed; None where another tool did."""
+    """Version of the lowbit that packed the folder; None where another tool did."""
     if manifest is not None:
         return manifest.lowbit_version
     return None if report is None else report.lowbit_version
@@ -129,10 +129,10 @@ def _size(packed: PackedCheckpoint) -> str:
 
 
 def _markdown(value: str) -> str:
-    """Text that stays text inside a table, a heading or a code span."""
+    """Text without the characters that Markdown reads as a table, a tag or a code span."""
     return re.sub(r"[`|<>\[\]\r\n\t]", " ", value).strip()
 
 
 def _code(value: str) -> str:
-    """Text that stays one line of a fenced block."""
+    """Text on one line, without the mark that ends a fenced block."""
     return re.sub(r"[`\r\n\t]", " ", value).strip()

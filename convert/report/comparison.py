@@ -1,4 +1,4 @@
-"""Several packed forms of one model, side by side, from the reports that lie beside them."""
+"""Comparison of several packed forms of one model by their reports."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,18 +16,18 @@ from lowbit.formats.tasks import manifest_sha256
 
 Value = TypeVar("Value")
 
-SAME_PERPLEXITY = 1e-3  # of one original on one text, whatever machine measured it
+SAME_PERPLEXITY = 1e-3  # relative; one original differs less between machines
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFolder:
-    """One packed folder.
+    """One packed folder with its measured figures.
 
     Attributes:
-        folder: where it is.
-        manifest: of its lowbit.json, None where another tool made it.
-        report: of its quality.json.
-        logits: of the report.
+        folder: path.
+        manifest: content of lowbit.json, None where another tool made the folder.
+        report: content of quality.json.
+        logits: the report's part on logits.
     """
 
     folder: Path
@@ -38,20 +38,20 @@ class MeasuredFolder:
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """One packed folder beside the others.
+    """The figures of one packed folder, compared with those of the others.
 
     Attributes:
         name: of the folder.
         folder: its path.
-        verdict: on its report.
+        verdict: on its figures.
         method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
-        schemes: of its linears, `INT4 g128, INT8 g128`.
+        schemes: of the linears, `INT4 g128, INT8 g128`.
         folder_bytes: all its files, reports aside.
         bits_per_weight: of the quantizable linears, head included, scales counted.
         kl_mean: nats per token.
         kl_error: standard error of `kl_mean`; None where the windows are too few.
-        difference: of the mean KL to the first row's, with its paired standard error; None in the
-            first row, and with fewer than 8 windows.
+        difference: mean KL minus the first row's, with its paired standard error; None in the first
+            row, and with fewer than 8 windows.
         kl_p99: the value that 99 % of the tokens do not exceed.
         top1_agreement: share of tokens where both rank the same token first.
         perplexity: of the packed model.
@@ -86,11 +86,11 @@ class FolderComparison:
     Attributes:
         source: the original's Hub id, None where it is not known.
         model_type: of the original; None where only older reports are compared.
-        parameters: of the original; None same.
+        parameters: of the original; None where only older reports are compared.
         text_name: of the evaluation text.
-        scored_tokens: that every row rests on.
-        windows: they are in.
-        window: tokens of one.
+        scored_tokens: number behind every row.
+        windows: number of windows that hold them.
+        window: tokens of one window.
         perplexity_original: of the original on the text.
         rows: in the order the folders were given.
     """
@@ -106,13 +106,13 @@ class FolderComparison:
     rows: tuple[FolderRow, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `compare --json`; an infinite figure is null, as in quality.json."""
+        """The object that `compare --json` prints; infinite figures are null."""
         content: dict[str, Any] = finite(asdict(self))
         return content
 
 
 def compare(folders: Sequence[Path]) -> FolderComparison:
-    """The reports of some packed folders, side by side; the first is what the others are held to.
+    """Compare packed folders by their reports; the first is the reference of the others.
 
     Args:
         folders: packed folders of one source with logit figures, at least one.
@@ -220,7 +220,7 @@ def _row(entry: MeasuredFolder, first: MeasuredFolder, shared: Collection[str]) 
 
 
 def method_text(manifest: Manifest | None) -> str:
-    """The method that chose the codes, `gptq`; with the scale rule where that is another."""
+    """The method that chose the codes, `gptq`, with the scale rule if that has another name."""
     if manifest is None:
         return "another tool"
     method, rule = manifest.recipe.get("method", "rtn"), manifest.recipe.get("scales", "signed")
@@ -230,6 +230,6 @@ def method_text(manifest: Manifest | None) -> str:
 
 
 def mean_cosine(rows: Sequence[WeightQuality]) -> float | None:
-    """Mean cosine of some linears with their source, weighted by size; None if there are none."""
+    """Mean cosine of linears with their source, weighted by size; None for no linears."""
     weights = sum(row.weights for row in rows)
     return sum(row.cosine * row.weights for row in rows) / weights if weights else None

@@ -1,4 +1,4 @@
-"""Several packed folders side by side: in a terminal, in Markdown, as a page."""
+"""A comparison of packed folders in a terminal, as Markdown and as a page."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SAME_SIZE = 1.001  # folders whose sizes differ by less are equally large
 
 
 def render_comparison(console: Console, found: FolderComparison, page: Path | None = None) -> None:
-    """Print the tables, and where the page is."""
+    """Print the tables, and the path of the page if one was written."""
     loss = plain_table("", ("folder", "method", "verdict"), ("size", "mean KL", "minus first"))
     rest = ("bits", "KL p99", "same top", "perplexity", "logit cosine")
     near = plain_table("", ("folder",), rest)
@@ -60,12 +60,12 @@ def render_comparison(console: Console, found: FolderComparison, page: Path | No
 
 
 def verdict_text(row: FolderRow) -> str:
-    """`usable`, or `not judged`; the page and the reports have the reasons."""
+    """Grade of a folder in a table, `usable` or `not judged`."""
     return row.verdict.grade or row.verdict.title.lower()
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], text: int = 2) -> str:
-    """A Markdown table whose first `text` columns are words and the others figures."""
+    """A Markdown table: `text` columns of words, then right-aligned columns of figures."""
     rule = ["---"] * text + ["--:"] * (len(headings) - text)
     lines = [headings, rule, *([_cell(value) for value in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -76,18 +76,18 @@ def _cell(value: str) -> str:
 
 
 def difference_text(row: FolderRow) -> str:
-    """`-0.00401 ± 0.00012`: the mean KL against the first row's; a dash where there is none."""
+    """Mean KL minus the first row's, `-0.00401 ± 0.00012`; a dash where there is none."""
     if row.difference is None:
         return words.MISSING
     mean, error = row.difference.mean, row.difference.standard_error
     if not (math.isfinite(mean) and error > 0):
         return words.signed_kl(mean)
-    digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two of the error
+    digits = min(8, max(0, 1 - math.floor(math.log10(error))))  # two digits of the error
     return f"{mean:+z.{digits}f} ± {error:.{digits}f}"
 
 
 def perplexity_text(row: FolderRow) -> str:
-    """`3.354 (+2.06 %)`."""
+    """Perplexity and its change, `3.354 (+2.06 %)`."""
     return f"{words.number(row.perplexity)} ({words.signed(row.perplexity_change)})"
 
 
@@ -97,7 +97,7 @@ def weight_cosine_text(row: FolderRow) -> str:
 
 
 def comparison_page(found: FolderComparison) -> str:
-    """The page: size against loss, verdicts, and tables."""
+    """The page as HTML: a chart of size against loss, verdicts, and tables."""
     best = min(found.rows, key=lambda row: row.kl_mean)
     return render_page(
         "compare.html.jinja",
@@ -112,7 +112,7 @@ def comparison_page(found: FolderComparison) -> str:
 
 
 def _model(found: FolderComparison) -> str:
-    """`Qwen/Qwen3-8B`, or `a qwen3 model of 5.8 M parameters` of a local original."""
+    """Name of the original, `Qwen/Qwen3-8B` or `a qwen3 model of 5.8 M parameters`."""
     if found.source is not None:
         return found.source
     size = "" if found.parameters is None else f" of {words.count(found.parameters)} parameters"
@@ -120,7 +120,7 @@ def _model(found: FolderComparison) -> str:
 
 
 def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:
-    """The rows that no other row beats in size and loss at once, smallest first."""
+    """Rows that no other row beats in both size and loss, smallest first."""
     kept: list[FolderRow] = []
     for row in sorted(rows, key=lambda row: (row.folder_bytes, row.kl_mean)):
         if not kept:
@@ -133,7 +133,7 @@ def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:
 
 
 def _plot(found: FolderComparison) -> str:
-    """Size of every folder against its mean KL, and the line of those that none beats."""
+    """Chart of each folder's size against its mean KL, with a line along the frontier."""
     unit, name = _unit(found.rows)
     best = frontier(found.rows)
     marks: list[Mark] = [

@@ -19,11 +19,11 @@ from lowbit.formats.packed import open_packed
 from lowbit.formats.printable import printable
 from lowbit.formats.tasks import read_tasks
 
-ROOM_BYTES = 4_000_000  # all three files of a report take less, of the largest models too
+ROOM_BYTES = 4_000_000  # more than the three files of the largest models' reports take
 
 
 def check_reports(folder: Path, place: Path | None = None) -> None:
-    """Find out, before anything is measured, what would keep `write_reports` from its work.
+    """Refuse, before anything is measured, what `write_reports` would fail on.
 
     Args:
         folder: packed checkpoint.
@@ -42,7 +42,7 @@ def check_reports(folder: Path, place: Path | None = None) -> None:
 
 
 def left_out(folder: Path, place: Path | None = None) -> list[str]:
-    """Notes on what `write_reports` would leave out, made before it writes.
+    """Sentences on what `write_reports` would leave out.
 
     Args:
         folder: packed checkpoint.
@@ -63,17 +63,17 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
     """Write quality.json, quality.html and a draft of the model card; the files, in that order.
 
     The card is README.md, unless there is one already that this function did not write or that
-    somebody has edited since: then it is MODEL_CARD.md. Where that is somebody's own too, no card
-    is written.
+    somebody has edited since: then it is MODEL_CARD.md. If somebody edited that too, no card is
+    written.
 
     Args:
         folder: packed checkpoint.
-        report: figures that were measured of it.
+        report: its measured figures.
         place: folder for the files, created where it does not exist; the packed one when None.
 
     Raises:
         LowbitError: the folder is no packed checkpoint, `place` is another one, or a file cannot
-            be written; then none is.
+            be written; no file is written then.
     """
     packed = open_packed(folder)
     name = printable(folder.resolve().name)
@@ -90,13 +90,13 @@ def write_reports(folder: Path, report: QualityReport, place: Path | None = None
         contents[place / card] = marked(text)
     with disk_errors(path=place):
         place.mkdir(parents=True, exist_ok=True)
-    # quality.json last: it tells that all are there
+    # quality.json last: its presence means that all files are there
     replace_files(dict(reversed(contents.items())))
     return list(contents)
 
 
 def _speed(folder: Path) -> Speed | None:
-    """The speed of a packed folder; None for a bench.json that `left_out` has a note on."""
+    """The measured speed of a packed folder; None without a bench.json that can be read."""
     try:
         return read_speed(folder)
     except LowbitError:
@@ -104,7 +104,7 @@ def _speed(folder: Path) -> Speed | None:
 
 
 def _place(folder: Path, place: Path | None) -> Path:
-    """The folder for the files; nobody mistakes them for the report of another checkpoint there."""
+    """The folder for the files; refused if it is another checkpoint's."""
     if place is None or place.resolve() == folder.resolve():
         return folder
     if (place / MANIFEST_FILE).exists():
@@ -117,7 +117,7 @@ def _place(folder: Path, place: Path | None) -> Path:
 
 @contextmanager
 def _for_now(place: Path) -> Iterator[None]:
-    """Have a folder inside the block; those that it takes to create are removed afterwards."""
+    """Create a folder for the block, and remove the folders that were created after it."""
     created = [path for path in (place, *place.parents) if not path.exists()]
     try:
         with disk_errors(path=place):
@@ -125,12 +125,12 @@ def _for_now(place: Path) -> Iterator[None]:
         yield
     finally:
         for path in created:
-            with suppress(OSError):  # it could not be created, or somebody uses it by now
+            with suppress(OSError):  # it was not created, or is in use by now
                 path.rmdir()
 
 
 def _card_file(place: Path) -> str | None:
-    """Name of the first card that may be written; None where people own both."""
+    """Name of the first card file that nobody edited; None where both are edited."""
     for name in (README, DRAFT):
         path = place / name
         if not path.exists() or is_untouched_draft(path):
@@ -139,7 +139,7 @@ def _card_file(place: Path) -> str | None:
 
 
 def source_card(folder: Path) -> SourceCard:
-    """Metadata of the original's card, which a conversion passes through beside its own."""
+    """Metadata of the original's card, which a conversion copies as SOURCE_README.md."""
     original = folder / SOURCE_README
     if not original.exists() and not is_untouched_draft(folder / README):
         original = folder / README

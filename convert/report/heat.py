@@ -1,4 +1,4 @@
-"""Layers by modules: the cells of a heat map."""
+"""Heat map of errors: kinds of linear by layers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import layer_of, scheme_text
 
-NUMBERS_ALWAYS = 8  # layers, whose figures fit on a phone
-NUMBERS_WIDE = 24  # layers, whose figures fit on a screen
-LABELLED = 12  # columns that have their number above them, where not all fit
+NUMBERS_ALWAYS = 8  # up to so many layers, figures fit on a phone
+NUMBERS_WIDE = 24  # up to so many layers, figures fit on a screen
+LABELLED = 12  # numbered columns, where not all numbers fit
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One linear.
+    """The figure of one linear.
 
     Attributes:
-        text: its figure in percent, without the sign.
+        text: the figure in percent, without the sign.
         title: name, scheme and figure.
         strength: of the colour, 0 to 1.
     """
@@ -34,14 +34,14 @@ class HeatMap:
     """A figure of every linear inside the layers.
 
     Attributes:
-        title: what is shown.
-        layers: numbers of the columns.
-        labels: of the columns, empty where there is no room.
+        title: name of the figure.
+        layers: layer numbers of the columns.
+        labels: text above each column, empty where there is no room.
         rows: kind of linear, and its cell in every layer, None where the layer has none.
-        density: `always`, `wide` or `never`: where the figures fit into the cells.
-        full: the figure at which the colour is strongest.
-        largest: figure.
-        worst: name of the linear that has it.
+        density: screens on which figures fit into the cells: `always`, `wide` or `never`.
+        full: figure at which the colour is strongest.
+        largest: largest figure.
+        worst: name of the linear with the largest figure.
     """
 
     title: str
@@ -55,7 +55,7 @@ class HeatMap:
 
 
 def heat_maps(rows: Sequence[WeightQuality]) -> list[HeatMap]:
-    """Maps of the output error and of the weights' error, of those that were measured."""
+    """Heat maps of the output error and of the weight error, where they were measured."""
     figures: tuple[tuple[str, Callable[[WeightQuality], float | None]], ...] = (
         ("Output error", lambda row: row.output_error),
         ("Weight error", lambda row: row.relative_l2),
@@ -76,10 +76,10 @@ def _heat_map(
     found = [pair for cells in places.values() for pair in cells.values()]
     if not found:
         return None
-    # A hybrid's first layer lacks attention: sort, or its rows come after the MLP's.
+    # A hybrid's first layer lacks attention, whose rows would come after the MLP's unsorted.
     kinds = sorted(places, key=lambda kind: ".mlp." in next(iter(places[kind].values()))[0].name)
     worst, largest = max(found, key=lambda pair: pair[1])
-    # Twice the median, or more: an even map stays pale.
+    # At least twice the median, so that a map of even figures stays pale.
     finite = [value for _, value in found if math.isfinite(value)] or [0.0]
     full = max(*finite, 2 * median(finite))
     layers = sorted({layer for cells in places.values() for layer in cells})

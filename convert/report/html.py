@@ -1,4 +1,4 @@
-"""`quality.html`: one file, nothing fetched, for whoever decides whether the model ships."""
+"""`quality.html`, the report as one page without outside resources."""
 
 import json
 import math
@@ -20,8 +20,8 @@ from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.tasks import TaskReport
 
 WORST = 10
-SCALE = (1e-4, 3.0)  # of the gauge, nats
-DEEPEST = 4  # levels of a recipe that are listed; what lies deeper is shown as JSON
+SCALE = (1e-4, 3.0)  # ends of the gauge, nats
+DEEPEST = 4  # levels of a recipe that are listed; deeper ones are shown as JSON
 
 
 def render_html(
@@ -32,15 +32,15 @@ def render_html(
     tasks: TaskReport | None = None,
     speed: Speed | None = None,
 ) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        report: what was measured.
+        report: measured figures.
         manifest: of the packed folder, None where it has none.
         name: of the model, for the title.
-        rooms: where its bytes went.
+        rooms: bytes by part and precision.
         tasks: results of tasks, None where none were run.
-        speed: what was benched, None where nothing was.
+        speed: measured speed, None where none was measured.
     """
     logits = report.logits
     outputs = any(row.output_error is not None for row in report.weights)
@@ -73,7 +73,7 @@ def render_html(
 
 
 def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
-    """Values of the template that only a report with logits has."""
+    """Values of the template that come from measured logits."""
     return {
         "in_words": remarks.in_words(logits),
         "noise_in_words": remarks.noise_in_words(logits),
@@ -94,8 +94,8 @@ class Band:
     Attributes:
         grade: its name.
         width: in percent of the scale.
-        end: place of its upper limit.
-        limit: in words; empty where it has none.
+        end: place of the upper limit.
+        limit: upper limit in words; empty where there is none.
     """
 
     grade: limits.Grade
@@ -106,14 +106,14 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """The mean KL on a logarithmic scale; places in percent of it.
+    """The mean KL on a logarithmic scale; places are in percent of the scale.
 
     Attributes:
-        value: place of this file.
-        side: to which side of that place its label goes.
+        value: place of this file's mean KL.
+        side: side of that place on which the label stands.
         bands: the grades, from the left.
-        noise: place of BF16 alone; None where it was not measured.
-        expected: place of the loss that size and bits lead to expect; None where nothing does.
+        noise: place of the KL that BF16 alone causes; None where it was not measured.
+        expected: place of the loss to expect of this size and these bits; None where not known.
     """
 
     value: float
@@ -124,7 +124,7 @@ class Gauge:
 
 
 def _gauge(report: QualityReport) -> Gauge | None:
-    """None where nothing is judged."""
+    """The gauge of a report; None where nothing is judged."""
     if report.logits is None or verdict.judge(report).grade is None:
         return None
     noise, measure = report.logits.noise, verdict.measure(report)
@@ -182,11 +182,11 @@ def _fact(value: Any) -> str:
         return value
     try:
         return json.dumps(value, ensure_ascii=False)
-    except RecursionError:  # from a file; it was read with less of the stack in use
+    except RecursionError:  # the recipe of a file; it was read with less stack in use
         return "nested too deeply to be shown"
 
 
 def _fates(manifest: Manifest) -> str:
-    """Numbers of source tensors by their fate: `43 quantized, 24 copied`."""
+    """Counts of source tensors by fate: `43 quantized, 24 copied`."""
     counts = Counter(tensor.fate for tensor in manifest.source_tensors)
     return ", ".join(f"{count} {fate}" for fate, count in counts.items()) or "none"

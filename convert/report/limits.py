@@ -16,14 +16,13 @@ TITLES: Mapping[Grade, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that a file of some grade loses.
+    """Upper limits of a grade.
 
     Attributes:
         grade: its name.
-        kl: mean, in nats per token.
+        kl: mean KL, in nats per token.
         flips: share of tokens whose first choice changes.
-        evidence: files that lie within, with the mean KL and the flips that were published or that
-            we measured.
+        evidence: files within the limits, with their published or measured mean KL and flips.
     """
 
     grade: Grade
@@ -59,18 +58,18 @@ LIMITS = (
     ),
 )
 BROKEN = "SmolLM2-135M at INT4 rounded to nearest 0.42, whose sentences fall apart"
-# The largest one percent of the KL against the mean: 5 to 8 times in published logs of 8B models.
+# KL p99 over mean KL is 5 to 8 in published logs of 8B models.
 TAIL = 10.0
-SMALLEST = 50_000_000  # parameters that the sizes of `EXPECTED` start at
+SMALLEST = 50_000_000  # parameters of the smallest size in `EXPECTED`
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The mean KL that a good file of some bits reaches in models from a size on.
+    """The mean KL that a good file with so many bits reaches in models of at least a size.
 
     Attributes:
-        parameters: smallest model.
-        kl: mean, in nats per token.
+        parameters: of the smallest such model.
+        kl: mean KL, in nats per token.
         evidence: the measurement behind it.
     """
 
@@ -79,9 +78,9 @@ class Expectation:
     evidence: str
 
 
-# Small models lose more at the same recipe; largest first. Nothing is expected below the last:
-# the models of 6 M parameters that were measured know one kind of text and lose little, 0.007 to
-# 0.018, which says nothing of others.
+# Largest models first; small models lose more at the same recipe. Below the last size nothing is
+# expected: the measured models of 6 M parameters know one kind of text and lose only 0.007 to
+# 0.018, which does not carry over to others.
 EXPECTED: Mapping[int, tuple[Expectation, ...]] = {
     4: (
         Expectation(3e9, 0.03, "Qwen3.5-4B Q4_K_M 0.029, Llama-3-8B Q4_K_M 0.031"),
@@ -91,26 +90,26 @@ EXPECTED: Mapping[int, tuple[Expectation, ...]] = {
     ),
     8: (Expectation(SMALLEST, 0.003, "Qwen3.5-4B Q8_0 0.0028; lowbit INT8 0.0001 to 0.002"),),
 }
-LEAST_BITS = 4  # fewer are held to the measure of 4: readers do not forgive them
-FAR = 2.0  # times the expectation
+LEAST_BITS = 4  # fewer bits are expected to lose no more than 4 bits
+FAR = 2.0  # factor over the expectation that counts as far
 
 
 def grade_of_kl(kl: float, times: float = 1.0) -> Grade:
-    """The grade of a mean KL, or of a percentile with limits so many times as large."""
+    """Grade of a mean KL, or of a percentile whose limits are `times` as large."""
     return next((limit.grade for limit in LIMITS if kl <= limit.kl * times), "broken")
 
 
 def grade_of_flips(share: float) -> Grade:
-    """The grade of a share of changed first choices."""
+    """Grade of a share of changed first choices."""
     return next((limit.grade for limit in LIMITS if share <= limit.flips), "broken")
 
 
 def expectation(bits: int | None, parameters: int | None) -> Expectation | None:
-    """The loss to expect of some bits in a model of some size; None where none was measured.
+    """The loss to expect of a model by its bits and size; None where none was measured.
 
     Args:
         bits: of most weights.
-        parameters: of the model; None if not known, which is held to the strictest measure.
+        parameters: of the model; None if not known, which gets the strictest expectation.
     """
     if bits is None:
         return None

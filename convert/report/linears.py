@@ -11,12 +11,12 @@ from lowbit.formats.layout.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class LinearKind:
-    """All layers' linears of one kind and scheme.
+    """The linears of one kind and scheme in all layers.
 
     Attributes:
         name: last part of the module name, `q_proj`.
         scheme: short form, `INT4 g128`.
-        rows: one a layer.
+        rows: figures of each linear.
     """
 
     name: str
@@ -47,12 +47,12 @@ class LinearKind:
 
 
 def scheme_text(row: WeightQuality) -> str:
-    """`INT4 g128`."""
+    """Short form of a row's scheme, `INT4 g128`."""
     return str(Scheme(row.bits, row.group_size))
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """Number of the decoder's layer, None outside of them, and the kind of linear."""
+    """Decoder layer of a linear, None outside of layers, and its kind."""
     if name.startswith("mtp."):  # its layers are no layers of the decoder
         return None, f"mtp.{name.rpartition('.')[2]}"
     _, layer, rest = split_layer(name)
@@ -70,7 +70,7 @@ def kinds(rows: Sequence[WeightQuality]) -> list[LinearKind]:
 def worst(
     rows: Sequence[WeightQuality], count: int, by_output: bool = False
 ) -> list[WeightQuality]:
-    """The linears with the largest error of their weights, or of their outputs; largest first."""
+    """Linears with the largest error of weights, or of outputs; largest first."""
 
     def error(row: WeightQuality) -> float:
         return (row.output_error or 0.0) if by_output else row.relative_l2

@@ -1,4 +1,4 @@
-"""Pages from templates: one file each, style inlined, every value escaped and printable."""
+"""Pages from templates: one file each with its style inside, and every value escaped."""
 
 import math
 from functools import cache
@@ -14,7 +14,7 @@ from lowbit.formats.printable import printable
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page; values are escaped, except charts, which come as `Markup`.
+    """Render a page; values are escaped, except charts, which are `Markup`.
 
     Control characters and lone surrogates, which no page may hold, are shown as escapes.
     """
@@ -53,14 +53,14 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """A value whose lines are kept and whose other control characters are shown as escapes."""
+    """A value with control characters other than line ends shown as escapes."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return printable(value, keep="\n")
 
 
 def share(value: float, whole: float) -> float:
-    """A part of a whole as a number from 0 to 1, whatever the figures are."""
+    """A part of a whole as a number from 0 to 1; 0 without a whole."""
     if not whole > 0 or math.isnan(value):
         return 0.0
     if math.isinf(whole):

@@ -1,4 +1,4 @@
-"""The charts of the page."""
+"""Charts of the quality page."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lowbit.formats.charts.chart import Bars, Line, Mark, Rule, chart
 
 
 def kl_distribution(logits: LogitQuality, expected: float | None) -> str:
-    """Histogram of the tokens' KL on a log axis, with mean, p95, p99 and the expected mean."""
+    """Histogram of KL per token on a log axis, with mean, p95, p99 and the expected mean."""
     histogram = logits.kl_histogram
     bins = len(histogram.counts)
     step = (histogram.high_exponent - histogram.low_exponent) / bins
@@ -93,5 +93,5 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _tokens(count: int) -> str:
-    """`128`, `4k`."""
+    """A number of tokens as an axis names it: `128`, `4k`."""
     return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)

@@ -1,4 +1,4 @@
-"""Sensitivities as a heat map: sets by layers, at one precision, on a logarithmic scale."""
+"""Heat map of sensitivities: fused sets by layers at one precision, on a logarithmic scale."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from lowbit.formats.printable import printable
 
 BITS = 4
 CELL, ROW, LEFT, TOP, BOTTOM = 34, 26, 190, 66, 30
-LEAST_COLUMNS = 12  # that the title and the scale need
-LOW, HIGH = (235, 241, 250), (8, 48, 107)  # of the colour scale: red, green, blue
+LEAST_COLUMNS = 12  # width that the title needs
+LOW, HIGH = (235, 241, 250), (8, 48, 107)  # ends of the colour scale: red, green, blue
 STYLE = """
 text { font: 12px sans-serif; fill: #1f2933; }
 .title { font-size: 14px; font-weight: bold; }
@@ -21,7 +21,7 @@ text { font: 12px sans-serif; fill: #1f2933; }
 .figure { font-size: 10.5px; }
 .dark { fill: #ffffff; }
 """
-DECADES = 4  # of the scale, below the largest figure
+DECADES = 4  # length of the scale, below the largest figure
 HEAD = "head"
 
 
@@ -76,7 +76,7 @@ def _column(row: Row) -> str:
 
 
 def _cell(svg: Element, row: Row, place: tuple[int, int], scale: tuple[float, float]) -> None:
-    """A coloured box with the logarithm of its figure, and the figure as a hint."""
+    """Draw a coloured box with the logarithm of a figure, and the figure as a tooltip."""
     low, high = scale
     level = math.log10(row.kl) if row.kl > 0 else low
     share = min(1.0, max(0.0, (level - low) / (high - low))) if high > low else 1.0

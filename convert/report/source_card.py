@@ -1,4 +1,4 @@
-"""Facts about the original that its card, or the user, states and that hold when packed too."""
+"""Facts about the original, from its card or the user, that hold for the packed model too."""
 
 import re
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ NULLS = ("", "~", "null", "Null", "NULL")
 
 @dataclass(frozen=True, slots=True)
 class SourceCard:
-    """Metadata of the original; what nobody states is None or empty.
+    """Metadata of the original; facts that nobody states are None or empty.
 
     Attributes:
         license: identifier, `apache-2.0` or `other`.
         license_name: of a license `other`.
         license_link: address or file of a license `other`.
         languages: ISO codes.
-        pipeline_tag: what the Hub lists the model under.
-        base_model: Hub id of the original; its own card cannot say it, only the user.
+        pipeline_tag: the Hub's category of the model.
+        base_model: Hub id of the original; only the user can state it.
     """
 
     license: str | None = None
@@ -58,8 +58,7 @@ def read_source_card(readme: Path) -> SourceCard:
     if match is None or len(match[1]) > MAX_FRONT_MATTER:
         return SourceCard()
     try:
-        # Every value as text: tags of YAML run code that fails in ways of its own, and Norwegian
-        # is not False.
+        # BaseLoader reads every value as text: no tag runs code, and `no` (Norwegian) is not False.
         found = yaml.load(match[1], Loader=yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         found = None

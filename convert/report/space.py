@@ -23,7 +23,7 @@ PARTS: dict[Role, str] = {
 }
 CARRIED = "vision tower"
 FILES = "config, tokenizer, other files"
-SMALL = 0.005  # of the folder: parts below share a row
+SMALL = 0.005  # share of the folder below which parts are joined in one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Room:
     """Bytes of one part of the model in one precision.
 
     Attributes:
-        part: of the model, in words.
+        part: part of the model, in words.
         precision: `INT4 g128`, or the dtype; empty for files.
-        before: bytes in the source; None where they are not known, or where there was no such part.
+        before: bytes in the source; None where not known, or where there was no such part.
         after: bytes in the folder, scales and shapes included.
         share: of the folder's bytes.
     """
@@ -46,7 +46,7 @@ class Room:
 
 
 def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
-    """The folder's bytes by part and precision, largest first; they add up to its size.
+    """Bytes of the folder by part and precision, largest first; they add up to its size.
 
     Args:
         packed: the folder.
@@ -87,7 +87,7 @@ def _room(
 
 
 def _source_bytes(packed: PackedCheckpoint) -> dict[str, int]:
-    """Bytes of every source tensor by name, as the manifest has them; none without one."""
+    """Bytes of every source tensor by name, from the manifest; empty without one."""
     if packed.manifest is None:
         return {}
     return {
@@ -97,7 +97,7 @@ def _source_bytes(packed: PackedCheckpoint) -> dict[str, int]:
 
 
 def _joined(rooms: list[Room]) -> list[Room]:
-    """Rooms with the small ones joined in one row at the end."""
+    """The rooms, with the small ones joined in one at the end."""
     small = [room for room in rooms if room.share < SMALL]
     if len(small) < 2:
         return rooms

@@ -22,9 +22,9 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
     """Print the report: the verdict, the headline figures, then linears by kind and the worst.
 
     Args:
-        console: where to.
-        report: what was measured.
-        worst_rows: linears shown one by one.
+        console: to print on.
+        report: measured figures.
+        worst_rows: number of linears shown one by one.
     """
     console.print(_summary(report))
     if report.weights:
@@ -81,7 +81,7 @@ def _summary(report: QualityReport) -> Table:
 
 
 def size_text(report: QualityReport) -> str:
-    """`11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
+    """Sizes before and after: `11.83 MB → 5.95 MB (50.3 %), 4.85 bits per weight`."""
     sizes = report.sizes
     bits = f"{sizes.bits_per_weight:.2f} bits per weight"
     if sizes.source_bytes is None:

@@ -1,12 +1,12 @@
-"""Figures in the words of a report: the same rounding in terminal, page and card."""
+"""Figures as text, rounded the same way in terminal, page and card."""
 
 import math
 
 from lowbit.convert.measure.record import LogitQuality
 from lowbit.formats.printable import printable
 
-MISSING = "\N{EN DASH}"  # in place of a figure that there is none of
-HUGE = 1e9  # figures from here on are powers of ten
+MISSING = "\N{EN DASH}"  # stands for a missing figure
+HUGE = 1e9  # figures from here on are written as powers of ten
 
 
 def size(count: int) -> str:
@@ -38,7 +38,7 @@ def kl_with_error(value: float, error: float | None) -> str:
 
 
 def kl_error(logits: LogitQuality) -> str:
-    """`± 0.0003 `: the standard error of the mean KL; empty where it is not known or too small."""
+    """Standard error of the mean KL, `± 0.0003 `; empty where not known or too small."""
     shown = kl_with_error(logits.kl_mean, logits.kl_error)
     return f"{shown[shown.index('±') :]} " if "±" in shown else ""
 
@@ -53,7 +53,7 @@ def count(number: int) -> str:
 
 
 def about(number: int) -> str:
-    """A number that is no more than an estimate: `about 31,000`; small ones as they are."""
+    """An estimated number: `about 31,000`; small numbers are exact."""
     if number < 10_000:
         return f"{number:,}"
     unit = 10 ** (len(str(number)) - 2)
@@ -71,7 +71,7 @@ def cosine(value: float) -> str:
 
 
 def token(text: str) -> str:
-    """A token or a piece of text with its white space made visible where it is all there is."""
+    """A token or a piece of text; white space is made visible if there is nothing else."""
     shown = text.replace("\r", "").replace("\n", "↵").replace("\t", "⇥")
     return printable(shown) if shown.strip() else shown.replace(" ", "␣") or "∅"
 
@@ -95,7 +95,7 @@ def perplexity(nll: float) -> str:
 
 
 def sentence(text: str) -> str:
-    """Some words with capital and full stop."""
+    """A sentence: the words with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
@@ -106,17 +106,17 @@ def signed(ratio: float) -> str:
 
 
 def tight(text: str) -> str:
-    """A text with no line break between a figure and its percent sign."""
+    """Text without line breaks between a figure and its percent sign."""
     return text.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def perplexity_change(logits: LogitQuality) -> str:
-    """`+2.06 % ± 0.15`: the change and its standard error, where there are windows enough."""
+    """Change of perplexity, `+2.06 % ± 0.15`; without the error where windows are too few."""
     return f"{signed(logits.perplexity_change)} {perplexity_error(logits)}".rstrip()
 
 
 def perplexity_error(logits: LogitQuality) -> str:
-    """`± 0.15`: the standard error of the change in percent; empty with too few windows."""
+    """Standard error of the change in percent, `± 0.15`; empty where windows are too few."""
     relative = logits.perplexity_change
     if logits.log_ratio_error is None or not math.isfinite(relative):
         return ""
@@ -125,6 +125,6 @@ def perplexity_error(logits: LogitQuality) -> str:
 
 
 def scored(logits: LogitQuality) -> str:
-    """The amount that was measured: `73,073 tokens in 143 windows of 512`."""
+    """Scored tokens and windows: `73,073 tokens in 143 windows of 512`."""
     windows = "1 window" if logits.windows == 1 else f"{logits.windows:,} windows"
     return f"{logits.scored_tokens:,} tokens in {windows} of {logits.window}"

@@ -1,4 +1,4 @@
-"""The tensor table of each architecture, and the way from `model_type` to it."""
+"""Tensor table of each architecture, found by `model_type`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -23,12 +23,12 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
 
     Args:
         config: content of config.json.
-        names: tensors of the checkpoint at hand, which decide between the prefixes that different
-            tools write and whether there is an MTP head; without them, as on the hub.
+        names: tensors of the checkpoint, which decide the prefix and whether there is an MTP head;
+            without them both are as in the checkpoints on the Hub.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
-        CheckpointError: more layers than there are tensors.
+        CheckpointError: the config has more layers than the checkpoint has tensors.
     """
     parsed = read_config(config)
     if 0 < len(names) < parsed.num_hidden_layers:
@@ -44,7 +44,7 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
-    """The sizes that a `config.json` describes.
+    """Parse the sizes that a `config.json` describes.
 
     Raises:
         UnsupportedModelError: a key is missing, out of range or names a feature that is not
@@ -62,7 +62,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
 
 
 def part_of(config: Mapping[str, Any], name: str) -> Part:
-    """The part of the model that a tensor belongs to; embedding and head count as decoder."""
+    """Part of the model that a tensor belongs to; embedding and head belong to the decoder."""
     if config.get("model_type") in qwen3_5.MODEL_TYPES:
         if name.startswith(qwen3_5.VISION_PREFIXES):
             return "vision"
@@ -72,12 +72,12 @@ def part_of(config: Mapping[str, Any], name: str) -> Part:
 
 
 def is_carried(config: Mapping[str, Any], name: str) -> bool:
-    """Tell whether a tensor belongs to the vision tower, which is copied unchecked."""
+    """Tell if a tensor belongs to the vision tower, which is copied unchecked."""
     return part_of(config, name) == "vision"
 
 
 def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
-    """Patterns of the linears, as engines name them, that a checkpoint has and no recipe takes."""
+    """Patterns, for engines' module names, of the linears that no recipe quantizes."""
     if config.get("model_type") not in qwen3_5.MODEL_TYPES:
         return ()
     vision = any(is_carried(config, name) for name in names)
@@ -85,7 +85,7 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Tell whether the head shares the embedding's weight.
+    """Tell if the head shares the embedding's weight.
 
     Raises:
         UnsupportedModelError: no flag, or an outer and a nested one that disagree.
@@ -96,7 +96,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, saying everywhere an engine may look that the head has weights of its own."""
+    """A copy of the config with `tie_word_embeddings` false wherever an engine may look."""
     changed = {**config, TIED: False}
     nested = config.get("text_config")
     if isinstance(nested, dict) and TIED in nested:

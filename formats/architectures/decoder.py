@@ -1,7 +1,7 @@
 """Keys of config.json that every family of decoders shares, with their ranges.
 
-Bounds are generous: each is several times what published models have, and low enough that a table
-of all tensors is made in milliseconds.
+Each bound is several times the largest published value, and low enough that the table of all
+tensors is made in milliseconds.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,8 +33,8 @@ KV_HEADS = Field("num_key_value_heads", least=1, most=MAX_HEADS)
 HEAD_DIM = Field("head_dim", least=2, most=MAX_HEAD_DIM, even=True)
 TIED_FIELD = Field(TIED, "flag", default=False)
 
-# Keys that change the arithmetic of some engine, and the values that leave it as it is here. None
-# stands for null.
+# Keys that change the arithmetic in some engine, and the values that leave it as implemented here.
+# None stands for null.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -51,16 +51,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_sharing_modes": (None,),
     "num_kv_shared_layers": (None, 0),
     "per_layer_config": (None,),
-    "quantization": (None,),  # of MLX, whose weights have a layout of their own
+    "quantization": (None,),  # MLX weights have a layout of their own
 }
 
 
 def check_features(config: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse by name what the tensor table or the runtime does not have.
+    """Refuse keys that ask for a feature which is not implemented.
 
     Args:
         config: config.json or its text_config.
-        more: keys of the family, as in NEUTRAL.
+        more: keys of the family, in the form of NEUTRAL.
 
     Raises:
         UnsupportedModelError: naming the key and its value.
@@ -79,7 +79,7 @@ def check_features(config: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]
 def read_layer_types(
     config: Mapping[str, Any], layers: int, implemented: Collection[str]
 ) -> tuple[str, ...] | None:
-    """The kind of every layer as the config lists them, or None where it has no list.
+    """Kinds of all layers as the config lists them; None without a list.
 
     Raises:
         UnsupportedModelError: a list of another length than `layers`, or with another kind than
@@ -106,11 +106,11 @@ def read_layer_types(
 
 
 def read_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a text: `eos_token_id`. The ids for begin and padding are checked too.
+    """Ids that end a text, `eos_token_id`; begin and padding ids are checked too.
 
-    No prompt gets a begin or padding token from config.json, so -1 for none, which published
-    configs have, is let through. An id past the vocabulary is refused: transformers cannot build a
-    model with such padding, and a text can never end with such an end.
+    Published configs have -1 for no begin or padding token; it is accepted, since prompts get
+    neither from config.json. An id past the vocabulary is refused: transformers cannot build a
+    model with such a padding id, and no text could end with such an end id.
 
     Raises:
         UnsupportedModelError: an id that the vocabulary does not have.

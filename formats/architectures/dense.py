@@ -32,12 +32,12 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import REQUIRED, Field, read_field, read_fields, shown
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
-QK_NORM = ("qwen3",)  # an RMS norm on every q and k head
-QKV_BIAS = ("qwen2",)  # a bias on q, k and v
-EXPLICIT_HEAD_DIM = ("qwen3",)  # elsewhere it may be left out: hidden_size // heads
+QK_NORM = ("qwen3",)  # model types with an RMS norm on every q and k head
+QKV_BIAS = ("qwen2",)  # model types with a bias on q, k and v
+EXPLICIT_HEAD_DIM = ("qwen3",)  # others may leave it out: hidden_size // heads
 WINDOW = Field("sliding_window", least=0, most=2**31, default=None, nullable=True)  # not in use
-LLAMA_THETA = 10_000.0  # of Llama 1 and 2, whose configs leave it out
-FEATURES: Mapping[str, tuple[Any, ...]] = {"text_config": ()}  # of models that see or hear
+LLAMA_THETA = 10_000.0  # Llama 1 and 2, whose configs leave it out
+FEATURES: Mapping[str, tuple[Any, ...]] = {"text_config": ()}  # vision and audio models have it
 # transformers cuts its cache to the window of a Llama config, which has no key to turn it off.
 LLAMA_FEATURES: Mapping[str, tuple[Any, ...]] = {**FEATURES, "sliding_window": (None,)}
 
@@ -96,7 +96,7 @@ class DenseConfig:
 
 
 def _heads(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Number of key/value heads and size of a head, where left out those of transformers."""
+    """Number of key/value heads and size of a head; absent keys default as in transformers."""
     model_type, heads = config.get("model_type"), sizes["num_attention_heads"]
     if model_type == "llama" or (KV_HEADS.key in config and config[KV_HEADS.key] is None):
         kv_heads = read_field(config, replace(KV_HEADS, default=heads, nullable=True))
@@ -121,7 +121,7 @@ def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfi
 
 
 def tensor_table(config: DenseConfig) -> list[TensorSpec]:
-    """Every tensor of the checkpoint, in the order of the forward pass."""
+    """All tensors of the checkpoint, in the order of the forward pass."""
     h, inner = config.hidden_size, config.intermediate_size
     table = [TensorSpec("model.embed_tokens.weight", (config.vocab_size, h), "embedding")]
     for i in range(config.num_hidden_layers):

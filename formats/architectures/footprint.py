@@ -1,4 +1,4 @@
-"""Memory that one sequence takes beside the weights: keys and values, and recurrent states."""
+"""Memory of one sequence beside the weights: keys and values, and recurrent states."""
 
 from lowbit.formats.architectures.decoder import FULL, LINEAR
 from lowbit.formats.architectures.dense import DenseConfig
@@ -8,7 +8,7 @@ DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many p
 
 
 def kv_bytes(config: DenseConfig | Qwen35Config, tokens: int, itemsize: int) -> int:
-    """Bytes of the keys and values of so many tokens, at `itemsize` bytes a number."""
+    """Bytes of the keys and values of `tokens` tokens, at `itemsize` bytes a number."""
     layers = config.num_hidden_layers
     if isinstance(config, Qwen35Config):
         layers = config.layer_types.count(FULL)
@@ -16,7 +16,7 @@ def kv_bytes(config: DenseConfig | Qwen35Config, tokens: int, itemsize: int) -> 
 
 
 def state_bytes(config: DenseConfig | Qwen35Config, itemsize: int) -> int:
-    """Bytes of the states of the linear layers, whatever the length.
+    """Bytes of the states of the linear layers, which do not grow with the length.
 
     The recurrent memory is FP32; the last inputs of the convolution take `itemsize` bytes a number.
     """

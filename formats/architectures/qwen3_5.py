@@ -1,7 +1,7 @@
 """Qwen3.5 dense: gated DeltaNet layers beside full attention, an MTP layer, a vision tower.
 
 transformers `Qwen3_5ForConditionalGeneration` and `Qwen3_5ForCausalLM`; Qwen3.6 and 3.8 dense
-models have the same tensors. The vision tower is taken along by its prefix, unchecked.
+models have the same tensors. Tensors of the vision tower are carried by prefix, unchecked.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,16 +28,16 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field, read_fields, shown
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text")  # nested, text-only
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")  # with nested config, text-only
 TEXT = "text_config"
-NESTED_PREFIX = "model.language_model."  # on the hub; text-only re-saves write `model.`
+NESTED_PREFIX = "model.language_model."  # on the Hub; text-only checkpoints have `model.`
 MTP_PREFIX = "mtp."
 VISION_PREFIXES = ("model.visual.", "visual.")
 VISION_PATTERN = "re:.*visual.*"
-GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # fewer rows than fast kernels take
+GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # too few rows for fast kernels
 MTP_LAYERS = "mtp_num_hidden_layers"
 
-DEFAULT_ROTARY_SHARE = 0.25  # of transformers, as that of the interval below
+DEFAULT_ROTARY_SHARE = 0.25  # default in transformers, like the interval below
 INTERVAL = Field("full_attention_interval", least=1, most=1024, default=4)
 FIELDS = (
     *SIZES,
@@ -129,10 +129,10 @@ class Qwen35Config:
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a `config.json` that describes the decoder.
+    """Part of a `config.json` that describes the decoder.
 
     Raises:
-        UnsupportedModelError: it is not where transformers looks for it.
+        UnsupportedModelError: there is none where transformers looks for it.
     """
     model_type, text = config.get("model_type"), config.get(TEXT)
     if model_type == MODEL_TYPES[1]:
@@ -162,10 +162,10 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Tell whether the head shares the embedding's weight.
+    """Tell if the head shares the embedding's weight.
 
     transformers reads the outer key for the model with its vision tower and the inner one for the
-    decoder alone, and takes false for one that is absent.
+    decoder alone; an absent key means false.
 
     Raises:
         UnsupportedModelError: no flag, or an outer and an inner one that disagree.
@@ -192,14 +192,14 @@ def _rotary_dim(head_dim: int, share: float) -> int:
 
 
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    """The kind of every layer; a list in the config wins over the interval."""
+    """Kinds of all layers; a list in the config wins over the interval."""
     interval = read_field(text, INTERVAL)
     every = tuple(LINEAR if (i + 1) % interval else FULL for i in range(layers))
     return read_layer_types(text, layers, (FULL, LINEAR)) or every
 
 
 def prefix_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """Prefix of the names of decoder tensors: the checkpoint's, or without names the hub's."""
+    """Prefix of decoder tensors: that of `names`, or without names that used on the Hub."""
     nested = TEXT in config
     if names:
         nested = any(name.startswith(NESTED_PREFIX) for name in names)
@@ -209,7 +209,7 @@ def prefix_of(config: Mapping[str, Any], names: Collection[str]) -> str:
 def tensor_table(
     config: Qwen35Config, prefix: str = NESTED_PREFIX, with_mtp: bool = True
 ) -> list[TensorSpec]:
-    """Every tensor of the checkpoint but the vision tower's, in the order of the forward pass."""
+    """All tensors except the vision tower's, in the order of the forward pass."""
     h = config.hidden_size
     table = [TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding")]
     for i, kind in enumerate(config.layer_types):
@@ -241,7 +241,7 @@ def _attention(config: Qwen35Config, p: str) -> list[TensorSpec]:
     p = f"{p}.self_attn"
     qkv = f"{p}.qkv"
     return [
-        # A head's rows are its query, then its output gate.
+        # Rows of a head: its query, then its output gate.
         TensorSpec(f"{p}.q_proj.weight", (2 * q, h), "attention", qkv),
         TensorSpec(f"{p}.k_proj.weight", (kv, h), "attention", qkv),
         TensorSpec(f"{p}.v_proj.weight", (kv, h), "attention", qkv),
@@ -272,7 +272,7 @@ def _delta_net(config: Qwen35Config, p: str) -> list[TensorSpec]:
 
 
 def _mtp(config: Qwen35Config) -> list[TensorSpec]:
-    """The multi-token-prediction head: full-attention layers behind a joint of two streams."""
+    """Tensors of the multi-token-prediction head: full-attention layers after a projection."""
     if not config.mtp_layers:
         return []
     h = config.hidden_size

@@ -1,7 +1,8 @@
 """Rotary position embeddings as config.json describes them, resolved as transformers does.
 
-`rope_scaling` (the older key) wins over `rope_parameters` beside it. What they lack, `rope_theta`,
-`partial_rotary_factor` and `original_max_position_embeddings`, may stand at the top of the config.
+`rope_scaling` (the older key) wins over `rope_parameters` beside it. `rope_theta`,
+`partial_rotary_factor` and `original_max_position_embeddings` may also stand at the top of the
+config.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import MAX_SHOWN, REQUIRED, Field, read_field, read_fields, shown
 
-MAX_POSITIONS = 2**24  # positions are FP32 numbers, exact up to here
+MAX_POSITIONS = 2**24  # positions are FP32 numbers, which are exact up to here
 THETA, SHARE, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
 MAX_THETA = 1e15  # published models go up to 1e11
 PLAIN = "default"
@@ -26,13 +27,13 @@ SECTIONS = "mrope_section"
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Rope scaling of type `llama3`: slow rotations are slowed down further.
+    """Rope scaling of type `llama3`, which slows down slow rotations.
 
     Attributes:
-        factor: divides the frequency of rotations that are longer than the low border.
-        low_freq_factor: `original_max_position / low_freq_factor` is the low border.
-        high_freq_factor: rotations shorter than `original_max_position / high_freq_factor` stay.
-        original_max_position: positions before the model was extended.
+        factor: divides the frequency of rotations with long wavelengths.
+        low_freq_factor: wavelengths above `original_max_position / low_freq_factor` are long.
+        high_freq_factor: wavelengths below `original_max_position / high_freq_factor` stay.
+        original_max_position: positions of the model before it was extended.
     """
 
     factor: float
@@ -43,7 +44,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotations of a model.
+    """Rotary embedding of a model.
 
     Attributes:
         theta: base of the frequencies.
@@ -63,7 +64,7 @@ def read_rope(
     theta: object = REQUIRED,
     share: float = 1.0,
 ) -> RopeConfig:
-    """The rotations that a decoder's config asks for.
+    """Read the rotary embedding that a decoder's config asks for.
 
     Args:
         config: config.json or its text_config.
@@ -96,7 +97,7 @@ def read_rope(
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The object that counts, with its key: `rope_scaling` unless it is null or empty."""
+    """The object in effect with its key: `rope_scaling` unless it is null or empty."""
     found = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, rope in found.items():
         if rope is not None and not isinstance(rope, dict):
@@ -108,7 +109,7 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _kind(key: str, rope: Mapping[str, Any]) -> str:
-    """The rope type; `type` is its older name."""
+    """The rope type; `type` is the key's older name."""
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModelError(
@@ -119,7 +120,7 @@ def _kind(key: str, rope: Mapping[str, Any]) -> str:
     older: str = read_field(rope, Field("type", "text", default=kind))
     if "rope_type" not in rope:
         return older
-    # Qwen-VL wrote `mrope`, which is plain for text, and was renamed.
+    # Qwen-VL wrote `mrope`, later renamed; for text it is plain.
     if older != kind and (older, kind) != ("mrope", PLAIN):
         raise UnsupportedModelError(
             f"config.json: `{key}` says `rope_type: {shown(kind)}` and `type: {shown(older)}`",
@@ -131,7 +132,7 @@ def _kind(key: str, rope: Mapping[str, Any]) -> str:
 def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any], positions: int) -> Llama3Rope:
     factors = read_fields(rope, LLAMA3_FIELDS)
     original = Field(ORIGINAL, least=1, most=MAX_POSITIONS, default=positions)
-    # transformers prefers the key at the top, which Phi-3 began.
+    # transformers prefers the key at the top of the config (first used by Phi-3).
     scaling = Llama3Rope(
         **factors,
         original_max_position=read_field(config if ORIGINAL in config else rope, original),
@@ -145,7 +146,7 @@ def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any], positions: int) 
 
 
 def check_sections(config: Mapping[str, Any]) -> None:
-    """Refuse malformed `mrope_section`s; for text, whose positions are equal, they do nothing.
+    """Refuse a malformed `mrope_section`; for text, whose positions are equal, it has no effect.
 
     Raises:
         UnsupportedModelError: not three counts.

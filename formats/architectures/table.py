@@ -1,11 +1,11 @@
-"""A row of a tensor table."""
+"""Row of a tensor table."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# delta_in, delta_out, delta_gate, delta_state: gated DeltaNet's qkv and z, its output, the two
-# projections that feed its gates, and what lies around its recurrence. mtp: multi-token prediction.
-# bias: of a linear.
+# Roles of a gated DeltaNet: delta_in is its qkv and z, delta_out its output, delta_gate the two
+# projections of its gates, delta_state the convolution and parameters of its recurrence.
+# mtp: multi-token prediction. bias: bias of a linear.
 Role = Literal[
     "embedding",
     "norm",
@@ -31,9 +31,9 @@ class TensorSpec:
     Attributes:
         name: in the checkpoint, `.weight` included.
         shape: from the configuration.
-        role: what it does; recipes choose bits by role.
-        fused_set: name shared by the linears that engines stack by rows, which therefore need
-            one scheme; None for a linear that stands alone.
+        role: function in the model; recipes choose bits by role.
+        fused_set: name shared by linears that engines stack by rows and that need one scheme; None
+            for a linear that stands alone.
     """
 
     name: str
@@ -43,7 +43,7 @@ class TensorSpec:
 
     @property
     def quantizable(self) -> bool:
-        """Tell whether a recipe may quantize it."""
+        """Tell if a recipe may quantize the tensor."""
         return self.role in QUANTIZABLE
 
     @property

@@ -1,16 +1,16 @@
-"""Places for the names of points, off the lines, the points and each other."""
+"""Placement of the names of points: off the lines, the points and each other."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-CHARACTER = 8.2  # width of one on a phone, where type is largest against the chart
+CHARACTER = 8.2  # width of a character on a phone, where type is largest against the chart
 HEIGHT = 15.0
-NEAR = 8.0  # from the point to its name
-FAR = (24.0, 42.0, 62.0)  # further places, which take a line back to the point
-STEP = 6.0  # between points of a line that a name keeps clear of
-LINED = 9.0  # distance from which on a name has a line back
+NEAR = 8.0  # distance of a name from its point
+FAR = (24.0, 42.0, 62.0)  # further distances, with a line back to the point
+STEP = 6.0  # distance between the samples of a line that names avoid
+LINED = 9.0  # least distance at which a name has a line back
 
 Point = tuple[float, float]
 
@@ -25,19 +25,19 @@ class Box:
     bottom: float
 
     def overlap(self, other: "Box") -> float:
-        """Area that two boxes share."""
+        """Area shared with another box."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(0.0, width) * max(0.0, height)
 
     def holds(self, point: Point, margin: float = 0.0) -> bool:
-        """True if a point lies inside, or no further outside than the margin."""
+        """True if a point lies inside the box, or at most `margin` outside."""
         u, v = point
         inside = self.left - margin <= u <= self.right + margin
         return inside and self.top - margin <= v <= self.bottom + margin
 
     def nearest(self, point: Point) -> Point:
-        """The point of the box that is nearest to another."""
+        """The point of the box that is nearest to a point."""
         u, v = point
         return min(max(u, self.left), self.right), min(max(v, self.top), self.bottom)
 
@@ -45,13 +45,13 @@ class Box:
 def place_names(
     points: Sequence[Point], names: Sequence[str], lines: Sequence[Sequence[Point]], frame: Box
 ) -> list[Box]:
-    """A box for every name, the points that are hardest to name first.
+    """Place a box for every name, those of the most crowded points first.
 
     Args:
-        points: of the chart, v downwards.
-        names: one a point.
+        points: places in the chart, v downwards.
+        names: one for each point.
         lines: corners of the lines that are drawn.
-        frame: what the names should stay within.
+        frame: area that names should stay within.
     """
     avoided = [*points, *(spot for line in lines for spot in _along(line))]
     crowded = sorted(range(len(points)), key=lambda n: -_neighbours(points, n))
@@ -78,7 +78,7 @@ def _along(line: Sequence[Point]) -> Iterator[Point]:
 
 
 def _candidates(point: Point, width: float) -> Iterator[Box]:
-    """Boxes around a point: to its sides, above and below, then further away."""
+    """Boxes beside, above and below a point, near ones first."""
     u, v = point
     for distance in (NEAR, *FAR):
         for across in (1, -1, 0):
@@ -94,7 +94,7 @@ def _candidates(point: Point, width: float) -> Iterator[Box]:
 def _cost(
     box: Box, point: Point, avoided: Sequence[Point], others: Sequence[Box], frame: Box
 ) -> float:
-    """The badness of a place: outside, over another name, over a point or a line, far away."""
+    """Cost of a place: outside the frame, over names, points or lines, far from the point."""
     area = (box.right - box.left) * (box.bottom - box.top)
     outside = 1 - box.overlap(frame) / area
     names = sum(box.overlap(other) for other in others) / area

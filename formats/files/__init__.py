@@ -1,1 +1,1 @@
-"""Files read with limits and written whole or not at all."""
+"""Files: bounded reading, and writing that leaves the old or the new content."""

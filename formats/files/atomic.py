@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what the file system refuses as the user's problem."""
+"""Files that appear whole or not at all, and file system errors as ResourceError."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.system import FREE_SPACE, of_system
 
-MAX_NAME = 56  # characters of a name that are kept beside it: 4 bytes each, of 255
+MAX_NAME = 56  # characters of a name kept in its temporary name: up to 4 bytes each, of 255
 
 
 @contextmanager
 def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[None]:
-    """Turn an OSError inside the block into a ResourceError that names the file where known.
+    """Turn an OSError inside the block into a ResourceError that names the file, if known.
 
     Args:
         hint: shown where the disk is full.
@@ -23,7 +23,7 @@ def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[No
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read the output has left: no disk is to blame
+        raise  # the reader of the output has left, which is no disk error
     except OSError as error:
         raise of_system(error, path, hint) from error
 
@@ -31,11 +31,11 @@ def disk_errors(hint: str = FREE_SPACE, path: Path | None = None) -> Iterator[No
 def replace_files(contents: Mapping[Path, bytes], mode: int = 0o666) -> None:
     """Give files their new content; a reader sees the old content or all of the new.
 
-    All are written beside their places before the first takes its own, so that a full disk
-    changes none.
+    All are written beside their places before the first is renamed, so that a full disk changes
+    none.
 
     Args:
-        contents: of each file.
+        contents: new content by path.
         mode: of the files, before the umask.
 
     Raises:
@@ -59,7 +59,7 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     Args:
         path: of the file.
-        content: all of it.
+        content: its new content.
         mode: of the file, before the umask.
 
     Raises:
@@ -69,7 +69,7 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a new file and flush it to the disk; nothing that has its name is written through."""
+    """Write a new file and flush it to the disk; a file or link of that name is replaced."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
@@ -79,11 +79,11 @@ def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def check_place(path: Path, room_bytes: int = 0) -> None:
-    """Make sure, before long work, that a file can be written.
+    """Refuse, before long work, a file that cannot be written.
 
     Args:
         path: of the file.
-        room_bytes: that must be free; as many are written beside the file and removed again.
+        room_bytes: bytes that must be free; as many are written beside the file and removed again.
 
     Raises:
         ResourceError: the folder cannot be written to, a folder has the file's name, or the disk
@@ -100,7 +100,7 @@ def check_place(path: Path, room_bytes: int = 0) -> None:
 
 
 def attempt(write: Callable[[], object]) -> ResourceError | None:
-    """Carry out a write whose failure must wait until the figures are shown; the failure."""
+    """Carry out a write and return its failure, to be raised after the figures are shown."""
     try:
         with disk_errors():
             write()
@@ -114,6 +114,6 @@ def _partial_of(path: Path) -> Path:
 
 
 def _remove(partial: Path) -> None:
-    # A read-only file system refuses this even where there is nothing to remove.
+    # A read-only file system refuses this even if there is nothing to remove.
     with suppress(OSError):
         partial.unlink(missing_ok=True)

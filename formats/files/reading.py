@@ -1,4 +1,4 @@
-"""Files of a model folder: regular, inside the folder, and no longer than their kind can be.
+"""Reading of files of a model folder: regular ones, inside the folder, of bounded length.
 
 A model folder comes from strangers. A pipe in it would block a reader, a device has no end, and a
 link out of the folder would carry a private file into the result and onto the Hub.
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from lowbit.formats.errors import CheckpointError
 
-MAX_TEXT_BYTES = 64_000_000  # of JSON, templates, cards; the largest tokenizers take 35 MB
+MAX_TEXT_BYTES = 64_000_000  # bound of JSON, templates and cards; tokenizers reach 35 MB
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a file's name in a Hub cache is its hash
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file of a model folder for reading, without ever waiting for it.
+    """Open a regular file of a model folder for reading, without blocking on a pipe.
 
     Args:
-        path: of the file; its parent is the model folder.
+        path: file directly inside the model folder.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -32,7 +32,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def reopen(path: Path) -> io.BufferedReader:
-    """Open a file again that `open_file` has opened before; its links are not looked at twice.
+    """Open a file that `open_file` has opened before, without checking its links again.
 
     Raises:
         CheckpointError: it is not a regular file any more, or may not be read.
@@ -42,7 +42,7 @@ def reopen(path: Path) -> io.BufferedReader:
     except OSError as error:
         raise _unreadable(path, error) from None
     try:
-        _check_mode(os.fstat(descriptor).st_mode, path)  # of what was opened: it may be another
+        _check_mode(os.fstat(descriptor).st_mode, path)  # the file may have been exchanged
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -54,7 +54,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Content of a regular file of a model folder.
 
     Args:
-        path: of the file; its parent is the model folder.
+        path: file directly inside the model folder.
         max_bytes: longest content that is read.
 
     Raises:
@@ -113,9 +113,9 @@ def check_regular(path: Path, folder: Path | None = None) -> None:
 
 
 def check_inside(path: Path, folder: Path | None = None) -> None:
-    """Refuse a link that leads out of the model folder; links into a Hub cache are right.
+    """Refuse a link that leads out of the model folder, unless it leads into a Hub cache.
 
-    The folder itself may be reached by a link.
+    The folder itself may be a link.
 
     Args:
         path: of the file.
@@ -128,7 +128,7 @@ def check_inside(path: Path, folder: Path | None = None) -> None:
         return
     try:
         target, root = path.resolve(), (folder or path.parent).resolve()
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links
         raise CheckpointError(f"`{path}` is a link that cannot be followed") from None
     if root in target.parents or _in_hub_cache(target, root):
         return
@@ -139,7 +139,7 @@ def check_inside(path: Path, folder: Path | None = None) -> None:
 
 
 def _in_hub_cache(target: Path, folder: Path) -> bool:
-    """Tell whether a link leads to a blob: of its own snapshot, or of any repository by hash.
+    """Tell if a link leads to a blob of its snapshot's repository, or to any blob named by hash.
 
     Snapshots link to `../../blobs`; `hf download --local-dir` of older releases linked into the
     cache from anywhere.
@@ -160,7 +160,7 @@ def _check_mode(mode: int, path: Path) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """Name of what a path leads to, from its mode: "a pipe"."""
+    """Kind of a file from its mode, in words: "a pipe"."""
     for test, name in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),

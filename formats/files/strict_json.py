@@ -1,4 +1,4 @@
-"""JSON that others wrote, read strictly: one reading, bounded memory, text that can be written."""
+"""Strict reading of untrusted JSON: unique keys, bounded memory and depth, encodable text."""
 
 import gc
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 from lowbit.formats.errors import CheckpointError, LowbitError
 
-MAX_DEPTH = 64  # of objects and lists; config.json has 4, a tokenizer 8
-# A value takes up to 300 bytes in memory. Gemma's tokenizer has 1,800,000; a header, 8 a tensor.
+MAX_DEPTH = 64  # nesting of objects and lists; config.json has 4, a tokenizer 8
+# A value takes up to 300 bytes in memory. Gemma's tokenizer has 1,800,000; headers have 8 a tensor.
 MAX_VALUES = 2_000_000
 _CONTAINERS = frozenset((dict, list))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -26,9 +26,11 @@ def loads(raw: bytes) -> Any:
 
     Raises:
         ValueError: not JSON, a key that stands twice in an object, half a surrogate pair, objects
-            nested too deeply, or more values than memory is meant for.
+            nested too deeply, or more than MAX_VALUES values.
     """
-    values = sum(raw.count(sign) for sign in (b",", b"[", b"{"))  # at least; commas in text too
+    values = sum(
+        raw.count(sign) for sign in (b",", b"[", b"{")
+    )  # at most; commas in text count too
     if values > MAX_VALUES:
         raise ValueError(f"{values} values, expected at most {MAX_VALUES}")
     try:
@@ -41,7 +43,7 @@ def loads(raw: bytes) -> Any:
 
 
 def object_of(raw: bytes, path: Path, error: type[LowbitError] = CheckpointError) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Parse the JSON object that a file holds.
 
     Args:
         raw: content of the file.
@@ -49,7 +51,7 @@ def object_of(raw: bytes, path: Path, error: type[LowbitError] = CheckpointError
         error: class of the exceptions.
 
     Raises:
-        LowbitError: an `error`; `loads` refuses the file, or it holds something else.
+        LowbitError: of class `error`: `loads` refuses the content, or it is not an object.
     """
     try:
         content = loads(raw)
@@ -62,7 +64,7 @@ def object_of(raw: bytes, path: Path, error: type[LowbitError] = CheckpointError
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Stop the garbage collector: a parser makes no garbage, and the search doubles its time."""
+    """Pause the garbage collector, which would double the time of parsing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -84,7 +86,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(content: Any, unicode: bool) -> None:
-    """Refuse depth that a writer of JSON, or a walk over it, could not follow.
+    """Refuse nesting beyond MAX_DEPTH, on which recursive code would fail.
 
     Args:
         content: parsed JSON.
@@ -102,7 +104,7 @@ def _check(content: Any, unicode: bool) -> None:
 
 
 def _check_unicode(items: list[Any]) -> None:
-    """Refuse half a surrogate pair in texts and in keys of objects."""
+    """Refuse half surrogate pairs in texts and in keys of objects."""
     try:
         for item in items:
             if isinstance(item, str):

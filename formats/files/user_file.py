@@ -1,4 +1,4 @@
-"""Text files that a user names: `<(zcat text.gz)` is one, `/dev/zero` is not."""
+"""Text files that a user names: regular files and pipes, `<(zcat text.gz)`, but no devices."""
 
 import os
 import select
@@ -9,13 +9,13 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.files.reading import kind_of
 
 MAX_BYTES = 256_000_000
-WRITER_S = 5.0  # until somebody opens a named pipe for writing
-SILENCE_S = 60.0  # that a writer may take to the next byte
+WRITER_S = 5.0  # wait for a writer to open a named pipe
+SILENCE_S = 60.0  # wait for a writer's next byte
 CHUNK_BYTES = 1 << 20
 
 
 def read_user_file(path: Path, what: str) -> bytes:
-    """Content of a file, or of a pipe that ends.
+    """Read a file, or a pipe until its writers close it.
 
     Args:
         path: as the user gave it; it may be a link.
@@ -47,7 +47,7 @@ def _read(descriptor: int, is_pipe: bool, where: str) -> bytes:
     while True:
         try:
             chunk = os.read(descriptor, CHUNK_BYTES)
-        except BlockingIOError:  # a writer that has nothing to say yet
+        except BlockingIOError:  # the writer has not written yet
             silent = f"{where} is a pipe that sent nothing for {SILENCE_S:g} seconds"
             _wait(descriptor, SILENCE_S, silent)
             continue
@@ -62,13 +62,13 @@ def _read(descriptor: int, is_pipe: bool, where: str) -> bytes:
 
 
 def _wait(descriptor: int, seconds: float, otherwise: str) -> None:
-    """Until there is something to read, or the end."""
+    """Wait until a descriptor can be read or has ended."""
     if not select.select([descriptor], [], [], seconds)[0]:
         raise RequestError(otherwise)
 
 
 def read_text_file(path: Path, what: str) -> str:
-    """The content of a text file that a user named; line ends become LF.
+    """Read a text file that a user named; line ends become LF.
 
     Args:
         path: of the file.

@@ -1,15 +1,15 @@
-"""Folders of the user's own in which lowbit keeps what is not part of any model."""
+"""Folders in the user's home for lowbit's cache and state."""
 
 import os
 from pathlib import Path
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """The folder `lowbit` below one that the XDG Base Directory Specification names.
+    """The folder `lowbit` inside a folder of the XDG Base Directory Specification.
 
     Args:
-        variable: `XDG_CACHE_HOME` or `XDG_STATE_HOME`; one that is not absolute does not count.
-        default: below the home folder, `.cache`.
+        variable: `XDG_CACHE_HOME` or `XDG_STATE_HOME`; a path that is not absolute is ignored.
+        default: folder below the home folder that stands in, `.cache`.
 
     Raises:
         RuntimeError: the user has no home folder.

@@ -1,1 +1,1 @@
-"""Checkpoints that other tools pack their own way, in the terms of SPEC.md."""
+"""Checkpoints of other tools' layouts, translated into the layout of SPEC.md."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from lowbit.formats.errors import FormatError
 
-# `packing_format` to `quant_method` and, for GPTQ, its version
+# `quant_method` of each `packing_format` and, for GPTQ, the version
 LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
@@ -16,7 +16,7 @@ UNQUANTIZED_BITS = (None, 16, 32)
 
 
 def plain_section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` that GPTQ or AWQ would have for an AutoRound file.
+    """The `quantization_config` of GPTQ or AWQ for an AutoRound file.
 
     Raises:
         FormatError: another packing, data type or quantized activations.

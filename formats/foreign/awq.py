@@ -23,16 +23,16 @@ from lowbit.formats.foreign.native import (
 )
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
-NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the code of output 8 * c + j lies in word c
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of word c that holds output 8 * c + j
 BITS = 4
-OFFSET = 8  # unsigned codes and zero points minus signed ones
+OFFSET = 8  # difference of unsigned and signed codes and zero points
 
 
 def read_awq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
-    """An AWQ checkpoint in native terms.
+    """Translate an AWQ checkpoint into the native layout.
 
     Args:
-        checkpoint: as the files are.
+        checkpoint: as stored.
         section: its `quantization_config`.
 
     Raises:
@@ -66,7 +66,7 @@ def read_awq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
 
 
 def native_words(stored: Tensor) -> Tensor:
-    """The codes of 8 outputs a word, [K, C] int32, as words along K: [C * 8, K / 8] int32.
+    """Turn words of 8 outputs, [K, C] int32, into words along K: [C * 8, K / 8] int32.
 
     Byte b of a word holds the outputs 4 * b0 + b1 and 4 * b0 + b1 + 2, where b = 2 * b1 + b0, and
     a byte of a native word the codes of one output at an even and the next odd k.
@@ -81,6 +81,6 @@ def native_words(stored: Tensor) -> Tensor:
 
 
 def _outputs(words: Tensor) -> Tensor:
-    """Signed zero points in the order of the outputs: [R, C] int32 to [R, C * 8] int8."""
+    """Unpack zero points in the order of the outputs: [R, C] int32 to [R, C * 8] int8, signed."""
     zeros = torch.stack([(words >> (nibble * BITS)) & 0xF for nibble in NIBBLES], dim=-1)
     return zeros.view(words.shape[0], -1).to(torch.int8) - OFFSET

@@ -1,4 +1,4 @@
-"""Columns of a stored matrix, for layouts that lie across ours."""
+"""Reading of columns of a stored matrix, for layouts that are transposed to the native one."""
 
 import os
 
@@ -11,9 +11,10 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 
 def read_columns(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
-    """Columns [start, stop) of a matrix on the CPU: [rows, stop - start].
+    """Read columns [start, stop) of a matrix to the CPU: [rows, stop - start].
 
-    All columns are one read; fewer are one read a row, so that memory is that of the result.
+    All columns take one read. Fewer take one read a row, so that no more memory than the result's
+    is needed.
 
     Raises:
         CheckpointError: the file ends first, or is not a regular file.

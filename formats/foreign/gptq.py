@@ -1,9 +1,9 @@
 """GPTQ files, as AutoGPTQ, GPTQModel, transformers and AutoRound write them.
 
-`qweight` [K * bits / 32, N] is our `weight_packed` transposed, word for word, and `qzeros`
-[K/G, N * bits / 32] our `weight_zero_point`; version 1 (`"gptq"`) stores zero points minus one,
-version 2 (`"gptq_v2"`) as they are. `dynamic` overrides modules by pattern: the first that matches
-(`+:` or bare) wins, and `-:` leaves a module as it was.
+`qweight` [K * bits / 32, N] is the native `weight_packed` transposed, word for word; `qzeros`
+[K/G, N * bits / 32] is the native `weight_zero_point`. Version 1 (`"gptq"`) stores zero points
+minus one, version 2 (`"gptq_v2"`) as they are. `dynamic` overrides modules by pattern: the first
+match (`+:` or bare) wins, and `-:` leaves a module unquantized.
 """
 
 import re
@@ -29,14 +29,14 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.machine.time_limit import time_limit
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
-ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by version: what the stored zero points lack
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # to add to the stored zero points, by version
 
 
 def read_gptq(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Checkpoint:
-    """A GPTQ checkpoint in native terms.
+    """Translate a GPTQ checkpoint into the native layout.
 
     Args:
-        checkpoint: as the files are.
+        checkpoint: as stored.
         section: its `quantization_config`.
 
     Raises:

@@ -1,9 +1,8 @@
-"""A checkpoint of another tool under native names: the same codes, zero points and scales.
+"""Translation of a GPTQ or AWQ checkpoint: native names, same codes, zero points and scales.
 
-GPTQ and AWQ name their tensors alike and lay them across ours: of a linear P [N, K], `P.qweight`
-runs along K first, `P.scales` and `P.qzeros` are [K/G, N], and there always is a zero point,
-2^(bits-1) in a symmetric weight. What differs, the order of the codes in a word, is in `gptq` and
-`awq`.
+GPTQ and AWQ name their tensors alike and transpose them: `P.qweight` of a linear P [N, K] runs
+along K first, `P.scales` and `P.qzeros` are [K/G, N], and there always is a zero point, 2^(bits-1)
+in a symmetric weight. The order of codes in a word differs: see the modules `gptq` and `awq`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,14 +34,14 @@ READ_BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class ForeignLinear:
-    """A packed linear of weight [N, K], in a file of another tool.
+    """A packed linear [N, K] in a file of another tool.
 
     Attributes:
         module: its name.
         N: outputs.
         K: inputs.
-        scheme: symmetric, until its zero points have been read.
-        codes: native words of rows: [stop - start, K * bits / 32] int32.
+        scheme: symmetric until the zero points have been read.
+        codes: reads rows as native words: [stop - start, K * bits / 32] int32.
         zero_points: [K/G, N] int8, signed.
     """
 
@@ -55,7 +54,7 @@ class ForeignLinear:
 
 
 def packed_modules(checkpoint: Checkpoint) -> list[str]:
-    """Names of the linears that are packed, in file order.
+    """Names of the packed linears, in file order.
 
     Raises:
         FormatError: there is none.
@@ -71,10 +70,10 @@ def packed_modules(checkpoint: Checkpoint) -> list[str]:
 
 
 def read_scheme(section: Mapping[str, Any], where: str) -> Scheme:
-    """Bits and group size as GPTQ and AWQ files state them; -1 is a whole row.
+    """Bits and group size as GPTQ and AWQ files state them; group size -1 is a whole row.
 
     Raises:
-        FormatError: missing, of another type, or bits that no layout here has.
+        FormatError: a key is missing or of another type, or no layout has such bits.
     """
     bits, size = section.get("bits"), section.get("group_size")
     if type(bits) is not int or type(size) is not int:
@@ -88,10 +87,10 @@ def read_scheme(section: Mapping[str, Any], where: str) -> Scheme:
 
 
 def matrix(checkpoint: Checkpoint, name: str, dtypes: Sequence[torch.dtype]) -> TensorInfo:
-    """A matrix of the file.
+    """Header of a matrix in the file.
 
     Raises:
-        FormatError: it is missing, or something else.
+        FormatError: it is missing, not a matrix, or of another dtype.
     """
     if name not in checkpoint.tensors:
         raise FormatError(f"`{name}` is missing from `{checkpoint.folder}`")
@@ -105,9 +104,9 @@ def matrix(checkpoint: Checkpoint, name: str, dtypes: Sequence[torch.dtype]) -> 
 
 
 def as_native(checkpoint: Checkpoint, linears: Sequence[ForeignLinear]) -> Checkpoint:
-    """The checkpoint with native tensors in the place of the foreign ones, made when read.
+    """The checkpoint with native tensors instead of the foreign ones, translated when read.
 
-    Zero points and `g_idx` are read at once: they alone tell whether weights are symmetric and in
+    Zero points and `g_idx` are read at once, because only they tell if weights are symmetric and in
     order. One zero point other than 0 anywhere makes every linear asymmetric.
 
     Raises:
@@ -134,7 +133,7 @@ def as_native(checkpoint: Checkpoint, linears: Sequence[ForeignLinear]) -> Check
 def _native_tensors(
     checkpoint: Checkpoint, linear: ForeignLinear, scheme: Scheme
 ) -> Iterator[tuple[TensorInfo, DerivedRows]]:
-    """What replaces a foreign linear: headers as in a native file, and how to make the rows."""
+    """Headers of the native tensors of a linear, and functions that make their rows."""
     scales = checkpoint.tensors[f"{linear.module}.{SCALES}"]
 
     def scale_rows(start: int, stop: int, device: torch.device) -> Tensor:
@@ -181,7 +180,7 @@ def _check_shapes(checkpoint: Checkpoint, linear: ForeignLinear) -> None:
 
 
 def _check_order(checkpoint: Checkpoint, linear: ForeignLinear) -> None:
-    """Refuse weights whose groups are not runs along K."""
+    """Refuse weights whose groups are not contiguous along K."""
     name = f"{linear.module}.{ORDER}"
     if name not in checkpoint.tensors:
         return

@@ -1,4 +1,4 @@
-"""Opening a checkpoint folder of any tool whose packing is known."""
+"""Opening of a checkpoint folder in any known layout."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ TRANSLATED = ("gptq", "awq", "auto-round")  # methods whose tensors get native n
 
 
 def open_native(folder: Path) -> Checkpoint:
-    """The headers of a folder in the terms of SPEC.md, whichever tool packed it.
+    """Open a folder and present it in the layout of SPEC.md, whichever tool packed it.
 
     GPTQ and AWQ files appear under native names, in the native layout and with a native
-    `quantization_config`; their tensors are translated, exactly, as they are read. Every other
-    checkpoint is as `open_checkpoint` gives it.
+    `quantization_config`; their tensors are translated exactly when they are read. Every other
+    checkpoint is opened by `open_checkpoint`.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.

@@ -1,1 +1,1 @@
-"""Folders of the Hugging Face Hub."""
+"""Models of the Hugging Face Hub."""

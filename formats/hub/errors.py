@@ -1,4 +1,4 @@
-"""What goes wrong between here and the Hub, in one sentence and a hint."""
+"""Failures of huggingface_hub as one sentence and a hint."""
 
 import errno
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
     """Turn every failure of huggingface_hub inside the block into a LowbitError about `repo`."""
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError
 
-    # HTTPError is that of httpx or httpx2, whichever the library is built on; it covers connections
-    # that break. RuntimeError is how its transfer engine reports one, OSError a disk or a socket.
+    # HTTPError is that of httpx or httpx2, whichever the library uses, and covers broken
+    # connections. The transfer engine raises RuntimeError for those; OSError is a disk or a socket.
     try:
         yield
     except HFValidationError:
@@ -23,7 +23,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
 
 
 def not_found(source: str) -> CheckpointError:
-    """The error for a source that is neither a folder nor anything on the Hub."""
+    """The error for a source that is neither a folder nor a model on the Hub."""
     return CheckpointError(
         f"`{source}` is neither a folder nor a model on the Hub",
         hint="give a folder or a Hub id, `org/name`; a private one needs `hf auth login`",
@@ -31,7 +31,7 @@ def not_found(source: str) -> CheckpointError:
 
 
 def not_cached(repo: str, reason: str) -> CheckpointError:
-    """The error for a model that neither the Hub nor the local cache gives."""
+    """The error for a model that neither the Hub nor the local cache can supply."""
     return CheckpointError(
         f"`{repo}` is not (wholly) in the local cache, and the Hub cannot be reached: {reason}",
         hint="check the network and HF_HUB_OFFLINE, or give a folder",
@@ -86,7 +86,7 @@ def _explain(error: Exception, repo: str, revision: str | None) -> LowbitError:
 
 
 def describe(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Class and first line of an error."""
     text = first_line(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,8 +1,8 @@
-"""Where a model is: a folder as it stands, or a Hub id fetched into the library's cache.
+"""Location of a model: a local folder, or a Hub id that is fetched into huggingface_hub's cache.
 
-Only what is needed travels: the small files of the top level, then exactly the shards that the
-index names; what has arrived is compared with the hash that the Hub gives for it. Headers alone are
-read by range requests. huggingface_hub is imported when needed.
+Only the small files of the top level and the shards that the index names are fetched. Their bytes
+are compared with the hashes of the Hub. Headers are read by range requests. huggingface_hub is
+imported when needed.
 """
 
 import fnmatch
@@ -41,8 +41,8 @@ OTHER_WEIGHTS = (
     *("*.onnx_data", "*.msgpack", "*.h5", "*.npz", "*.ot", "*.tflite"),
 )
 ARCHIVES = ("*.zip", "*.tar", "*.gz")
-UNWANTED = [SHARDS, SUBFOLDERS, ".*", *OTHER_WEIGHTS, *ARCHIVES]  # all but the small files
-FIRST_READ_BYTES = 65_536  # holds the header of most shards, so that one request is enough
+UNWANTED = [SHARDS, SUBFOLDERS, ".*", *OTHER_WEIGHTS, *ARCHIVES]  # all but small files
+FIRST_READ_BYTES = 65_536  # most shards' headers fit, so that one request is enough
 TIMEOUT_S = 30.0
 
 
@@ -62,14 +62,14 @@ class Location:
 
 
 class RemoteHeaders(NamedTuple):
-    """What is known of a Hub model without its weights.
+    """Config and headers of a Hub model, without its weights.
 
     Attributes:
         config: content of config.json.
         tensors: every tensor by name, in shards that need not be on this machine.
         commit: sha of the revision that was read.
         other_files: size in bytes of every other file that `locate` would fetch.
-        folder: holds config.json and whatever else was asked for.
+        folder: holds config.json and the other files that were asked for.
     """
 
     config: Mapping[str, Any]
@@ -83,8 +83,8 @@ def hub_id(source: str, revision: str | None = None) -> tuple[str, str | None] |
     """Id and revision of `org/name` or `org/name@revision`; None for any other text.
 
     Args:
-        source: as the user wrote it; that it is not a folder is for the caller to find out.
-        revision: given beside it.
+        source: as the user wrote it; the caller has checked that it is not a folder.
+        revision: from a separate option.
 
     Raises:
         CheckpointError: two different revisions.
@@ -111,12 +111,12 @@ def locate(source: str, revision: str | None = None) -> Location:
             missing or refused, or a download that does not succeed.
         ResourceError: the disk is full.
     """
-    if not source:  # which a path takes for the current folder
+    if not source:  # Path("") would be the current folder
         raise not_found(source)
     path = Path(source)
     try:
         exists, is_folder = path.exists(), path.is_dir()
-    except OSError as error:  # too long for a path, or in a folder that may not be looked into
+    except OSError as error:  # too long, or in a folder without permission
         raise CheckpointError(f"`{source}` cannot be opened: {error.strerror}") from None
     if is_folder:
         if revision is not None:
@@ -139,7 +139,7 @@ def locate(source: str, revision: str | None = None) -> Location:
 def remote_headers(
     repo: str, revision: str | None = None, also: Collection[str] = ()
 ) -> RemoteHeaders:
-    """Config and headers of a Hub model by range requests; no weights are fetched.
+    """Read config and headers of a Hub model by range requests; no weights are fetched.
 
     Where the Hub cannot be reached, a complete cached snapshot is read instead.
 
@@ -181,7 +181,7 @@ def remote_headers(
 
 
 def _fetch(repo: str, revision: str | None, local_only: bool = False) -> Location:
-    """The snapshot of a revision; small files first, so that bad ones fail before the long work."""
+    """Fetch the snapshot of a revision, small files first, so that bad ones fail early."""
     folder = _download(repo, revision, ignore=UNWANTED, local_only=local_only)
     _require_config(repo, folder)
     location = Location(folder=folder, repo=repo, commit=folder.name)
@@ -209,7 +209,7 @@ def _download(
     ignore: list[str] | None = None,
     local_only: bool = False,
 ) -> Path:
-    """The snapshot folder, with every file in it that the patterns choose."""
+    """Fetch the files that the patterns select; the snapshot folder."""
     from huggingface_hub import snapshot_download
 
     with explained(repo, revision):
@@ -225,7 +225,7 @@ def _download(
 
 
 def _blobs(repo: str) -> set[str]:
-    """Names of the contents that the cache holds of a repository."""
+    """Names of a repository's blobs in the cache."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
@@ -233,13 +233,13 @@ def _blobs(repo: str) -> set[str]:
 
 
 def _check_arrived(repo: str, folder: Path, before: Collection[str]) -> None:
-    """Compare what the cache did not hold before with its name, which is its hash.
+    """Compare new blobs of the cache with their names, which are their hashes.
 
-    The library names a content by what the Hub says of it, SHA-256 or git's blob id, and compares
-    nothing but sizes.
+    The library names a blob by the hash that the Hub states, SHA-256 or git's blob id, and compares
+    sizes only.
 
     Raises:
-        CheckpointError: other bytes have arrived; they are removed.
+        CheckpointError: a blob has other bytes; it is removed.
     """
     paths = [path for path in folder.iterdir() if path.is_symlink()]
     fresh = [path for path in paths if path.resolve().name not in before]
@@ -254,7 +254,7 @@ def _check_arrived(repo: str, folder: Path, before: Collection[str]) -> None:
 
 
 def _is_named_right(path: Path) -> bool:
-    """Whether a content has the hash that is its name; any other name says nothing."""
+    """Tell if a blob has the hash that is its name; a name that is no hash is accepted."""
     blob = path.resolve()
     if len(blob.name) == 64:
         return hash_file(blob) == blob.name
@@ -265,7 +265,7 @@ def _is_named_right(path: Path) -> bool:
 
 
 def _silent_bar() -> "type[tqdm]":
-    """A progress bar that shows nothing: the library's own writes into files and pipes too."""
+    """A progress bar that shows nothing; the library's own bar writes into files and pipes."""
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
@@ -322,7 +322,7 @@ def _read_header(repo: str, commit: str, file: str, size: int) -> dict[str, Tens
 
 
 def _read_range(url: str, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file on the Hub, and little more even where ranges are ignored."""
+    """Bytes [start, stop) of a file on the Hub; a server that ignores ranges is cut off early."""
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
     headers = build_hf_headers(

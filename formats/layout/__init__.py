@@ -1,1 +1,1 @@
-"""Bits, scales and names of a packed checkpoint."""
+"""Layout of a packed checkpoint: bits, scales, names and records."""

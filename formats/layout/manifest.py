@@ -1,6 +1,6 @@
-"""`lowbit.json`: what was made from what, and the hash of every part. SPEC.md describes it.
+"""`lowbit.json`, the manifest: recipe, source, and the hash of every part. SPEC.md describes it.
 
-Holds no time, path, device or thread count: the same recipe on the same source gives the same
+It holds no time, path, device or thread count, so the same recipe on the same source gives the same
 bytes.
 """
 
@@ -22,14 +22,14 @@ Fate = Literal["quantized", "copied", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of the source and what became of it.
+    """A tensor of the source and its fate.
 
     Attributes:
         dtype: safetensors name, `BF16`.
         fate: quantized, copied (bytes unchanged), or dropped.
         reason: why it was dropped or left unquantized; empty otherwise.
         sha256: of its bytes in the source.
-        bits: of its codes; None unless quantized.
+        bits: width of its codes; None unless quantized.
         group_size: weights that share a scale; None unless quantized in groups.
     """
 
@@ -48,8 +48,8 @@ class OutputTensor:
     """A tensor of the packed checkpoint.
 
     Attributes:
-        scale_min: smallest value, for scales only.
-        scale_max: largest value, for scales only.
+        scale_min: smallest value; None unless it holds scales.
+        scale_max: largest value; None unless it holds scales.
     """
 
     name: str
@@ -63,7 +63,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the packed checkpoint, the manifest and quality files aside."""
+    """A file of the packed checkpoint other than the manifest and the reports."""
 
     name: str
     size_bytes: int
@@ -72,7 +72,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the weights came from: hashes always, hub id and commit when there is one."""
+    """Origin of the weights: hashes, and Hub id and commit if they came from the Hub."""
 
     repo: str | None
     commit: str | None
@@ -82,18 +82,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a calibrated method saw and ran on: with the recipe, all that decides its codes.
+    """Text and machine of a calibrated method, which together with the recipe decide the codes.
 
     Attributes:
         text: name of the text.
         text_sha256: of its bytes.
-        samples: windows of it that were used.
+        samples: number of windows that were used.
         length: tokens of a window.
-        chat: whether the chat template was applied.
+        chat: True if the chat template was applied.
         device: `cpu`, or the GPU's name.
-        threads: of the CPU; 0 on a GPU.
-        torch_version: that computed.
-        transformers_version: whose modules did.
+        threads: CPU threads; 0 on a GPU.
+        torch_version: version of torch that computed.
+        transformers_version: version of transformers whose modules were used.
     """
 
     text: str
@@ -109,7 +109,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole of lowbit.json; calibration is None for round-to-nearest."""
+    """Content of lowbit.json; calibration is None for round-to-nearest."""
 
     lowbit_version: str
     source: Source
@@ -126,7 +126,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a packed folder; None where there is none, as in other tools' files.
+    """Read the manifest of a packed folder; None where there is none, as in other tools' files.
 
     Raises:
         CheckpointError: not a regular file, or a link out of the folder or to nothing.
@@ -158,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def weights_digest(tensors: Iterable[SourceTensor]) -> str:
-    """One hash over every source tensor, whatever shards it came in."""
+    """One hash over all source tensors, independent of their shards."""
     digest = hashlib.sha256()
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         row = [tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256]

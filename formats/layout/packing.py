@@ -1,4 +1,4 @@
-"""The packed layout of one linear: bit order, tensor names, shapes, and the slow, obvious codec.
+"""Packed layout of one linear: bit order, tensor names, shapes, and a slow reference codec.
 
 `W` is [N, K]; q is the signed code, u = q + 2^(bits-1) its unsigned form. Element k of a row sits
 at bit k*bits of the row, low bits first, in little-endian 32-bit words (compressed-tensors
@@ -19,7 +19,7 @@ ZERO_POINT = "weight_zero_point"
 GROUP_INDEX = "weight_g_idx"
 
 WORD_BITS = 32
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # of scales, and of what is not packed
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of scales and dense tensors
 
 
 def packed_words(K: int, bits: int) -> int:
@@ -91,7 +91,7 @@ def unpack(words: Tensor, bits: int, K: int) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-    """`(q - z) * s` in FP32, the meaning of a packed weight.
+    """Dequantize codes: `(q - z) * s` in FP32.
 
     Args:
         codes: [N, K] int8.
@@ -133,6 +133,6 @@ def packed_shapes(N: int, K: int, scheme: Scheme, name: str) -> dict[str, tuple[
 
 
 def _pad(values: Tensor, multiple: int) -> Tensor:
-    """Zero-pad the last dimension to a multiple; contiguous."""
+    """Zero-pad the last dimension to a multiple; the result is contiguous."""
     missing = -values.shape[-1] % multiple
     return torch.nn.functional.pad(values, (0, missing)).contiguous()

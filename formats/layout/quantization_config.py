@@ -1,4 +1,4 @@
-"""`quantization_config` of config.json as compressed-tensors writes it: reader and writer."""
+"""Reader and writer of config.json's `quantization_config` as compressed-tensors has it."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,12 +12,12 @@ from lowbit.formats.layout.scheme import Scheme
 KEY = "quantization_config"
 METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
-VERSION = "0.20.0"  # of compressed-tensors, whose reader this was proven with
+VERSION = "0.20.0"  # of the compressed-tensors whose reader the output was tested with
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Which modules are quantized, and how.
+    """Schemes of the quantized modules.
 
     Attributes:
         groups: (targets, scheme) in file order; a target is a module name, a class name
@@ -29,10 +29,10 @@ class QuantizationConfig:
     ignore: tuple[str, ...]
 
     def scheme_for(self, module: str) -> Scheme | None:
-        """The scheme of a linear module, or None where it is stored as it was.
+        """The scheme of a linear module, or None where it is not quantized.
 
-        An exact name wins over a pattern, a pattern over the class; of several patterns the one
-        that sorts first, of equal ones the last: as in compressed-tensors.
+        As in compressed-tensors, an exact name wins over a pattern and a pattern over the class. Of
+        several patterns the one that sorts first wins, of equal ones the last.
         """
         if any(_rank(target, module) is not None for target in self.ignore):
             return None
@@ -46,7 +46,7 @@ class QuantizationConfig:
 
 
 def _rank(target: str, module: str) -> int | None:
-    """0 for an exact name, 1 for a pattern, 2 for the class; None where it does not match."""
+    """Rank of a match: 0 by exact name, 1 by pattern, 2 by class; None without a match."""
     if target.startswith("re:"):
         return 1 if re.match(target[3:], module) else None
     if target == module:
@@ -55,7 +55,7 @@ def _rank(target: str, module: str) -> int | None:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """What a config.json says the checkpoint is quantized by; None where it is not quantized."""
+    """Quantization method that a config.json names; None where nothing is quantized."""
     section = config.get(KEY) or config.get("compression_config")
     if not section:
         return None
@@ -147,14 +147,14 @@ def _strings(value: Any, where: str) -> tuple[str, ...]:
 def write_quantization_config(
     schemes: Mapping[str, Scheme | None], never: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The `quantization_config` for a set of linears, proven to give each its scheme back.
+    """Make the `quantization_config` of a set of linears, and check that it reads back.
 
     Args:
-        schemes: scheme of every linear that a recipe may quantize, None where it is left as it was.
-        never: patterns of other linears, to be ignored too.
+        schemes: scheme of every linear that a recipe may quantize, None where it is not quantized.
+        never: patterns of linears that no recipe quantizes.
 
     Returns:
-        The object for config.json. Targets are suffix patterns, since engines nest the same
+        The object for config.json. Its targets are suffix patterns, because engines nest the same
         modules under different prefixes.
 
     Raises:
@@ -178,7 +178,7 @@ def write_quantization_config(
 def section_of(
     targets: Mapping[Scheme, Sequence[str]], ignore: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The `quantization_config` that gives each scheme to its targets, in this order."""
+    """Make a `quantization_config` of targets by scheme, in this order."""
     groups = {
         f"group_{number}": {
             "targets": list(names),
@@ -207,7 +207,7 @@ def section_of(
     }
 
 
-_MTP = "mtp."  # the prefix of a multi-token-prediction head, which has layers of its own
+_MTP = "mtp."  # prefix of the multi-token-prediction head, which has layers of its own
 
 
 def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> list[str]:
@@ -223,7 +223,7 @@ def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> li
 
 
 def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start: str) -> list[str]:
-    """Patterns for the modules of one scheme, one a kind of linear; `start` goes before layers."""
+    """Patterns for the modules of one scheme, one for each kind of linear, after `start`."""
     layers: dict[str, list[int]] = {}  # kind of linear -> layers with the wanted scheme
     others: set[str] = set()  # kinds that have another scheme somewhere
     plain = []
@@ -247,7 +247,7 @@ def _quote(name: str) -> str:
 
 
 def unserved(scheme: Scheme, served_bits: Collection[int]) -> str | None:
-    """Why the runtime cannot serve a scheme, or None."""
+    """Reason why the runtime cannot serve a scheme, or None."""
     if scheme.bits not in served_bits:
         return f"{scheme.bits}-bit weights (served: {', '.join(map(str, served_bits))})"
     if not scheme.symmetric and scheme.bits >= max(served_bits):  # q - z takes one bit more

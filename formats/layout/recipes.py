@@ -1,4 +1,4 @@
-"""The base recipes: bits of every linear by what it does, the same for a file and at load."""
+"""Base recipes: bits of every linear by its role, for conversion and for quantization at load."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,11 +9,11 @@ from lowbit.formats.layout.scheme import Scheme
 
 Base = Literal["int4", "int8", "mixed"]
 
-AS_STORED = 16  # bits of a linear that is left as it is
-GROUP_SIZE = 128  # unless another is asked for
+AS_STORED = 16  # stands for a linear that is not quantized
+GROUP_SIZE = 128  # default
 
-# Bits by recipe and role. Published sensitivities put attention before MLP and the output of a
-# gated DeltaNet before all; multi-token prediction only drafts, and is small.
+# Bits by recipe and role. By published sensitivities the output of a gated DeltaNet suffers most,
+# then attention, then MLP; multi-token prediction only drafts, and is small.
 BITS_BY_ROLE: dict[Base, dict[str, int]] = {
     "int4": {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8, "mtp": AS_STORED},
     "int8": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8, "mtp": AS_STORED},
@@ -24,7 +24,7 @@ BITS_BY_ROLE: dict[Base, dict[str, int]] = {
 def base_schemes(
     base: Base, table: Sequence[TensorSpec], group_size: int = GROUP_SIZE
 ) -> dict[str, Scheme | None]:
-    """The scheme of every linear module by a base recipe alone, None for those left as they are.
+    """The scheme of every linear module by a base recipe, None for those not quantized.
 
     Raises:
         QuantizationError: no such recipe, or the group size does not divide K.

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from JSON: exactly their fields, of exactly their types."""
+"""Frozen dataclasses read from JSON objects with exactly their fields and types."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _LARGEST_INT = 2**63 - 1
 
 
 def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[str, Any]:
-    """The JSON object in a file of lowbit's own, without its version.
+    """Read the JSON object of a file that lowbit wrote, without its version.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -31,7 +31,7 @@ def load_object(path: Path, version_key: str, version: int, hint: str) -> dict[s
 def parse_object(
     raw: bytes, path: Path, version_key: str, version: int, hint: str
 ) -> dict[str, Any]:
-    """`load_object` for content that has been read already; `path` names it in messages.
+    """Do what `load_object` does for content already read; `path` names it in messages.
 
     Raises:
         FormatError: not a JSON object, or of another version.
@@ -42,13 +42,13 @@ def parse_object(
 def load_versioned(
     path: Path, version_key: str, known: Sequence[int], hint: str
 ) -> tuple[int, dict[str, Any]]:
-    """The version of a file of lowbit's own, and its JSON object without the version.
+    """Read the version of a file that lowbit wrote, and its JSON object without the version.
 
     Args:
         path: of the file.
-        version_key: of the object.
+        version_key: key of the version in the object.
         known: versions that can be read.
-        hint: for whoever has another version.
+        hint: advice for a file of another version.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -71,20 +71,20 @@ def _versioned(
 
 
 def records(kind: type[Record], content: Any, where: str) -> tuple[Record, ...]:
-    """A tuple of dataclasses from a JSON list; errors as in `record`."""
+    """Make a tuple of dataclasses from a JSON list; errors as in `record`."""
     if not isinstance(content, list):
         raise FormatError(f"`{where}` is not a list")
     return tuple(record(kind, row, where) for row in content)
 
 
 def record(kind: type[Record], content: Any, where: str) -> Record:
-    """A dataclass from a JSON object that has exactly its fields.
+    """Make a dataclass from a JSON object that has exactly its fields.
 
     A list stands for a tuple, and null for infinity where a float is required, since JSON has
     neither.
 
     Args:
-        kind: whose fields are scalars, tuples, dicts or dataclasses made before.
+        kind: dataclass whose fields are scalars, tuples, dicts or dataclasses made before.
         content: the object.
         where: names it in messages.
 
@@ -113,9 +113,9 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value is of a field's type: no bool for an int, no text for a list.
+    """Tell if a value is of a field's type: a bool is no int, a text no list.
 
-    Numbers that cannot be computed with do not fit: NaN, and integers beyond 64 bits.
+    NaN and integers beyond 64 bits do not fit.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:

@@ -1,8 +1,8 @@
-"""Round-to-nearest with searched scales: the same codes on CPU and GPU, whatever the block size.
+"""Round-to-nearest with searched scales: the same codes on CPU and GPU, with any block size.
 
-Only operations that IEEE 754 fixes are used where they decide a code: elementwise FP32, division by
+Operations that decide a code are those that IEEE 754 defines exactly: elementwise FP32, division by
 a tensor, round-half-even, and sums as explicit pairwise adds (library reductions differ between
-devices). Codes are computed against the scale as stored, that is rounded to BF16.
+devices). Codes are computed against the scale as stored, rounded to BF16.
 
 Scale rules, relative L2 error on Gaussian weights at INT4 g128:
     absmax     |w|max / 7.5, the default of compressed-tensors                          .1110
@@ -25,16 +25,16 @@ Search = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 
 SCALE_DTYPE = torch.bfloat16
 
-# |w|max / scale in units of 2^(bits-1), tried in this order; the first of equals wins. Beyond 1 the
-# largest weights are clipped in exchange for finer steps.
+# Ratios |w|max / scale in units of 2^(bits-1), tried in this order; the first of equals wins.
+# Above 1 the largest weights are clipped in exchange for finer steps.
 STEPS = (0, -2, -1, *range(1, 15))
 RATIOS = (*(1 + step / 32 for step in STEPS), 1.5, 1.625, 1.75, 2.0, 2.5)
 
-# From 8 bits on, the search wins nothing measurable: clipping costs more than finer steps bring.
+# From 8 bits on, the search gains nothing measurable: clipping costs more than finer steps gain.
 SEARCHED_BITS = range(2, 8)
 
-# Groups whose largest weight is below this are stored as zeros: scales near the subnormal range
-# would not divide alike on every device.
+# Groups whose largest weight is below this are stored as zeros: division by scales near the
+# subnormal range differs between devices.
 TINY = 2.0**-100
 
 CACHE_ELEMENTS = 1 << 20  # FP32 block that stays in cache during the search
@@ -43,12 +43,12 @@ CACHE_ELEMENTS = 1 << 20  # FP32 block that stays in cache during the search
 def quantize(
     w: Tensor, scheme: Scheme, rule: ScaleRule = "signed", search: Search | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a block of rows.
+    """Quantize a block of rows.
 
     Args:
         w: [N, K] of a float dtype, finite, on any device; the group size divides K.
         scheme: symmetric.
-        rule: how a group's scale is chosen.
+        rule: choice of a group's scale.
         search: another implementation of `search_scales`, with the same results.
 
     Returns:
@@ -72,12 +72,12 @@ def weighted_scales(
     importance: Tensor,
     search: Search | None = None,
 ) -> Tensor:
-    """Scales by the same search, each squared error times the importance of its column.
+    """Scales by the same search, with squared errors weighted by the importance of columns.
 
     Args:
         w: [N, K] of a float dtype, finite; the group size divides K.
         scheme: symmetric.
-        rule: how a group's scale is chosen.
+        rule: choice of a group's scale.
         importance: [K] float32, not negative; second moments of the input, for instance.
         search: another implementation of `search_scales`, with the same results.
 
@@ -115,8 +115,8 @@ def _scales(
 ) -> Tensor:
     """Scale of each group: [groups, 1] bfloat16, never zero."""
     high, low = w.amax(1, keepdim=True), w.amin(1, keepdim=True)
-    extreme = torch.where(-low >= high, low, high)  # of largest magnitude, sign kept
-    # Signed: a negative code times a scale of the opposite sign gives the extreme back.
+    extreme = torch.where(-low >= high, low, high)  # largest magnitude, with its sign
+    # Signed: the most negative code times a scale of the opposite sign gives the extreme.
     extreme = -extreme if rule == "signed" else extreme.abs()
     extreme = torch.where(extreme.abs() < TINY, 1.0, extreme)
     if rule == "absmax":
@@ -161,7 +161,7 @@ def search_scales(w: Tensor, extreme: Tensor, half: int, importance: Tensor | No
 
 
 def pairwise_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension in one fixed order of additions: [..., 1].
+    """Sum over the last dimension in a fixed order of additions: [..., 1].
 
     Overwrites x.
     """

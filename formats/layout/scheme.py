@@ -1,4 +1,4 @@
-"""How one linear is quantized: bits, group size, symmetry."""
+"""Scheme of one quantized linear: bits, group size, symmetry."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Scheme:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what the packed layout cannot express."""
+        """Refuse bits and group sizes that the packed layout cannot express."""
         if self.bits not in BITS:
             raise FormatError(f"bits per weight must be 2 to 8, got {self.bits}")
         if self.group_size is not None and self.group_size < 1:

@@ -1,4 +1,4 @@
-"""How much memory can still be allocated, as the system tells it."""
+"""Memory that can still be allocated, as the system reports it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: str) -> int | None:
-    """Bytes that can still be allocated on `cpu` or `cuda`; None where the system does not say."""
+    """Bytes that can still be allocated on `cpu` or `cuda`; None if the system does not tell."""
     if device != "cpu":
         return torch.cuda.mem_get_info()[0]
     system = _meminfo_available(MEMINFO)
@@ -19,7 +19,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def _meminfo_available(path: Path) -> int | None:
-    """`MemAvailable` of Linux."""
+    """Value of `MemAvailable` in Linux's meminfo."""
     if not path.exists():
         return None
     for line in path.read_text().splitlines():
@@ -29,7 +29,7 @@ def _meminfo_available(path: Path) -> int | None:
 
 
 def _cgroup_left(root: Path) -> int | None:
-    """What a container's limit leaves (cgroup v2); reclaimable file pages count as free."""
+    """Bytes left under a container's limit (cgroup v2); reclaimable file pages count as free."""
     limit, used, stat = (root / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and stat.exists()):
         return None

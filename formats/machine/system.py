@@ -1,4 +1,4 @@
-"""Errors of the operating system, of Python and of torch in the words of a LowbitError."""
+"""Errors of the operating system, Python and torch as LowbitErrors."""
 
 import errno
 import os
@@ -8,21 +8,25 @@ from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, Re
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FREE_SPACE = "free some space and run the same command again"
-NO_MEMORY = ("can't allocate memory", "not enough memory", "bad allocation")  # by torch, on a CPU
-GPU_FULL = "OutOfMemoryError"  # torch's, named so that this file need not import torch
+NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad allocation",
+)  # messages of torch on a CPU
+GPU_FULL = "OutOfMemoryError"  # torch's class, by name so that torch is not imported here
 
 
 def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError | None:
-    """The error that a file, an option or the machine has caused; None for a bug.
+    """The LowbitError for a failure caused by a file, an option or the machine; None for a bug.
 
     Args:
-        error: that reached a command.
-        gpu_hint: what to do where the GPU has run out of memory.
+        error: exception that reached a command.
+        gpu_hint: advice if the GPU has run out of memory.
     """
     if isinstance(error, LowbitError):
         return error
     if isinstance(error, OSError):
-        # Whoever read the output has left: that is no error of ours.
+        # The reader of the output has left, which is no error.
         return None if isinstance(error, BrokenPipeError) else of_system(error)
     if type(error).__name__ == GPU_FULL:
         return ResourceError("the GPU ran out of memory", hint=gpu_hint)
@@ -40,17 +44,17 @@ def explained(error: BaseException, gpu_hint: str | None = None) -> LowbitError 
 def of_system(
     error: OSError, path: Path | None = None, full_hint: str = FREE_SPACE
 ) -> ResourceError:
-    """A full disk, or the file that the system refuses and why.
+    """The ResourceError for an OSError: a full disk, or a file that the system refuses.
 
     Args:
-        error: of the system.
-        path: of the file that was to be written, where it is known.
-        full_hint: what to do about a full disk.
+        error: from the system.
+        path: of the file that was to be written, if known.
+        full_hint: advice about a full disk.
     """
     full = error.errno in FULL
     reason = f"the disk is full ({error.strerror})" if full else error.strerror or str(error)
     if path is not None:
         reason = f"`{path}` cannot be written: {reason}"
-    elif isinstance(error.filename, str | bytes) and not full:  # else the number of an open file
+    elif isinstance(error.filename, str | bytes) and not full:  # an int is a file descriptor
         reason = f"`{os.fsdecode(error.filename)}`: {reason}"
     return ResourceError(reason, hint=full_hint if full else None)

@@ -1,4 +1,4 @@
-"""A limit of time for work that a file decides, such as matching its patterns."""
+"""Time limit for work whose cost a file controls, such as matching its patterns."""
 
 import signal
 import threading
@@ -8,23 +8,23 @@ from types import FrameType
 
 from lowbit.formats.errors import FormatError
 
-PATTERN_SECONDS = 5.0  # thousands of patterns on hundreds of modules take less than one
+PATTERN_SECONDS = 5.0  # thousands of patterns on hundreds of modules take less than a second
 
 
 class _TimeOverError(Exception):
-    """The time is over."""
+    """Raised in the block when the time is over."""
 
 
 @contextmanager
 def time_limit(what: str, seconds: float = PATTERN_SECONDS) -> Iterator[None]:
-    """Stop the block after some time; `re` looks for signals while it searches.
+    """Stop the block after some time, by a signal; `re` checks for signals while it searches.
 
-    Signals reach the main thread alone, so a block in another thread runs without a limit. So does
-    one where somebody's alarm is running already: there is one for the whole process.
+    Signals reach the main thread only, so a block in another thread runs without a limit. So does a
+    block while another alarm is running, since a process has only one.
 
     Args:
-        what: the work, for the message.
-        seconds: wall time it may take.
+        what: name of the work, for the message.
+        seconds: wall time that the block may take.
 
     Raises:
         FormatError: the time is over.

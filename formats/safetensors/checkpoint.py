@@ -38,23 +38,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
-METADATA_KEY = "__metadata__"  # of a header, where no tensor can stand
-MAX_CONFIG_BYTES = 5_000_000  # of config.json, which may list 50,000 modules that stay dense
-MAX_HEADER_BYTES = 64_000_000  # the safetensors library reads 100 MB, which parsed take 2 GB
-MAX_SIZE = 2**63 - 1  # of a dimension or an offset
+METADATA_KEY = "__metadata__"  # key of a header that is no tensor
+MAX_CONFIG_BYTES = 5_000_000  # bound of config.json, which may list 50,000 dense modules
+MAX_HEADER_BYTES = 64_000_000  # the safetensors library allows 100 MB, which take 2 GB when parsed
+MAX_SIZE = 2**63 - 1  # bound of a dimension or an offset
 MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Dtype, shape and position of one stored tensor.
 
     Attributes:
         name: as in the header.
         dtype: torch dtype of the stored values.
-        shape: sizes.
+        shape: size of every dimension.
         file: name of the shard inside the folder.
-        offset: of the first byte, from the start of the file.
+        offset: position of the first byte in the file.
         nbytes: length of the data.
     """
 
@@ -72,22 +72,22 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: everything below the first dimension."""
+        """Bytes of one row, which is everything below the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
-DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, where
+DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, device
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose headers have been read and checked; holds no data and no open file.
+    """Headers of a folder, read and checked; holds no data and no open file.
 
     Attributes:
-        folder: where the files lie.
+        folder: folder of the files.
         config: content of config.json.
-        tensors: by name.
-        derived: how to make rows of those tensors that the files hold in another tool's layout.
+        tensors: headers by name.
+        derived: functions that make rows of tensors stored in another tool's layout.
     """
 
     folder: Path
@@ -96,7 +96,7 @@ class Checkpoint:
     derived: Mapping[str, DerivedRows] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Read a whole tensor to the CPU."""
         info = self.tensors[name]
         if name in self.derived:
             return self.derived[name](0, info.shape[0], torch.device("cpu"))
@@ -105,7 +105,7 @@ class Checkpoint:
         return out
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor with at least one dimension."""
+        """Read rows [start, stop) of a tensor with at least one dimension."""
         info = self.tensors[name]
         if name in self.derived:
             return self.derived[name](start, stop, torch.device("cpu"))
@@ -114,7 +114,7 @@ class Checkpoint:
         return out
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Fill a contiguous CPU tensor of the same dtype and size, without a copy between.
+        """Read a tensor into a contiguous CPU tensor of its dtype and size, without another copy.
 
         Raises:
             CheckpointError: `out` does not match, or the file is cut short.
@@ -131,7 +131,7 @@ class Checkpoint:
             self._fill(info, info.offset, out)
 
     def rows(self, name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Blocks of at most `rows` rows with the number of their first row, in order."""
+        """Read a tensor in blocks of at most `rows` rows: (number of the first row, block)."""
         total = self.tensors[name].shape[0]
         for start in range(0, total, rows):
             yield start, self.read_rows(name, start, min(start + rows, total))
@@ -145,9 +145,9 @@ def read_at(path: Path, offset: int, out: Tensor) -> None:
     """Fill a contiguous CPU tensor with the bytes of a file from `offset` on.
 
     Args:
-        path: of a file whose header has been read.
-        offset: in bytes.
-        out: any dtype and shape.
+        path: file whose header has been read.
+        offset: position in the file, in bytes.
+        out: tensor of any dtype and shape.
 
     Raises:
         CheckpointError: the file ends first, or `reopen` refuses it.
@@ -181,7 +181,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder by name, in file order.
+    """Read the headers of all tensors of a folder by name, in file order.
 
     Raises:
         CheckpointError: see `open_checkpoint`.
@@ -209,7 +209,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 def join_headers(
     headers: Iterable[Mapping[str, TensorInfo]], index: Mapping[str, str] | None
 ) -> dict[str, TensorInfo]:
-    """The tensors of all shards by name, placed as the index says.
+    """Join the tensors of all shards by name, and check them against the index.
 
     Raises:
         CheckpointError: a tensor is in two shards, or index and shards disagree.
@@ -228,7 +228,7 @@ def join_headers(
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The index's map from tensor to shard, or None where the folder has no index.
+    """Read the index's map from tensor to shard; None where the folder has no index.
 
     Raises:
         CheckpointError: several indexes, or one that does not map names to file names.
@@ -267,7 +267,7 @@ def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) ->
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file.
+    """Read the tensors' headers of one safetensors file.
 
     Raises:
         CheckpointError: the header is malformed, the data is cut short, or `open_file` refuses the
@@ -280,10 +280,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_length(prefix: bytes, file: str, size: int) -> int:
-    """Bytes of the JSON header, from the first 8 bytes of a file of `size` bytes.
+    """Length of the JSON header, from the first 8 bytes of a file of `size` bytes.
 
     Raises:
-        CheckpointError: the file is too short for such a header, or the header is too long.
+        CheckpointError: the header is longer than the file or than MAX_HEADER_BYTES.
     """
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -295,11 +295,11 @@ def header_length(prefix: bytes, file: str, size: int) -> int:
 
 
 def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
-    """The tensors a header names, checked against the size of its file.
+    """Parse a header, and check its tensors against the size of the file.
 
     Args:
         raw: the JSON header, without its 8-byte length.
-        file: name used in messages and in the result.
+        file: name for messages and for the result.
         size: of the whole file in bytes.
 
     Raises:
@@ -352,7 +352,7 @@ def _are_sizes(values: list[Any]) -> bool:
 
 
 def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: int) -> None:
-    """Refuse overlaps, holes and trailing bytes, as the specification does."""
+    """Refuse overlaps, holes and trailing bytes, which the specification forbids."""
     end = start
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
@@ -365,7 +365,7 @@ def _check_layout(tensors: Iterable[TensorInfo], file: str, start: int, size: in
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """A JSON object from a file of a model folder.
+    """Read a JSON object from a file of a model folder.
 
     Args:
         path: of the file.

@@ -11,7 +11,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a whole file of a model folder.
+    """Hash a whole file of a model folder with SHA-256.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -22,7 +22,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_tensor(path: Path, info: TensorInfo) -> str:
-    """SHA-256 of one tensor's bytes; short if the file ends first."""
+    """Hash one tensor's bytes with SHA-256, as far as the file has them."""
     digest = hashlib.sha256()
     with open_file(path) as file:
         file.seek(info.offset)

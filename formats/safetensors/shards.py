@@ -1,7 +1,7 @@
-"""Laying tensors out in safetensors shards, before any of them exists.
+"""Layout of tensors in safetensors shards, computed before any tensor exists.
 
-The converter knows every output's dtype and shape from the plan, so a shard's header is written
-first and rows go straight to their place: nothing is ever held whole in memory.
+The plan states every output's dtype and shape, so a shard's header is written first and rows go
+straight to their place; no tensor is held whole in memory.
 """
 
 import json
@@ -16,13 +16,13 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, METADATA_KEY, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
-ALIGNMENT = 64  # of the data's start in the file, so that readers can map it
-METADATA = {"format": "pt"}  # what transformers and vLLM look for
+ALIGNMENT = 64  # of the data in the file, so that readers can map it
+METADATA = {"format": "pt"}  # required by transformers and vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to be: its header bytes and where each tensor goes."""
+    """One file to write: its header and the position of each tensor."""
 
     file: str
     header: bytes  # 8-byte length included
@@ -37,17 +37,17 @@ def lay_out(
 ) -> list[Shard]:
     """Split tensors over shards, in order, each at most `max_shard_bytes` long.
 
-    A single tensor above the limit gets a shard of its own. Every header holds the metadata.
+    A tensor above the limit gets a shard of its own. Every header holds the metadata.
 
     Raises:
-        FormatError: a name that the format keeps for itself, or too many shards.
+        FormatError: a name that the format reserves, or too many shards.
     """
     if any(name == METADATA_KEY for name, _, _ in tensors):
         raise FormatError(f"a tensor cannot be called `{METADATA_KEY}` in a safetensors file")
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     used = 0
     for tensor in tensors:
-        # Data and header entry; 100 bytes hold the dtype and offsets of any entry.
+        # Data and header entry; dtype and offsets of an entry take at most 100 bytes.
         nbytes = _nbytes(tensor) + len(json.dumps([tensor[0], tensor[2]])) + 100
         if groups[-1] and used + nbytes > max_shard_bytes - 200:
             groups.append([])
@@ -70,7 +70,7 @@ def _shard(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]],
     metadata: Mapping[str, str],
 ) -> Shard:
-    # Wider dtypes first keeps every tensor aligned to its own size, as the format asks.
+    # Wider dtypes first: every tensor is aligned to its element size, as the format demands.
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     offset, spans = 0, []
@@ -95,7 +95,7 @@ def _shard(
 
 
 def index_json(shards: Sequence[Shard]) -> dict[str, Any]:
-    """The content of model.safetensors.index.json."""
+    """Content of model.safetensors.index.json."""
     weight_map = {info.name: shard.file for shard in shards for info in shard.tensors}
     total = sum(info.nbytes for shard in shards for info in shard.tensors)
     return {

@@ -1,1 +1,1 @@
-"""The shell of both commands: entry, errors, options, output. Alone in formats it may use click."""
+"""Shell of both commands: entry, errors, options, output. No other part of formats uses click."""

@@ -1,4 +1,4 @@
-"""A group of commands one of which is meant where none is named."""
+"""A group of commands with a default command."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ def epilog(program: str, arguments: str, command: str) -> str:
     """Text below the list of commands.
 
     Args:
-        program: `lowbit-run`.
+        program: name, `lowbit-run`.
         arguments: of the default command.
-        command: the default one.
+        command: name of the default command.
     """
     variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
     return f"""\b
@@ -31,10 +31,10 @@ def epilog(program: str, arguments: str, command: str) -> str:
 
 
 class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
-    """A group that ends with 130 after an interrupt, and quietly when nobody reads its output."""
+    """A group that exits with 130 after an interrupt, and quietly if its output is not read."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; see the class."""
+        """Run the command with the exit codes of the class."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -46,7 +46,7 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
             raise click.exceptions.Exit(READER_LEFT) from None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete commands, and what the default command would take in their place."""
+        """Complete commands and the arguments of the default command."""
         found: list[CompletionItem] = super().shell_complete(ctx, incomplete)
         command = self.commands[self.default_cmd_name]
         with command.make_context(command.name, [], ctx, resilient_parsing=True) as inner:

@@ -1,7 +1,7 @@
-"""The way into a command: signals become exit codes from the first import on.
+"""Entry of a command: signals become exit codes from the first import on.
 
-Imports small parts of the standard library only, so that the handlers are in place before anything
-that takes long.
+This module imports small parts of the standard library only, so that the handlers are in place
+before anything slow.
 """
 
 import importlib
@@ -14,8 +14,8 @@ from typing import IO, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE
-# An import can lose an interrupt: a C extension reports an error of its own or none, a library
-# does without what it could not import. So it is raised again until it has got through.
+# An import can swallow an interrupt: a C extension may report another error or none, and a library
+# may go on without the module. The interrupt is therefore raised again until it gets through.
 MASKS = (ImportError, SystemError)
 AGAIN_S = 0.05
 
@@ -28,9 +28,9 @@ def run(module: str, program: str) -> NoReturn:
 
     Args:
         module: dotted name.
-        program: name of the command in its messages.
+        program: name of the command for messages.
     """
-    if hasattr(sys.stdout, "reconfigure"):  # a character that the encoding lacks is escaped
+    if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arrived: list[int] = []
     _watch(arrived)
@@ -46,30 +46,30 @@ def run(module: str, program: str) -> NoReturn:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # nothing is left to do
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # cleaned up already
     if arrived[-1] == signal.SIGINT:
         farewell()
     sys.exit(128 + arrived[-1])
 
 
 def farewell(left: str = "") -> None:
-    """Say that the user has interrupted the command.
+    """Print that the user has interrupted the command.
 
     Args:
-        left: what it leaves behind, if that is worth a word.
+        left: text on files that remain, if any.
     """
     print(f"\ninterrupted{'; ' if left else ''}{left}", file=sys.stderr)
 
 
 def leave(stream: IO[str]) -> None:
-    """Point a stream nowhere after its reader has left, so that no later flush fails."""
+    """Redirect a stream to the null device after its reader has left, so that flushes succeed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def leave_broken() -> bool:
-    """Leave stdout and stderr as far as their readers have left; True if one has."""
+    """Redirect stdout and stderr if their readers have left; True if one has."""
     streams = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr)}
     watch = select.poll()
     for descriptor in streams:
@@ -84,7 +84,7 @@ def _watch(arrived: list[int]) -> None:
     """Raise KeyboardInterrupt at SIGINT and SystemExit at SIGTERM, unless they are ignored.
 
     Args:
-        arrived: takes the number of every signal that was seen.
+        arrived: list that every received signal's number is appended to.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -109,14 +109,14 @@ def _watch(arrived: list[int]) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Tell whether a frame runs on behalf of an import."""
+    """Tell if a frame runs inside an import."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
 
 
 def _is_on_its_way(error: BaseException | None) -> bool:
-    """Tell whether an interrupt is being handled, by what cleans up after it for instance."""
+    """Tell if an interrupt is already being handled, by clean-up code for instance."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

@@ -1,4 +1,4 @@
-"""Expected errors as one message and exit code 1."""
+"""Expected errors, shown as one message with exit code 1."""
 
 import functools
 from collections.abc import Callable
@@ -16,19 +16,19 @@ class Failure(click.ClickException):
     """A `LowbitError` as the terminal shows it: the message, then the hint; exit code 1."""
 
     def __init__(self, error: LowbitError) -> None:
-        """Keep the hint beside the message."""
+        """Keep the message and the hint."""
         super().__init__(str(error))
         self.hint = error.hint
 
     def show(self, file: Any = None) -> None:
-        """Print to stderr."""
+        """Print message and hint to stderr."""
         click.echo(f"Error: {self.message}", err=True)
         if self.hint:
             click.echo(f"\nhint: {self.hint}", err=True)
 
 
 def reported(command: Command) -> Command:
-    """Add --debug, without which an expected error is one message and no traceback."""
+    """Add --debug; without it an expected error is shown as one message, not a traceback."""
 
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(command)

@@ -1,4 +1,4 @@
-"""Options, their checks and their completion, as far as both commands share them."""
+"""Options that both commands share, with their checks and completion."""
 
 import difflib
 import math
@@ -15,11 +15,11 @@ from lowbit.formats.files.atomic import check_place
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell.failure import Command
 
-MOST = 2**31 - 1  # of a count: beyond it nothing can be held, and torch's indices overflow
+MOST = 2**31 - 1  # largest count: torch's indices overflow above it
 
 
 def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, shown in the given order."""
+    """Combine options into one decorator, shown in the given order."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -30,15 +30,15 @@ def with_options(*options: Callable[[Command], Command]) -> Callable[[Command], 
 
 
 class Count(click.IntRange):
-    """A whole number whose upper bound is too far away to be worth a word in the help."""
+    """A whole number with an upper bound so large that the help does not show it."""
 
     def __init__(self, least: int = 1, most: int = MOST) -> None:
-        """Take the bounds, both included."""
+        """Keep the bounds, both included."""
         super().__init__(min=least)
         self.most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Refuse what is below or above the bounds."""
+        """Refuse a number outside the bounds."""
         number: int = super().convert(value, param, ctx)
         if number > self.most:
             self.fail(f"{number} is more than {self.most}.", param, ctx)
@@ -55,7 +55,7 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
 def at_most_cores(
     context: click.Context, parameter: click.Parameter, value: int | None
 ) -> int | None:
-    """Refuse more threads than there are cores: they slow a model down, and very many crash it."""
+    """Refuse more threads than cores, which are slower and in great number crash."""
     if value is not None and value > core_count():
         raise click.BadParameter(f"{value} is more than the {core_count()} cores of this machine.")
     return value
@@ -64,14 +64,14 @@ def at_most_cores(
 def folders(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Let the shell complete folders, also where a Hub id may stand."""
+    """Let the shell complete folders for an argument that may also be a Hub id."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def output_file(
     context: click.Context, parameter: click.Parameter, value: Path | None
 ) -> Path | None:
-    """Refuse, before any work, a file that cannot be written."""
+    """Refuse a file that cannot be written before any work begins."""
     if value is None or context.resilient_parsing:
         return value
     if os.path.isdir(value):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
@@ -86,14 +86,14 @@ def output_file(
 
 
 def check_command(value: str, what: str) -> None:
-    """Point out a mistyped command, which would be taken for the argument of the default one.
+    """Refuse a mistyped command, which would be read as the default command's argument.
 
     Args:
         value: of that argument.
-        what: it is: "source" or "model".
+        what: name of the argument, "source" or "model".
 
     Raises:
-        click.UsageError: it is no path, and nearly the name of a command.
+        click.UsageError: the value is no path and resembles the name of a command.
     """
     group = click.get_current_context().find_root().command
     commands = group.commands if isinstance(group, click.Group) else ()

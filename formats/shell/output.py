@@ -10,16 +10,18 @@ import click
 
 from lowbit.formats.printable import printable
 
-SCHEMA = 1  # of every object that --json prints
+SCHEMA = 1  # version of every object that --json prints
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Print one object as one line on stdout; a figure that is not a finite number is null."""
+    """Print an object as one line on stdout; figures that are not finite are null."""
     whole = _finite({"schema": SCHEMA, **content})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # another encoding, or half a surrogate pair of a file's name
+    except (
+        UnicodeEncodeError
+    ):  # the encoding lacks a character, or a file name has half a surrogate pair
         text = json.dumps(whole, allow_nan=False)
     click.echo(text)
 
@@ -31,7 +33,7 @@ def note(text: str) -> None:
 
 
 def plain() -> bool:
-    """Tell whether the user asks for text without styles, https://no-color.org."""
+    """Tell if the user asks for text without styles (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 

@@ -1,7 +1,7 @@
 """Consoles for results and messages, tables and progress bars.
 
-Text is never markup here, and its control characters are shown as escapes: names and values of
-files can be printed as they are. Only `styled` gives text a style.
+Text is never read as markup and its control characters are escaped, so names and values of files
+can be printed directly. Only `styled` gives text a style.
 """
 
 import sys
@@ -19,19 +19,19 @@ from lowbit.formats.printable import printable
 from lowbit.formats.shell.entry import leave
 from lowbit.formats.shell.output import plain
 
-# Columns into a file or a pipe, which have no edge to fold at. The bound keeps rows of a long name
-# from filling the memory with blanks.
+# Width for files and pipes, where lines are not folded. It is bounded so that one long name does
+# not pad all rows with blanks until memory is full.
 UNFOLDED = 1000
 
 Part = str | tuple[str, str]  # text, or text and its style
-Progressed = Callable[[str, int, int], None]  # phase, done, in all
+Progressed = Callable[[str, int, int], None]  # phase, done, total
 
 
 class Screen(Console):
     """A console that takes every string literally."""
 
     def __init__(self, file: IO[str]) -> None:
-        """Fold at the edge of a terminal only; styles go to a terminal only."""
+        """Fold lines and use styles on a terminal only."""
         watched = file.isatty()
         super().__init__(
             file=file,
@@ -48,23 +48,23 @@ class Screen(Console):
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Print no more to a reader who has left; the command goes on to its end."""
+        """Stop printing after the reader has left; the command itself goes on."""
         self.quiet = True
         leave(self.file)
 
 
 def results() -> Screen:
-    """The console for what a command was asked for: stdout."""
+    """Console for results: stdout."""
     return Screen(sys.stdout)
 
 
 def messages() -> Screen:
-    """The console for everything else: stderr."""
+    """Console for everything else: stderr."""
     return Screen(sys.stderr)
 
 
 def styled(*parts: Part) -> Text:
-    """Text of literal parts, some with a style: `styled(("done", "bold green"), f" {path}")`."""
+    """Join literal parts, some with a style: `styled(("done", "bold green"), f" {path}")`."""
     text = Text()
     for part in parts:
         content, style = (part, None) if isinstance(part, str) else part
@@ -73,27 +73,27 @@ def styled(*parts: Part) -> Text:
 
 
 class Headed(Table):
-    """A table below a heading, which may be wider than the table."""
+    """A table with a heading above it, which may be wider than the table."""
 
     def __init__(self, heading: str, *columns: str, **options: Any) -> None:
-        """Take what a rich table takes, after the heading."""
+        """Keep the heading; other arguments are those of a rich table."""
         super().__init__(*columns, **options)
         self.heading = heading
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the heading, where there is one, as a line of its own, then the table."""
+        """Print the heading, if any, on a line of its own, then the table."""
         if self.heading:
             yield Text(printable(self.heading), style="italic")
         yield from super().__rich_console__(console, options)
 
 
 def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) -> Table:
-    """A table without frame: columns of text, then right-aligned columns of figures."""
+    """Make a table without frame: columns of text, then right-aligned columns of figures."""
     table = Headed(
         heading,
         header_style="bold",
         box=SIMPLE_HEAD,
-        collapse_padding=True,  # so that names fit into 80 columns
+        collapse_padding=True,  # leaves room for names in 80 columns
         pad_edge=False,
     )
     for column in text:
@@ -105,11 +105,11 @@ def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) 
 
 @contextmanager
 def progress_bars(phases: Mapping[str, str], quiet: bool = False) -> Iterator[Progressed]:
-    """A function of (phase, done, in all) that draws one bar a phase while the context is open.
+    """Give a function of (phase, done, total) that draws one bar for each phase.
 
     Args:
-        phases: words on the screen for each phase.
-        quiet: draw nothing, as where stderr is no terminal.
+        phases: text on the screen by phase.
+        quiet: draw nothing, as if stderr were no terminal.
     """
     console = messages()
     bars = Progress(

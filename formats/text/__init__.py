@@ -1,1 +1,1 @@
-"""Text to token ids: tokenizer.json, chat templates, and the process that bounds their work."""
+"""Text and token ids: tokenizer.json, chat templates, and the process that limits their work."""

@@ -1,8 +1,8 @@
-"""The process that renders chat templates and runs tokenizers that only a limit can trust.
+"""The child process that renders chat templates and runs untrusted tokenizers under limits.
 
 `worker.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line when it
 is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of the kernel
-ends the process when a job takes too long, so no job needs to be watched. Argument: a JSON object
+ends the process when a job takes too long. Argument: a JSON object
 with `path` (sys.path), `library` (a key of LIBRARIES) and `memory_bytes`.
 """
 
@@ -17,11 +17,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 Job = dict[str, Any]
-LIBRARIES = {  # modules of each; jinja2 imports some of its own late
+LIBRARIES = {  # modules to import; jinja2 imports some of its own late
     "jinja2": ("jinja2.sandbox", "jinja2.ext", "jinja2.debug", "jinja2.constants"),
     "tokenizers": ("tokenizers",),
 }
-MAX_MESSAGE = 300  # characters of an error that are passed on
+MAX_MESSAGE = 300  # characters of an error's message
 
 
 class JobError(Exception):
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def prepare(options: dict[str, Any]) -> None:
-    """Take on the limits and import what the jobs need."""
+    """Set the limits and import the modules of the library."""
     sys.path[:] = options["path"]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore or block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -60,7 +60,7 @@ def prepare(options: dict[str, Any]) -> None:
     limit(resource.RLIMIT_CORE, 0)
     for module in LIBRARIES[options["library"]]:
         import_module(module)
-    limit(resource.RLIMIT_FSIZE, 0)  # from here on: an import may store its bytecode
+    limit(resource.RLIMIT_FSIZE, 0)  # not earlier: an import may store its bytecode
 
 
 def limit(kind: int, most: int) -> None:
@@ -79,25 +79,25 @@ def write(line: bytes) -> None:
 
 
 def reply(serve: Callable[[Job], Any], line: bytes) -> bytes:
-    """Run a job; an exception of any kind becomes a reply."""
+    """Run a job; any exception becomes a reply."""
     try:
         job = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         result = {"value": serve(job)}
         return json.dumps(result).encode()
-    except BaseException as error:  # MemoryError, panics of tokenizers, what a template raises
+    except BaseException as error:  # MemoryError, panics of tokenizers, errors of templates
         return refusal(error_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def refusal(error: JobError) -> bytes:
-    """The reply that reports a failure."""
+    """Reply that reports a failure."""
     return json.dumps({"error": error.kind, "message": str(error)}).encode()
 
 
 def error_of(error: BaseException) -> JobError:
-    """The reason of a failure in a line, whatever its exception is."""
+    """Reason of any exception in one line."""
     if isinstance(error, JobError):
         return error
     if isinstance(error, MemoryError):
@@ -112,10 +112,10 @@ def error_of(error: BaseException) -> JobError:
 
 
 class Handler:
-    """Jobs, and the template and the tokenizer that the process keeps between them."""
+    """Runs jobs, and keeps the template and the tokenizer between them."""
 
     def __init__(self) -> None:
-        """Nothing is compiled or loaded yet."""
+        """Begin without template and tokenizer."""
         self.source: str | None = None
         self.template: Any = None
         self.tokenizer: Any = None
@@ -138,7 +138,7 @@ class Handler:
         return self.tokenizer.decode(job["ids"], skip_special_tokens=False)
 
     def compile(self, source: str) -> None:
-        """Keep a template ready."""
+        """Compile a template and keep it."""
         if source == self.source:
             return
         try:
@@ -150,7 +150,7 @@ class Handler:
         self.source = source
 
     def load(self, content: str) -> None:
-        """Keep a tokenizer ready."""
+        """Load a tokenizer and keep it."""
         from tokenizers import Tokenizer
 
         try:
@@ -163,7 +163,7 @@ class Handler:
 
 
 def bounded(pieces: Iterator[str], most: int) -> Iterator[str]:
-    """Pieces of at most so many characters in all."""
+    """Pass pieces on, and fail once they have more than `most` characters in all."""
     for piece in pieces:
         most -= len(piece)
         if most < 0:
@@ -180,7 +180,7 @@ def new_environment() -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant wrote, and renders as its content."""
+        """The tag `{% generation %}` around the assistant's text, which renders as its content."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares no ClassVar
 
@@ -194,7 +194,7 @@ def new_environment() -> Any:
             return caller()
 
     class Dict:
-        """`dict` without the attributes of the type."""
+        """The function `dict` without the type's attributes."""
 
         def __call__(self, *args: Any, **entries: Any) -> dict[Any, Any]:
             return dict(*args, **entries)
@@ -203,9 +203,9 @@ def new_environment() -> Any:
             return dict.fromkeys(*args)
 
     class Names(Namespace):
-        """`namespace` without names that begin with an underscore."""
+        """The function `namespace`, which refuses names that begin with an underscore."""
 
-        # As in jinja2 the instance has no name here, so `self` may be an entry.
+        # Positional-only, as in jinja2, so that `self` may be an entry.
         def __init__(*args: Any, **entries: Any) -> None:
             names = dict(*args[1:], **entries)
             for name in names:

@@ -1,7 +1,7 @@
-"""Parts of a tokenizer.json whose time and output grow with the text and not faster.
+"""Parts of a tokenizer.json whose time and output grow no faster than the text.
 
 A regular expression can take exponential time, and a replacement can double a text again and again.
-The parts listed here, which published byte-level models are made of, are known to do neither.
+The parts listed here, those of published byte-level models, do neither.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ GPT2 = (
     r"|\s+(?!\S)|\s+"
 )
 SPLITS = {QWEN2, QWEN3_5, LLAMA3, GPT2}
-FORMS = {"NFC", "NFD", "NFKC", "NFKD"}  # of Unicode; a character becomes 18 at most
+FORMS = {"NFC", "NFD", "NFKC", "NFKD"}  # Unicode normalization; a character becomes at most 18
 MAX_FRAME = 64  # tokens that a post-processor may put around a text
 
 
 def is_linear(content: Mapping[str, Any]) -> bool:
-    """Tell whether a tokenizer takes time and memory in proportion to the text.
+    """Tell if a tokenizer takes time and memory in proportion to the text.
 
     Args:
         content: of tokenizer.json.
@@ -40,17 +40,17 @@ def is_linear(content: Mapping[str, Any]) -> bool:
         and all(map(_is_split, splits))
         and all(map(_is_frame, frames))
         and all(_has_type(part, "ByteLevel") for part in decoders)
-        # These two look at all of the text before each occurrence.
+        # These two scan all of the text before each occurrence.
         and not any(token.get("lstrip") or token.get("single_word") for token in added)
     )
 
 
 def members(component: Any, key: str) -> list[Any]:
-    """Parts of a component: of a sequence its members, else itself; none of null.
+    """Parts of a component: a sequence's members, or the component itself; none for null.
 
     Args:
-        component: of tokenizer.json.
-        key: by which a sequence of its kind names its members: `normalizers`.
+        component: section of tokenizer.json.
+        key: key of a sequence's members, `normalizers`.
     """
     if component is None:
         return []
@@ -84,7 +84,9 @@ def _is_frame(part: Any) -> bool:
         return False
     tokens = [piece.get("SpecialToken") for piece in pieces if isinstance(piece, dict)]
     named = [token.get("id") for token in tokens if isinstance(token, dict)]
-    if not all(isinstance(name, str) and name in special for name in named):  # it would panic
+    if not all(
+        isinstance(name, str) and name in special for name in named
+    ):  # the library would panic
         return False
     ids = [token.get("ids") for token in special.values() if isinstance(token, dict)]
     longest = max((len(found) for found in ids if isinstance(found, list)), default=0)

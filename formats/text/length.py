@@ -1,27 +1,27 @@
-"""Prompts that are too long, told by their bytes before they become tokens."""
+"""Refusal of prompts that are too long, by their bytes, before they become tokens."""
 
 from lowbit.formats.errors import RequestError
 
-MAX_PROMPT_BYTES = 64_000_000  # of a prompt, whatever the context; a million tokens take 5,000,000
+MAX_PROMPT_BYTES = 64_000_000  # of a prompt with any context; a million tokens take 5,000,000
 
 
 class TooLongError(RequestError):
-    """A prompt that no tokenizer makes fit the context."""
+    """A prompt that is too long for the context with any tokenizer."""
 
     def __init__(self, message: str) -> None:
-        """Keep the message; whoever knows the model can advise a larger context."""
+        """Keep the message; the caller, who knows the model, may add a hint."""
         super().__init__(message, hint="shorten the prompt")
 
 
 def check_length(length: int, most: int) -> None:
-    """Refuse a prompt that no tokenizer could make fit the context.
+    """Refuse a prompt that is too long for the context with any tokenizer.
 
     Args:
-        length: of the prompt in bytes, or a lower bound of it.
+        length: bytes of the prompt, or a lower bound.
         most: bytes that the context can hold.
 
     Raises:
-        TooLongError: it is longer.
+        TooLongError: `length` is above `most`.
     """
     if length > most:
         raise TooLongError(

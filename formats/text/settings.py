@@ -1,4 +1,4 @@
-"""tokenizer_config.json and the files that older models keep beside it, in one typed reading."""
+"""tokenizer_config.json, and the files that older models have beside it, read into one record."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from lowbit.formats.files.strict_json import object_of
 SETTINGS_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # older models
 ADDED_TOKENS_FILE = "added_tokens.json"  # older models
-MAX_SETTINGS_BYTES = 10_000_000  # twice what 25,000 listed tokens take
+MAX_SETTINGS_BYTES = 10_000_000  # twice the size of 25,000 listed tokens
 NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-ADDED_FLAGS = {  # of an added token, and what is meant where one is left out
+ADDED_FLAGS = {  # flags of an added token, with their defaults
     "single_word": False,
     "lstrip": False,
     "rstrip": False,
@@ -29,10 +29,9 @@ class TokenizerSettings:
 
     Attributes:
         special_tokens: `bos_token`, `eos_token` and so on, as text.
-        added: tokens that the vocabulary must have, in the order of their ids; entries as in
-            tokenizer.json.
-        named: texts of special tokens that it must have, in transformers' order.
-        template: `chat_template`, as it stands.
+        added: tokens that the vocabulary must have, ordered by id; entries as in tokenizer.json.
+        named: texts of special tokens that the vocabulary must have, in transformers' order.
+        template: value of `chat_template`, unchecked.
     """
 
     special_tokens: Mapping[str, str]
@@ -42,7 +41,7 @@ class TokenizerSettings:
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """Settings of a model folder; empty where it has none of the files.
+    """Read the settings of a model folder; empty where it has none of the files.
 
     Raises:
         CheckpointError: a file that is no JSON object, or a token of the wrong type.
@@ -76,7 +75,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
-    """A JSON object from a file; None where there is no such file.
+    """Read a JSON object from a file; None where there is no such file.
 
     Raises:
         CheckpointError: not a regular file of the folder, too long, or no JSON object.
@@ -89,7 +88,7 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
 
 
 def _listed_tokens(listed: Any, path: Path) -> dict[int, dict[str, Any]]:
-    """`added_tokens_decoder` by id."""
+    """Tokens of `added_tokens_decoder` by id."""
     if not isinstance(listed, dict):
         raise CheckpointError(f"`{path}`: added_tokens_decoder is not an object")
     found = {}
@@ -120,7 +119,7 @@ def _older_tokens(folder: Path, special: Set[str]) -> dict[int, dict[str, Any]]:
 
 
 def _in_order(special: Mapping[str, str]) -> list[str]:
-    """Special tokens in the order of transformers: first those that all models may have."""
+    """Special tokens in transformers' order: those with standard names first."""
     ranks = {name: rank for rank, name in enumerate(NAMES)}
     return [special[key] for key in sorted(special, key=lambda key: ranks.get(key, len(ranks)))]
 
@@ -136,9 +135,9 @@ def _extra_tokens(extra: Any, path: Path) -> list[str]:
 
 
 def _is_token(key: str, value: Any) -> bool:
-    """Tell whether an entry names a special token, as transformers does.
+    """Tell if an entry names a special token, by transformers' rule.
 
-    A standard name always does; another one, if its value could be a token.
+    A standard name always does; another name does if its value could be a token.
     """
     if isinstance(value, dict):
         value = value.get("content")
@@ -146,7 +145,7 @@ def _is_token(key: str, value: Any) -> bool:
 
 
 def _text(key: str, value: Any, path: Path) -> str | None:
-    """A special token as text; None for what is a switch (`add_bos_token`) or left open."""
+    """Text of a special token; None for a switch (`add_bos_token`) or null."""
     if value is None or isinstance(value, bool):
         return None
     text = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Messages to the text that a model was trained on, by its own chat template."""
+"""Rendering of messages by a model's own chat template."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,14 @@ from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
 from lowbit.formats.text.worker import Worker, WorkerError
 
 TEMPLATE_FILE = "chat_template.jinja"
-THINKING = "enable_thinking"  # what templates call the switch
+THINKING = "enable_thinking"  # name of the switch in templates
 MAX_TEMPLATE_BYTES = 1_000_000  # the longest published ones have 30,000
-MESSAGE_BYTES = 16  # of a message beside its text: role, marks of its beginning and end
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it, the first is standard
+MESSAGE_BYTES = 16  # of a message beside its text: role, begin and end marks
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # keys for the reasoning; the first is standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class ChatTemplate:
     def prepare(self) -> None:
         """Start the process and let it compile the template, without waiting for it.
 
-        A failure is left to the first `render`.
+        The first `render` reports a failure.
         """
         self.worker.post({"do": "compile", "source": self.source})
 
@@ -47,12 +51,12 @@ class ChatTemplate:
         answer: bool = True,
         max_bytes: int = MAX_PROMPT_BYTES,
     ) -> str:
-        """The text of a conversation, as transformers renders it.
+        """Render a conversation as transformers does.
 
         Args:
             messages: objects of plain JSON, with `role` and `content`.
             thinking: `enable_thinking` of the template; None leaves it to the template.
-            answer: end with what asks for the assistant's next turn.
+            answer: end with the prompt for the assistant's next turn.
             max_bytes: longest text; longer messages are refused before they are rendered.
 
         Raises:
@@ -87,7 +91,7 @@ class ChatTemplate:
         return text
 
     def _explained(self, error: WorkerError, max_bytes: int) -> LowbitError:
-        """The sentence that says what a template has done."""
+        """The error, in a sentence, for a template that failed."""
         subject = "the chat template"
         match error.kind:
             case "syntax":
@@ -108,10 +112,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model folder; None where it has none.
+    """Read the template of a model folder; None where it has none.
 
-    chat_template.jinja comes before what tokenizer_config.json holds. Of several named templates
-    it is the one named `default`.
+    chat_template.jinja wins over tokenizer_config.json. Of several named templates, `default` is
+    taken.
 
     Raises:
         CheckpointError: a template of the wrong type, or too long a one.
@@ -136,7 +140,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _default_of(template: Any, path: Path) -> Any:
-    """The template named `default` where there are several."""
+    """The template named `default` if there are several; else the template itself."""
     if isinstance(template, dict):
         return template.get("default")
     if not isinstance(template, list):
@@ -152,7 +156,7 @@ def _default_of(template: Any, path: Path) -> Any:
 
 
 def _length(message: Mapping[str, Any]) -> int:
-    """Characters of a message, at least; a character takes a byte or more."""
+    """Lower bound of a message's bytes: its characters."""
     return MESSAGE_BYTES + sum(len(text) for text in _texts(message.values()))
 
 
@@ -161,7 +165,7 @@ def _texts(values: Iterable[Any]) -> Iterable[str]:
 
 
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to templates: no None, reasoning under every name."""
+    """A message as transformers passes it to templates: no None, reasoning under every key."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in REASONING if name in given), None)
     if reasoning is None:

@@ -1,4 +1,4 @@
-"""tokenizer.json of a model folder, read once for all who need it, as transformers uses it."""
+"""tokenizer.json of a model folder, used the way transformers uses it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 48_000_000  # Gemma's, the largest published, has 35,000,000
-WORKER_BYTES = 1 << 30  # of address space, for a tokenizer and a text as tokens
-LOAD_SECONDS_PER_BYTE = 1e-6  # of a file; real ones take a tenth
-SECONDS_PER_BYTE = 1e-5  # of text, on top of a worker's own seconds; real ones take 1e-6
-SHORTEST = 65_536  # characters that are encoded whatever the context is
-SLACK = 16  # tokens by which a text cut short may differ at its end
-SHRINK = 4  # bytes that normalization may make one of: a letter of mathematics becomes ASCII
+WORKER_BYTES = 1 << 30  # address space for a tokenizer and the tokens of a text
+LOAD_SECONDS_PER_BYTE = 1e-6  # of the file; real ones take a tenth
+SECONDS_PER_BYTE = 1e-5  # of text, added to the worker's own seconds; real ones take 1e-6
+SHORTEST = 65_536  # characters that are encoded with any context
+SLACK = 16  # tokens by which the end of a cut text may differ
+SHRINK = 4  # bytes that normalization may turn into one: a mathematical letter becomes ASCII
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextTokenizer:
-    """A tokenizer that takes text whole, without the padding and truncation of its file.
+    """A tokenizer without the padding and truncation of its file.
 
     Attributes:
         path: of tokenizer.json.
-        hub: of the tokenizers library; where there is a worker it knows the vocabulary only.
-        vocabulary: ids from here on stand for no token.
+        hub: tokenizer of the tokenizers library; beside a worker it has the vocabulary only.
+        vocabulary: the highest id plus one.
         longest: bytes of the longest token.
-        special_ids: tokens that are no part of a text.
-        byte_level: a token is a string of bytes.
+        special_ids: ids of tokens that are no text.
+        byte_level: tokens are strings of bytes.
         worker: process that encodes and decodes where the file has parts that may run away.
     """
 
@@ -52,12 +52,12 @@ class TextTokenizer:
     worker: Worker | None = field(repr=False)
 
     def encode(self, text: str, framed: bool = False, most: int | None = None) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become single ids.
+        """Encode a text; special tokens spelled out in it become single ids.
 
         Args:
-            text: any.
-            framed: add what the tokenizer puts around a text, such as Llama's first token.
-            most: tokens that are of use; a longer text is refused before all of it is encoded.
+            text: any text.
+            framed: add the tokens that the post-processor puts around a text, like Llama's first.
+            most: largest number of tokens; a longer text is refused before all of it is encoded.
 
         Raises:
             TooLongError: text that has more tokens.
@@ -70,13 +70,13 @@ class TextTokenizer:
         return self._encode([text], framed)[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, none of them framed; errors as in `encode`."""
+        """Encode several texts without frames; errors as in `encode`."""
         for text in texts:
             self._check_unicode(text)
         return self._encode(list(texts), framed=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids as the library writes it, special tokens included.
+        """Decode ids as the library does, special tokens included.
 
         Raises:
             CheckpointError: the tokenizer fails, or takes too much time or memory.
@@ -90,14 +90,14 @@ class TextTokenizer:
             return text
 
     def max_bytes(self, context: int) -> int:
-        """Bytes of the longest text that a context of so many tokens can hold."""
+        """Bytes of the longest text that a context of `context` tokens can hold."""
         return context * self.longest * SHRINK
 
     def check_ids(self, ids: Sequence[int], rows: int) -> None:
-        """Refuse ids that a model has no embedding for.
+        """Refuse ids for which a model has no embedding.
 
         Args:
-            ids: that this tokenizer has given.
+            ids: from this tokenizer.
             rows: of the model's embedding.
 
         Raises:
@@ -117,8 +117,8 @@ class TextTokenizer:
             raise RequestError(f"the text is not valid Unicode: {error}") from None
 
     def _check_count(self, text: str, framed: bool, most: int) -> None:
-        """Refuse a text by its beginning: no text has fewer tokens than a part of it."""
-        length = max(SHORTEST, 4 * most)  # characters; English has 4.5 a token
+        """Refuse a text whose beginning alone has more than `most` tokens."""
+        length = max(SHORTEST, 4 * most)  # characters; English has 4.5 for each token
         while length < len(text):
             if len(self._encode([text[:length]], framed)[0]) > most + SLACK:
                 raise TooLongError(f"the prompt has more than {most} tokens, the context is {most}")
@@ -137,7 +137,7 @@ class TextTokenizer:
             return [encoding.ids for encoding in batch]
 
     def _seconds(self, length: int) -> float:
-        """Time for a text of so many characters or tokens."""
+        """Time limit for a text of `length` characters or tokens."""
         own = 0.0 if self.worker is None else self.worker.seconds
         return own + SECONDS_PER_BYTE * length
 
@@ -171,13 +171,13 @@ class TextTokenizer:
 def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECONDS) -> TextTokenizer:
     """Read the tokenizer of a model folder.
 
-    Truncation, padding and dropout of tokenizer.json belong to training and are left out; tokens
-    that only tokenizer_config.json lists are added. transformers does the same.
+    As in transformers, truncation, padding and dropout of tokenizer.json are left out, and tokens
+    that only tokenizer_config.json lists are added.
 
     Args:
         folder: with tokenizer.json.
-        purpose: of the tokenizer, for the message that it is missing: "calibration".
-        seconds: that a worker has to load or to use it, where it takes one.
+        purpose: use of the tokenizer, for the message that it is missing: "calibration".
+        seconds: time limit of a worker that loads or uses it, if one is needed.
 
     Raises:
         CheckpointError: the file is missing, malformed, too large or not a regular file.
@@ -197,7 +197,7 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
         worker = Worker(seconds, WORKER_BYTES, "tokenizers", prelude)
         content, changed = _vocabulary_only(content), True
     data = json.dumps(content).encode() if changed else data
-    del content, ids  # before the library reads the same once more
+    del content, ids  # free memory before the library reads the file again
     hub = _parse(data, path)
     added = hub.get_added_tokens_decoder()
     tokenizer = TextTokenizer(
@@ -214,7 +214,7 @@ def load_text_tokenizer(folder: Path, purpose: str = "", seconds: float = SECOND
 
 
 def read_tokenizer(folder: Path, purpose: str) -> dict[str, Any]:
-    """Content of tokenizer.json as it stands, its tokens checked.
+    """Read the content of tokenizer.json unchanged, and check its tokens.
 
     Raises:
         CheckpointError: see `load_text_tokenizer`.
@@ -237,7 +237,7 @@ def _read(path: Path, purpose: str) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> "HubTokenizer":
-    """The library's tokenizer of a file's content."""
+    """Make the library's tokenizer from a file's content."""
     from tokenizers import Tokenizer
 
     try:
@@ -252,7 +252,7 @@ def _parse(data: bytes, path: Path) -> "HubTokenizer":
 
 
 def unreadable(path: Path, error: BaseException) -> CheckpointError:
-    """The sentence for a file that the library cannot read."""
+    """The error for a file that the library cannot read."""
     return CheckpointError(
         f"`{path}` is not a tokenizer: {str(error)[:200]}",
         hint="copy it from the original checkpoint",
@@ -260,9 +260,9 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def is_from_library(error: BaseException) -> bool:
-    """Tell whether the tokenizers library may have raised an exception.
+    """Tell if an exception may come from the tokenizers library.
 
-    It has no class of its own; a panic of its Rust code does not even derive from Exception.
+    The library has no exception class; a panic of its Rust code does not derive from Exception.
     """
     if isinstance(error, LowbitError):
         return False
@@ -270,7 +270,7 @@ def is_from_library(error: BaseException) -> bool:
 
 
 def _vocabulary_only(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json of the same tokens, without the parts that touch text."""
+    """A tokenizer.json with the same tokens, without the parts that process text."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
     return {**content, **dict.fromkeys(parts)}
 

@@ -1,4 +1,4 @@
-"""Tokens of a tokenizer.json: checked, and completed with those that stand elsewhere."""
+"""Tokens of a tokenizer.json: checks, and completion from the other tokenizer files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.text.settings import ADDED_FLAGS, TokenizerSettings
 
-MAX_ID = (1 << 24) - 1  # models have a sixtieth of it
+MAX_ID = (1 << 24) - 1  # published models reach a sixtieth of it
 MAX_VOCABULARY = 1_000_000  # tokens; Gemma has 262,000
 MAX_TOKEN = 4096  # characters; published vocabularies have runs of 256 spaces
 MAX_ADDED = 100_000  # tokens; a codec for speech adds 30,000
-NAMED = {"special": True, "normalized": False}  # flags of `bos_token` and its like
-MAX_ADDED_TEXT = 2_000_000  # characters of all of them; searching takes 2 s to prepare
+NAMED = {"special": True, "normalized": False}  # flags of `bos_token` and other named tokens
+MAX_ADDED_TEXT = 2_000_000  # characters of all added tokens; their search takes 2 s to prepare
 
 
 def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
-    """Refuse tokens whose length, number or ids take much time or memory.
+    """Refuse tokens whose length, number or ids would take much time or memory.
 
     Args:
         content: of tokenizer.json.
@@ -59,12 +59,12 @@ def check_vocabulary(content: Mapping[str, Any], path: Path) -> int:
         raise CheckpointError(
             f"`{path}` has a token of {longest} characters, expected at most {MAX_TOKEN}"
         )
-    # A character of a byte-level token is one byte, one of an added token up to four.
+    # A character is one byte in a byte-level token and up to four in an added one.
     return max(longest, *(len(text.encode(errors="replace")) for text in texts), 1)
 
 
 def added_tokens(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """`added_tokens` of a tokenizer.json.
+    """The `added_tokens` of a tokenizer.json.
 
     Raises:
         CheckpointError: not a list of objects with an id and a content.
@@ -82,11 +82,11 @@ def added_tokens(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]
 
 
 def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -> bool:
-    """Add the tokens that only the settings list, and leave out dropout, as transformers does.
+    """Add the tokens that only the settings list, and remove dropout, as transformers does.
 
     Args:
         content: of tokenizer.json; changed in place.
-        settings: beside it.
+        settings: of the same folder.
         path: of it, for messages.
 
     Returns:
@@ -100,7 +100,7 @@ def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -
         return False
     changed = model.get("dropout") is not None
     if changed:
-        model["dropout"] = None  # it makes the tokens of a text random
+        model["dropout"] = None  # dropout makes tokens random
     tokens = {token["content"]: token for token in added_tokens(content, path)}
     special = set(settings.named)
     listed = [
@@ -117,7 +117,7 @@ def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -
     ids = {**vocab} if isinstance(vocab, dict) else {}
     ids |= {text: token["id"] for text, token in tokens.items()}
     size = len(vocab) if isinstance(vocab, dict | list) else 0
-    # The next id, as the library counts.
+    # The next free id, by the library's rule.
     new = max(size, *(token["id"] + 1 for token in tokens.values()), 0)
     for token in listed:
         text = token["content"]
@@ -132,14 +132,14 @@ def complete(content: dict[str, Any], settings: TokenizerSettings, path: Path) -
 
 
 def _flags(token: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Flags of an added token, to compare it by; None for no token."""
+    """Flags of an added token, for comparison; None for no token."""
     if token is None:
         return None
     return tuple(token.get(name, default) for name, default in ADDED_FLAGS.items())
 
 
 def _check_merges(model: Mapping[str, Any], path: Path) -> None:
-    """Refuse merges that make no token: the library panics at some of them, loudly."""
+    """Refuse merges that make no token; the library panics at some of them."""
     if model.get("continuing_subword_prefix"):
         raise CheckpointError(
             f"`{path}`: merges with a continuing_subword_prefix are not supported"

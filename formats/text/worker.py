@@ -1,9 +1,9 @@
-"""A process of its own for work that a file controls and nothing else bounds.
+"""A child process for work whose time and memory a file controls.
 
 A chat template or a regular expression can loop for ever or fill the memory, and neither can be
 stopped inside this process. The child (`child.py`) has limits of time and memory and none of the
-environment's secrets; it is started once, and answers a job in a fraction of a millisecond.
-No failure to start it is blamed on the file: that is a ResourceError.
+environment's secrets; it is started once, and answers a job in a fraction of a millisecond. A
+failure to start it is a ResourceError, not an error of the file.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from lowbit.formats.errors import ResourceError
 
-SECONDS = 5.0  # of a job; real ones take milliseconds
-MEMORY_BYTES = 512 << 20  # of address space; Python and jinja2 take 40 MB of it
-# The child computes from its jobs alone. These say where libraries lie, and the time zone.
+SECONDS = 5.0  # time limit of a job; real ones take milliseconds
+MEMORY_BYTES = 512 << 20  # address space; Python and jinja2 take 40 MB of it
+# Environment variables that the child gets: paths of libraries, and the time zone.
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")
 CHILD = Path(__file__).with_name("child.py")
 
@@ -31,7 +31,7 @@ FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died"]
 
 
 class WorkerError(Exception):
-    """A job that could not be done; callers make a sentence of it that names the file.
+    """A job that failed; callers turn it into an error that names the file.
 
     Attributes:
         kind: `syntax` for a template or tokenizer that cannot be read, `failed` for an exception,
@@ -39,18 +39,18 @@ class WorkerError(Exception):
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
-        """Keep the kind and the reason in words."""
+        """Keep the kind and the reason."""
         super().__init__(message)
         self.kind = kind
 
 
 class Worker:
-    """A child process that starts with its first job, and again after one that ended it.
+    """A child process, started with the first job and again after a job that ended it.
 
     Attributes:
-        seconds: a job may take, unless it says otherwise.
-        memory_bytes: of address space that the child may have.
-        library: that does the jobs; the child imports it when it starts.
+        seconds: default time limit of a job.
+        memory_bytes: address space of the child.
+        library: key of the library that does the jobs; the child imports it when it starts.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class Worker:
         library: Library = "jinja2",
         prelude: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Keep the limits; no process is started yet.
 
         Args:
             seconds: see the class.
             memory_bytes: see the class.
             library: see the class.
-            prelude: job that comes first whenever the process has been started; it may name its
-                own `seconds`.
+            prelude: first job of every started process; it may have its own `seconds`.
         """
         self.seconds = seconds
         self.memory_bytes = memory_bytes
@@ -76,13 +75,13 @@ class Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Worker] | None = None
-        self._ready = False  # the child has said that it can do jobs
-        self._unread = 0  # replies to jobs that nobody waits for
+        self._ready = False  # the child has reported that it is ready
+        self._unread = 0  # replies that nobody waits for
 
     def post(self, job: Mapping[str, Any]) -> None:
-        """Begin a job whose reply nobody wants, to have its result ready for the next one.
+        """Begin a job without waiting for its reply, as a preparation for later jobs.
 
-        No failure is reported here: the next `ask` meets it again.
+        A failure is not reported here; the next `ask` meets it again.
 
         Raises:
             TypeError: the job is not plain JSON; also ValueError, RecursionError.
@@ -93,10 +92,10 @@ class Worker:
             self._unread += 1
 
     def ask(self, job: Mapping[str, Any], seconds: float | None = None) -> Any:
-        """The result of a job.
+        """Run a job and return its result.
 
         Args:
-            job: what `child.Handler` understands; plain JSON.
+            job: plain JSON, as `child.Handler` understands it.
             seconds: limit of this job; None for the worker's own.
 
         Raises:
@@ -117,7 +116,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """End the process if an exception, or an interrupt, leaves half a line in its pipes."""
+        """End the process if an exception or an interrupt leaves half a line in its pipes."""
         try:
             yield
         except BaseException:
@@ -126,7 +125,7 @@ class Worker:
 
     def _send(self, line: bytes) -> None:
         if self._process is not None and not self._unread and self._process.poll() is not None:
-            self._stop()  # it was killed from outside, between two jobs
+            self._stop()  # killed from outside between two jobs
         if self._process is None:
             self._start()
         process = self._process
@@ -148,14 +147,14 @@ class Worker:
         return reply
 
     def _read(self) -> bytes | None:
-        """The child's next line; None if it has ended."""
+        """Read the child's next line; None if it has ended."""
         if self._process is None or self._process.stdout is None:
             return None
         line = self._process.stdout.readline()
         return line if line.endswith(b"\n") else None
 
     def _check_ready(self) -> None:
-        """Wait for the child's first line, which says that it can do jobs."""
+        """Wait for the child's first line, which reports that it is ready."""
         if self._ready:
             return
         line = self._read()
@@ -173,7 +172,7 @@ class Worker:
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         try:
             process = subprocess.Popen(
-                # -I and -S: no user's site, no start-up files; the path is this process's own.
+                # -I and -S: no user site, no start-up files; sys.path is this process's.
                 [sys.executable, "-I", "-S", str(CHILD), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -191,7 +190,7 @@ class Worker:
             self._unread += 1
 
     def _ended(self) -> WorkerError:
-        """The error that tells how the process ended."""
+        """The error for a process that has ended."""
         code = self._process.wait() if self._process is not None else 0
         self._stop()
         if code == -signal.SIGALRM:
@@ -210,10 +209,10 @@ def _line(job: Mapping[str, Any], seconds: float) -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a child and leave nothing of it, not even its pipes."""
+    """End a child and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
-                pipe.close()  # may still hold what the child never read
+                pipe.close()  # may hold unread jobs
     process.wait()
