@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever the disk refuses and when."""
+"""Files appear whole or not at all, whichever operation the disk refuses."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ def _refuse(patch: pytest.MonkeyPatch, fails: int, partly: bool, code: int) -> N
     patch.setattr(atomic, "write_synced", refused)
 
 
-def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
+def test_check_place_leaves_no_file(tmp_path: Path) -> None:
     atomic.check_place(tmp_path / "file", 1000)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_bytes(OLD)
@@ -66,7 +66,7 @@ def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [OLD]
 
 
-def test_a_trial_finds_what_is_in_the_way(tmp_path: Path) -> None:
+def test_check_place_finds_an_obstacle(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(OLD)
     for place in ("folder", "none/file", "file/below"):
@@ -75,7 +75,7 @@ def test_a_trial_finds_what_is_in_the_way(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_an_attempt_gives_its_failure_back(tmp_path: Path) -> None:
+def test_attempt_returns_the_failure(tmp_path: Path) -> None:
     assert atomic.attempt(lambda: atomic.replace_files({tmp_path / "file": NEW})) is None
     failure = atomic.attempt(lambda: (tmp_path / "none" / "file").write_bytes(NEW))
     assert isinstance(failure, ResourceError)
@@ -88,7 +88,7 @@ def test_other_errors_pass(error: Exception) -> None:
         raise error
 
 
-def test_nothing_is_written_through_a_planted_link(tmp_path: Path) -> None:
+def test_a_planted_link_is_replaced_not_followed(tmp_path: Path) -> None:
     victim, path = tmp_path / "victim", tmp_path / "file"
     victim.write_bytes(OLD)
     for pid in ("", f".{os.getpid()}"):

@@ -1,4 +1,4 @@
-"""What a broken or malicious checkpoint folder gets: one CheckpointError that names the trouble."""
+"""A broken or malicious checkpoint folder gives one CheckpointError that names the cause."""
 
 import contextlib
 import json

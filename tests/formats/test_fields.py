@@ -172,7 +172,7 @@ def test_absent_and_null_values() -> None:
         read_field({"x": None}, with_default)
 
 
-def test_ids() -> None:
+def test_hub_ids() -> None:
     assert read_ids({}, "eos", 9) == read_ids({"eos": None}, "eos", 9) == ()
     assert read_ids({"eos": []}, "eos", 9) == ()
     assert read_ids({"eos": 8}, "eos", 9) == (8,)

@@ -1,4 +1,4 @@
-"""Files of a model folder: every kind that is no regular file inside it is refused by name."""
+"""Files of a model folder: all but regular files inside the folder are refused by name."""
 
 import hashlib
 import os
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file_of_the_folder(model: Path, reader: str, plant: Plant) -> None:
+def test_non_regular_files_are_refused(model: Path, reader: str, plant: Plant) -> None:
     path = model / "file.json"
     plant(path)
     with pytest.raises(CheckpointError) as caught:
@@ -63,17 +63,17 @@ def test_a_file_that_became_another_since_its_header_was_read(model: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a\0b", "half\ud800", "x" * 300, "a/" * 3000 + "b"])
-def test_names_that_no_file_can_have(model: Path, name: str) -> None:
+def test_impossible_names_are_refused(model: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be"):
         read_bytes(model / name)
 
 
-def test_a_device(model: Path) -> None:
+def test_a_device_is_refused(model: Path) -> None:
     with pytest.raises(CheckpointError, match=r"`/dev/zero` is a device, expected a regular file"):
         read_bytes(Path("/dev/zero"))
 
 
-def test_missing(model: Path) -> None:
+def test_a_missing_file(model: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_bytes(model / "none")
 
@@ -86,14 +86,14 @@ def test_a_file_that_may_not_be_read(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "most"), [(5, 4), (100, 0), (1 << 20, 1000)])
-def test_longer_than_it_may_be(model: Path, size: int, most: int) -> None:
+def test_a_file_that_is_too_long_is_refused(model: Path, size: int, most: int) -> None:
     (model / "file").write_bytes(bytes(size))
     with pytest.raises(CheckpointError, match=f"has {size} bytes, expected at most {most}"):
         read_bytes(model / "file", most)
     assert read_bytes(model / "file", size) == bytes(size)
 
 
-def test_not_utf8(model: Path) -> None:
+def test_text_that_is_not_utf8_is_refused(model: Path) -> None:
     (model / "file").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="is not UTF-8 text"):
         read_text(model / "file")

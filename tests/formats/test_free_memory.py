@@ -7,7 +7,7 @@ import pytest
 from lowbit.formats.machine import free_memory
 
 
-def test_the_least_of_system_and_container_counts(
+def test_the_smaller_of_system_and_container_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")

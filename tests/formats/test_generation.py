@@ -63,7 +63,7 @@ def test_greedy_where_nothing_asks_for_sampling(tmp_path: Path) -> None:
     assert load_generation_config(tmp_path, V).temperature == 0.0
 
 
-def test_what_a_file_leaves_out_is_off(tmp_path: Path) -> None:
+def test_absent_settings_are_off(tmp_path: Path) -> None:
     write(tmp_path, {"do_sample": True, "top_k": None})
     assert load_generation_config(tmp_path, V) == GenerationConfig(temperature=1.0)
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_object_is_named(content: str, tmp_path: Path) -> None
         load_generation_config(tmp_path, V)
 
 
-def test_a_link_to_nothing_is_not_taken_for_no_file(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").symlink_to("missing.json")
     with pytest.raises(CheckpointError, match="generation_config"):
         load_generation_config(tmp_path, V)

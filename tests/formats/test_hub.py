@@ -1,4 +1,4 @@
-"""Fetching models: only what is needed, from the cache when offline, every failure in one line."""
+"""Fetching models: needed files only, from the cache when offline, one line for each failure."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ def weight_bytes(folder: Path) -> int:
     return sum((folder / shard).stat().st_size for shard in SHARDS)
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_local_folder(tmp_path: Path) -> None:
     location = locate(str(tmp_path))
     assert (location.folder, location.repo, location.commit) == (tmp_path, None, None)
 
@@ -93,7 +93,7 @@ def test_a_source_too_long_for_a_path() -> None:
         locate("tell me a story " * 100)
 
 
-def test_only_needed_files_travel(hub: HubServer, model: Path) -> None:
+def test_only_needed_files_are_fetched(hub: HubServer, model: Path) -> None:
     commit = hub.add(REPO, model)
     location = locate(REPO)
     assert hub.files() == sorted(SMALL + SHARDS)
@@ -112,7 +112,7 @@ def test_one_file_without_an_index(hub: HubServer) -> None:
     assert open_checkpoint(location.folder).tensors == open_checkpoint(source).tensors
 
 
-def test_nothing_travels_twice(hub: HubServer, model: Path) -> None:
+def test_nothing_is_fetched_twice(hub: HubServer, model: Path) -> None:
     hub.add(REPO, model)
     first = locate(REPO)
     hub.forget()
@@ -324,7 +324,7 @@ def test_a_header_longer_than_the_first_read(hub: HubServer, tmp_path: Path) -> 
     assert hub.sent() < (folder / "model.safetensors").stat().st_size / 2
 
 
-def test_a_server_that_ignores_ranges_is_hung_up_on(hub: HubServer, tmp_path: Path) -> None:
+def test_a_server_that_ignores_ranges_is_cut_off(hub: HubServer, tmp_path: Path) -> None:
     rows = 1 << 18  # 64 MB, more than the sockets hold between them
     header = {"w": {"dtype": "BF16", "shape": [rows, 128], "data_offsets": [0, rows * 256]}}
     raw = json.dumps(header).encode()
@@ -348,7 +348,7 @@ def test_a_truncated_shard_is_named(hub: HubServer, model: Path) -> None:
         remote_headers(REPO)
 
 
-def test_the_token_goes_to_the_hub_alone(
+def test_the_token_is_sent_to_the_hub_only(
     hub: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")

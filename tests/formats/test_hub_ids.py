@@ -1,4 +1,4 @@
-"""`org/name@revision`, and the hashes of what arrives."""
+"""Hub ids of the form `org/name@revision`, and hashes of fetched files."""
 
 from pathlib import Path
 
@@ -27,7 +27,9 @@ TINY, HYBRID = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3.5"
         ("./org/name@v1", None, None),
     ],
 )
-def test_ids(source: str, revision: str | None, expected: tuple[str, str | None] | None) -> None:
+def test_hub_ids(
+    source: str, revision: str | None, expected: tuple[str, str | None] | None
+) -> None:
     assert hub_id(source, revision) == expected
 
 
@@ -52,7 +54,7 @@ def test_a_folder_with_an_at_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_other_bytes_than_the_hub_holds(hub: HubServer, name: str) -> None:
+def test_wrong_bytes_are_refused_and_removed(hub: HubServer, name: str) -> None:
     hub.add(REPO, TINY)
     hub.garbled.add(name)
     with pytest.raises(CheckpointError, match=f"`{name}` of `{REPO}` has arrived with other"):

@@ -251,7 +251,7 @@ def test_any_value_anywhere_is_read_or_refused(
     assert json.loads(read.to_bytes()).keys() == changed.keys()
 
 
-def test_weights_digest_ignores_order_alone() -> None:
+def test_weights_digest_depends_on_everything_but_order() -> None:
     rows = manifest().source_tensors
     digest = weights_digest(rows)
     assert digest == weights_digest(reversed(rows))

@@ -326,7 +326,7 @@ def test_overlapping_targets_resolve_as_in_compressed_tensors(section: dict[str,
     assert {name: parsed.scheme_for(name) for name in modules} == their_schemes(section, modules)
 
 
-def test_exact_name_wins_whatever_it_sorts_like() -> None:
+def test_exact_name_wins_over_any_pattern() -> None:
     section = foreign(group(("transformer.layers.1.mlp.up_proj",), num_bits=8), group(("re:.*",)))
     modules = linears(layers=2, prefix="transformer")
     parsed = read(section)
@@ -393,7 +393,7 @@ def test_refused_by_name(section: Any, words: str) -> None:
     assert "config.json" in str(error.value) or "must be" in str(error.value)
 
 
-def test_what_the_runtime_serves() -> None:
+def test_served_schemes() -> None:
     assert unserved(INT4, (4, 8)) is None
     assert unserved(Scheme(3), (4, 8)) == "3-bit weights (served: 4, 8)"
     assert unserved(Scheme(4, symmetric=False), (4, 8)) is None

@@ -158,7 +158,7 @@ def test_prefix_and_mtp_are_those_of_the_checkpoint() -> None:
     ]
 
 
-def test_parts_and_what_is_never_quantized() -> None:
+def test_parts_and_linears_that_are_never_quantized() -> None:
     content = config()
     vision, mtp = "model.visual.blocks.0.attn.qkv.weight", "mtp.layers.0.mlp.up_proj.weight"
     assert [part_of(content, name) for name in (vision, mtp, "lm_head.weight")] == [
@@ -189,7 +189,7 @@ def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
     assert "qwen3_5" in SUPPORTED
 
 
-def test_values_that_configs_leave_out() -> None:
+def test_defaults_of_absent_keys() -> None:
     bare = {k: v for k, v in config()["text_config"].items() if k != "layer_types"}
     del bare["rope_parameters"], bare["full_attention_interval"], bare["hidden_act"]
     bare["rope_theta"] = 10000000
@@ -201,7 +201,7 @@ def test_values_that_configs_leave_out() -> None:
     ]
 
 
-def test_irregular_layers_are_obeyed() -> None:
+def test_irregular_layer_types_are_used() -> None:
     kinds = ["full_attention", "linear_attention", "full_attention"]
     names = [s.name for s in tensor_table(config(num_hidden_layers=3, layer_types=kinds))]
     assert "model.language_model.layers.0.self_attn.q_proj.weight" in names

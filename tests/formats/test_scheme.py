@@ -1,4 +1,4 @@
-"""Scheme: what is refused, how many scales a row has, how it prints."""
+"""Scheme: refusals, number of scales in a row, short form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Strict JSON: what any parser reads alike is read, everything else is a ValueError."""
+"""Strict JSON: input that all parsers read alike is read, anything else is a ValueError."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(content=JSON, plain=st.booleans())
-def test_as_the_library_reads_it(content: Any, plain: bool) -> None:
+def test_valid_json_is_read_as_by_the_json_module(content: Any, plain: bool) -> None:
     assert loads(json.dumps(content, ensure_ascii=plain).encode()) == content
 
 
@@ -46,12 +46,12 @@ def nested(depth: int, opening: str = "[", closing: str = "]") -> bytes:
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 500, 5_000, 100_000])
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
-def test_too_deep(depth: int, brackets: tuple[str, str]) -> None:
+def test_nesting_too_deep_is_refused(depth: int, brackets: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=f"nested more than {MAX_DEPTH} deep"):
         loads(nested(depth, *brackets))
 
 
-def test_as_deep_as_it_may_be() -> None:
+def test_deepest_allowed_nesting_is_read() -> None:
     assert loads(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
 
 
@@ -62,19 +62,19 @@ def test_as_deep_as_it_may_be() -> None:
         *('[{"a": 1, "a": null}]', '{"\\u0061": 1, "a": 2}'),
     ],
 )
-def test_a_key_that_stands_twice(text: str) -> None:
+def test_a_duplicate_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the key `a` stands twice"):
         loads(text.encode())
 
 
 @pytest.mark.parametrize("half", ["\\ud800", "\\uDFFF", "x\\uD83Dy", "\\ud83d\\ud83d", "\\ude00a"])
 @pytest.mark.parametrize("around", ['["{}"]', '{{"{}": 1}}', '{{"a": {{"b": "{}"}}}}', '"{}"'])
-def test_half_a_surrogate_pair(around: str, half: str) -> None:
+def test_half_a_surrogate_pair_is_refused(around: str, half: str) -> None:
     with pytest.raises(ValueError, match="half a surrogate pair"):
         loads(around.format(half).encode())
 
 
-def test_a_whole_surrogate_pair() -> None:
+def test_a_surrogate_pair_is_read() -> None:
     assert loads(b'"\\ud83d\\ude00"') == "\U0001f600"
 
 
@@ -93,7 +93,7 @@ def test_a_header_of_very_many_tensors_is_read() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("raw", [b"{}", b"{", b'{"a":1,"a":1}'])
-def test_the_collector_is_left_as_it_was(raw: bytes, enabled: bool) -> None:
+def test_the_garbage_collector_is_restored(raw: bytes, enabled: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

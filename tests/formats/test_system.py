@@ -1,4 +1,4 @@
-"""What the machine, Python and torch raise, as one message each; bugs stay what they are."""
+"""Errors of the machine, Python and torch as one message each; bugs are not translated."""
 
 import errno
 import json
@@ -59,14 +59,14 @@ def test_full_disks(number: int) -> None:
     ],
     ids=repr,
 )
-def test_bugs_and_readers_who_left_are_not_explained(error: BaseException) -> None:
+def test_bugs_and_broken_pipes_are_not_explained(error: BaseException) -> None:
     assert explained(error) is None
 
 
-def test_our_errors_stay_themselves() -> None:
+def test_lowbit_errors_are_returned_unchanged() -> None:
     error = RequestError("the prompt is empty", hint="give one")
     assert explained(error) is error
 
 
-def test_a_number_of_an_open_file_is_no_name() -> None:
+def test_a_file_descriptor_is_not_shown_as_a_name() -> None:
     assert str(explained(IsADirectoryError(errno.EISDIR, "Is a directory", 12))) == "Is a directory"

@@ -51,7 +51,7 @@ def report(*rows: TaskResult, **changes: Any) -> TaskReport:
     return dataclasses.replace(made, **changes)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     assert read_tasks(tmp_path) is None
     for written in (report(), report(manifest_sha256=None), report(tasks=())):
         assert write_tasks(tmp_path, written) == tmp_path / TASKS_FILE
@@ -72,7 +72,7 @@ def test_the_file_is_plain_json() -> None:
         report(dataclasses.replace(ROW, value=float("nan"))).to_bytes()
 
 
-def test_results_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
+def test_results_of_another_checkpoint_are_stale(tmp_path: Path) -> None:
     manifest = tmp_path / "lowbit.json"
     assert report(manifest_sha256=None).is_current(tmp_path)
     manifest.write_bytes(b"one")
@@ -84,7 +84,7 @@ def test_results_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
     assert not one.is_current(tmp_path)
 
 
-def test_other_tasks_of_the_same_file_stay() -> None:
+def test_results_of_other_tasks_are_kept() -> None:
     old, new = report(ROW, UNKNOWN), report(dataclasses.replace(ROW, value=0.5))
     assert merged(None, new) == new
     assert merged(old, new).tasks == (UNKNOWN, *new.tasks)
@@ -120,7 +120,7 @@ def test_a_malformed_file_is_refused(tmp_path: Path, change: dict[str, Any], mes
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
-def test_what_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / TASKS_FILE).write_bytes(content)
     with pytest.raises(FormatError, match=TASKS_FILE):
         read_tasks(tmp_path)

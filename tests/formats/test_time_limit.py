@@ -1,4 +1,4 @@
-"""Patterns of config.json that would be matched forever end with a sentence, and leave no timer."""
+"""Endless patterns of config.json are stopped with a message and leave no timer running."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Text files that a user names: pipes that end are read, nothing is waited for without end."""
+"""Text files that a user names: pipes that end are read, and every wait is bounded."""
 
 import os
 import threading
@@ -104,13 +104,15 @@ def test_a_pipe_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda path: None, "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_file(tmp_path: Path, plant: object, message: str) -> None:
+def test_folders_devices_and_sockets_are_refused(
+    tmp_path: Path, plant: object, message: str
+) -> None:
     plant(tmp_path / "text")  # type: ignore[operator]
     with pytest.raises(RequestError, match=f"{WHAT} `{tmp_path}/text` {message}"):
         read_user_file(tmp_path / "text", WHAT)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
-def test_no_name_of_a_file(tmp_path: Path, name: str) -> None:
+def test_impossible_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError, match="cannot be"):
         read_user_file(tmp_path / name, WHAT)

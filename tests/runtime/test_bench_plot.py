@@ -1,4 +1,4 @@
-"""The SVG of a sweep: well-formed for any name, points where their values say."""
+"""The SVG of a sweep: well-formed for any name, points at the places of their values."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -47,7 +47,7 @@ def test_degenerate_lines_lie_inside(points: tuple[tuple[float, float], ...]) ->
         assert 0 < y < 360
 
 
-def test_it_needs_nothing_from_elsewhere() -> None:
+def test_no_outside_resources() -> None:
     text = line_plot("speed", "x", "y", [NamedLine("a", ((1.0, 2.0),), marked=True)])
     assert text.count("http") == 1  # the namespace
     assert "href" not in text

@@ -1,4 +1,4 @@
-"""A packed folder that differs from its lowbit.json by one bit is not exported."""
+"""Export refuses a packed folder that differs from its lowbit.json by one bit."""
 
 import shutil
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_the_tensor_is_named(cli: Any, made: Path, tmp_path: Path, suffix: str) 
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
-def test_a_report_is_not_measured_either(made: Path, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_not_measured(made: Path, tmp_path: Path) -> None:
     packed = Path(shutil.copytree(made / FOLDER, tmp_path / FOLDER))
     flip(min(packed.glob("*.safetensors")), 8 * 90_000)
     origin = prepare_report(packed, str(made / "source"), None)
@@ -86,7 +86,7 @@ def test_a_report_is_not_measured_either(made: Path, tmp_path: Path) -> None:
         write_full_report(packed, origin, LogitRequest(()), lambda *_: None)
 
 
-def test_a_folder_without_hashes_says_so(made: Path, tmp_path: Path) -> None:
+def test_a_folder_without_manifest_gets_a_note(made: Path, tmp_path: Path) -> None:
     packed = Path(shutil.copytree(made / FOLDER, tmp_path / FOLDER))
     (packed / "lowbit.json").unlink()
     done = export(packed, tmp_path / "out", "mlx")

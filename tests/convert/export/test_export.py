@@ -1,4 +1,4 @@
-"""The export as a whole: where it writes, what it refuses, what the proof finds."""
+"""The whole export: output folder, refusals, and errors that the proof finds."""
 
 import json
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def test_the_command_prints_its_proof(packed: Path, tmp_path: Path, cli: Any) ->
     assert shown["folder"] == str(tmp_path / "out")
 
 
-def test_the_command_tells_what_it_did(
+def test_the_command_prints_its_result(
     tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], mixed: Any, cli: Any
 ) -> None:
     packed = make_packed(tmp_path / "packed", hybrid_config, mixed)
@@ -57,7 +57,7 @@ def test_the_command_tells_what_it_did(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_same_bytes_every_time(
+def test_two_exports_have_the_same_bytes(
     packed: Path, tmp_path: Path, hashes: Any, target: Target
 ) -> None:
     made = []
@@ -68,7 +68,7 @@ def test_the_same_bytes_every_time(
     assert made[0] == made[1]
 
 
-def test_a_folder_with_content_is_kept(packed: Path, tmp_path: Path) -> None:
+def test_a_non_empty_output_folder_is_refused(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     with pytest.raises(ResourceError, match="is not empty") as caught:
@@ -77,12 +77,12 @@ def test_a_folder_with_content_is_kept(packed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
-def test_the_source_is_no_place_to_write_to(packed: Path) -> None:
+def test_output_inside_the_source_is_refused(packed: Path) -> None:
     with pytest.raises(ResourceError, match="overlap"):
         export(packed, packed / "out", "mlx")
 
 
-def test_what_an_interrupted_export_left_is_replaced(packed: Path, tmp_path: Path) -> None:
+def test_files_of_an_interrupted_export_are_replaced(packed: Path, tmp_path: Path) -> None:
     class Stopped(Exception):  # noqa: N818 - stands for any interruption
         pass
 

@@ -251,7 +251,7 @@ def test_blocks_are_those_of_the_library(
         ({"mtp_num_hidden_layers": 2}, "2 layers of multi-token prediction"),
     ],
 )
-def test_sizes_llama_cpp_lacks_are_refused(
+def test_sizes_unknown_to_llama_cpp_are_refused(
     tmp_path: Path,
     make_packed: Any,
     hybrid_config: dict[str, Any],
@@ -265,7 +265,7 @@ def test_sizes_llama_cpp_lacks_are_refused(
         export(packed, tmp_path / "out", "gguf")
 
 
-def test_heads_that_llama_cpp_lacks_are_refused(
+def test_heads_unknown_to_llama_cpp_are_refused(
     tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], int4_body: Any
 ) -> None:
     packed = make_packed(tmp_path / "packed", {**dense_config, "model_type": "qwen2"}, int4_body)

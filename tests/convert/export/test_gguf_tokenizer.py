@@ -57,7 +57,7 @@ def test_known_pre_tokenizers(section: dict[str, Any], name: str) -> None:
         split(MARKS.replace("'s", "'S")),
     ],
 )
-def test_others_are_refused(section: Any) -> None:
+def test_unknown_pre_tokenizers_are_refused(section: Any) -> None:
     with pytest.raises(FormatError, match=r"llama\.cpp has no name for the pre-tokenizer"):
         pre_tokenizer(section, Path("tokenizer.json"))
 

@@ -112,7 +112,7 @@ def test_a_head_of_another_precision_is_refused(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_head_of_the_same_precision_is_said_to_be_quantized(
+def test_config_names_a_quantized_head(
     tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
 ) -> None:
     packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(8, 32))
@@ -123,7 +123,7 @@ def test_a_head_of_the_same_precision_is_said_to_be_quantized(
     assert "lm_head.qweight" in load_plain(tmp_path / "out")
 
 
-def test_what_is_left_is_named_for_every_reader(
+def test_config_names_unquantized_linears_for_every_reader(
     tmp_path: Path, make_packed: Any, hybrid_config: dict[str, Any], int4_body: Any
 ) -> None:
     packed = make_packed(

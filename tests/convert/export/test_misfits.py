@@ -1,4 +1,4 @@
-"""Linears that GPTQ and AWQ have no place for: named when refused, or rounded once and proven."""
+"""Linears that GPTQ and AWQ cannot hold: refused by name, or rounded once and read back."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def random_schemes(seed: int) -> Any:
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_does_not_fit_is_rounded_once(
+def test_misfits_are_rounded_once(
     tmp_path: Path, make_packed: Any, dense_config: dict[str, Any], target: Target, seed: int
 ) -> None:
     packed = make_packed(tmp_path / "packed", dense_config, random_schemes(seed))
@@ -127,7 +127,7 @@ def test_the_default_recipe_of_both_families(
 
 
 @pytest.mark.parametrize("target", ["gptq", "awq"])
-def test_what_fits_is_the_same_with_the_option(
+def test_fitting_linears_are_the_same_with_dequantize(
     tmp_path: Path,
     make_packed: Any,
     dense_config: dict[str, Any],
@@ -141,7 +141,7 @@ def test_what_fits_is_the_same_with_the_option(
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
-def test_nothing_would_stay_packed(
+def test_a_folder_of_misfits_only_is_refused(
     tmp_path: Path, make_packed: Any, dense_config: dict[str, Any]
 ) -> None:
     packed = make_packed(tmp_path / "packed", dense_config, lambda spec: Scheme(8, 32))
@@ -199,7 +199,7 @@ def test_the_proof_finds_one_wrong_number(
 
 
 @pytest.mark.parametrize("target", ["mlx", "gguf"])
-def test_the_option_is_for_containers_that_need_it(tmp_path: Path, cli: Any, target: str) -> None:
+def test_dequantize_is_refused_for_gguf_and_mlx(tmp_path: Path, cli: Any, target: str) -> None:
     result = cli("export", tmp_path, tmp_path / "out", "--to", target, "--dequantize")
     assert result.exit_code == 2
     assert "--dequantize is for gptq and awq" in result.stderr

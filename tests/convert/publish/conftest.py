@@ -1,4 +1,4 @@
-"""A packed folder of several shards, a token that may write, and waits that take no time."""
+"""Fixtures: a packed folder of several shards, a token that may write, retries without waits."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""What is refused before anything is sent: names, tokens, and folders that are not whole."""
+"""Refusals before anything is sent: bad names, bad tokens, incomplete folders."""
 
 import hashlib
 import json
@@ -31,12 +31,12 @@ def refused(cli: "Cli", hub: HubServer, folder: Path, repo: str = REPO) -> str:
 @pytest.mark.parametrize(
     "repo", ["name", "a/b/c", "org/", "/name", "org/na--me", "org/x.git", "org/é", "org/n@v1", ""]
 )
-def test_names(cli: "Cli", hub: HubServer, pristine: Path, repo: str) -> None:
+def test_bad_names_are_refused(cli: "Cli", hub: HubServer, pristine: Path, repo: str) -> None:
     assert "OWNER/NAME" in refused(cli, hub, pristine, repo)
     assert not hub.calls()
 
 
-def test_no_token(
+def test_a_missing_token_is_refused(
     cli: "Cli", hub: HubServer, pristine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
@@ -48,7 +48,7 @@ def test_no_token(
     ("token", "message"),
     [("hf_stale", "HTTP 401"), ("hf_read", "the token of `org` may only read")],
 )
-def test_tokens(
+def test_bad_tokens_are_refused(
     cli: "Cli",
     hub: HubServer,
     pristine: Path,
@@ -63,7 +63,7 @@ def test_tokens(
     assert token not in said
 
 
-def test_somebody_elses_name(cli: "Cli", hub: HubServer, pristine: Path) -> None:
+def test_a_name_of_another_owner_is_refused(cli: "Cli", hub: HubServer, pristine: Path) -> None:
     result = cli("push", pristine, "other/model")
     assert result.exit_code == 1
     assert "this token may not write to `other/model`" in result.stderr
@@ -71,7 +71,7 @@ def test_somebody_elses_name(cli: "Cli", hub: HubServer, pristine: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["gone", "offline"])
-def test_no_network(
+def test_without_network(
     cli: "Cli", hub: HubServer, pristine: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     if how == "gone":
@@ -82,7 +82,7 @@ def test_no_network(
     assert ("cannot be reached" if how == "gone" else "HF_HUB_OFFLINE is set") in said
 
 
-def test_a_flipped_bit(cli: "Cli", hub: HubServer, packed: Path) -> None:
+def test_a_flipped_bit_is_refused(cli: "Cli", hub: HubServer, packed: Path) -> None:
     shard = next(packed.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -90,23 +90,23 @@ def test_a_flipped_bit(cli: "Cli", hub: HubServer, packed: Path) -> None:
     assert shard.name in refused(cli, hub, packed)
 
 
-def test_a_missing_file(cli: "Cli", hub: HubServer, packed: Path) -> None:
+def test_a_missing_file_is_refused(cli: "Cli", hub: HubServer, packed: Path) -> None:
     (packed / "generation_config.json").unlink()
     assert "`generation_config.json` is missing" in refused(cli, hub, packed)
 
 
-def test_a_folder_of_another_tool(cli: "Cli", hub: HubServer, packed: Path) -> None:
+def test_a_folder_of_another_tool_is_refused(cli: "Cli", hub: HubServer, packed: Path) -> None:
     (packed / "lowbit.json").unlink()
     said = refused(cli, hub, packed)
     assert "has no lowbit.json" in said
     assert "hf upload" in said
 
 
-def test_no_folder(cli: "Cli", hub: HubServer, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(cli: "Cli", hub: HubServer, tmp_path: Path) -> None:
     assert "does not exist" in refused(cli, hub, tmp_path / "missing")
 
 
-def test_a_report_about_other_weights(cli: "Cli", hub: HubServer, packed: Path) -> None:
+def test_a_report_about_other_weights_is_refused(cli: "Cli", hub: HubServer, packed: Path) -> None:
     report = QualityReport("0.1.0", "cd" * 32, Sizes(1, 2, 4.5), (), None)
     (packed / "quality.json").write_bytes(report.to_bytes())
     assert "`quality.json`" in refused(cli, hub, packed)

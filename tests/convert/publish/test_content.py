@@ -1,4 +1,4 @@
-"""Published bytes: no path of this machine, no home folder, no gap that a draft left."""
+"""Published bytes have no path of this machine, no home folder, no placeholder of a draft."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_an_edited_draft_of_an_older_version_is_refused(
     assert b"TODO" not in hub.content(REPO)["README.md"]
 
 
-def test_somebody_s_own_todo_is_their_own(cli: "Cli", hub: HubServer, packed: Path) -> None:
+def test_a_todo_that_the_user_wrote_is_published(cli: "Cli", hub: HubServer, packed: Path) -> None:
     (packed / "README.md").write_text("---\nlicense: mit\n---\n# A writer of TODO lists\n")
     assert cli("push", packed, REPO).exit_code == 0
     assert b"TODO lists" in hub.content(REPO)["README.md"]
@@ -145,7 +145,7 @@ def test_an_edited_card_is_not_changed(cli: "Cli", hub: HubServer, packed: Path)
     assert REPO not in hub.repositories
 
 
-def test_a_conversion_states_them_too(
+def test_a_conversion_takes_statements_too(
     cli: "Cli", hub: HubServer, small: Path, tmp_path: Path
 ) -> None:
     stated = ("--base-model", "Qwen/Qwen3-8B", "--license", "apache-2.0")

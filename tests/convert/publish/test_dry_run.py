@@ -1,4 +1,4 @@
-"""`push --dry-run`: everything is shown, with no token and no connection of any kind."""
+"""`push --dry-run` shows the whole plan, without a token or a connection."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def test_all_files_with_their_sizes_and_hashes(cli: "Cli", packed: Path) -> None
     assert not (packed / "README.md").exists()  # nor is anything written
 
 
-def test_for_people(cli: "Cli", pristine: Path) -> None:
+def test_terminal_output(cli: "Cli", pristine: Path) -> None:
     result = cli("push", pristine, REPO, "--dry-run")
     assert result.exit_code == 0, result.output
     for text in (
@@ -77,13 +77,13 @@ def test_statements_are_in_the_card(cli: "Cli", pristine: Path) -> None:
 
 
 @pytest.mark.parametrize("repo", ["name", "a/b/c", "org/na--me", "org/x.git", ""])
-def test_names(cli: "Cli", pristine: Path, repo: str) -> None:
+def test_bad_names_are_refused(cli: "Cli", pristine: Path, repo: str) -> None:
     result = cli("push", pristine, repo, "--dry-run", "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "OWNER/NAME" in result.stderr
 
 
-def test_a_flipped_bit(cli: "Cli", packed: Path) -> None:
+def test_a_flipped_bit_is_refused(cli: "Cli", packed: Path) -> None:
     shard = next(packed.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -111,7 +111,9 @@ def test_a_card_with_escape_sequences(cli: "Cli", packed: Path) -> None:
         ("--license", ""),
     ],
 )
-def test_statements_that_cannot_be(cli: "Cli", pristine: Path, option: str, value: str) -> None:
+def test_impossible_statements_are_refused(
+    cli: "Cli", pristine: Path, option: str, value: str
+) -> None:
     result = cli("push", pristine, REPO, "--dry-run", option, value)
     assert result.exit_code == 2
     assert option in result.stderr

@@ -1,4 +1,4 @@
-"""Publishing to a loopback hub: what arrives, in which order, what faults leave behind."""
+"""Publishing to a loopback Hub: content, order of commits, and state after faults."""
 
 import json
 import shutil
@@ -68,15 +68,13 @@ def test_everything_arrives(cli: "Cli", hub: HubServer, pristine: Path) -> None:
     assert said["commit"] == hub.repositories[REPO].branches["main"]
 
 
-def test_what_was_published_verifies_where_it_is_fetched(
-    cli: "Cli", hub: HubServer, pristine: Path
-) -> None:
+def test_a_fetched_repository_verifies(cli: "Cli", hub: HubServer, pristine: Path) -> None:
     push(cli, pristine)
     folder = locate(REPO).folder
     assert verify_folder(folder, None, lambda *_: None).unlisted == ("README.md",)
 
 
-def test_the_card_is_the_packed_models_own(cli: "Cli", hub: HubServer, pristine: Path) -> None:
+def test_the_card_is_of_the_packed_model(cli: "Cli", hub: HubServer, pristine: Path) -> None:
     push(cli, pristine)
     content = hub.content(REPO)
     card = ModelCard(content["README.md"].decode())
@@ -147,7 +145,9 @@ PASSING = {
 
 
 @pytest.mark.parametrize("case", PASSING)
-def test_what_passes_is_waited_out(cli: "Cli", hub: HubServer, pristine: Path, case: str) -> None:
+def test_passing_failures_are_retried(
+    cli: "Cli", hub: HubServer, pristine: Path, case: str
+) -> None:
     fault = PASSING[case]
     hub.faults.append(replace(fault))
     push(cli, pristine)
@@ -177,7 +177,7 @@ LASTING = {
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("case", LASTING)
-def test_what_lasts_is_explained_and_continued(
+def test_lasting_failures_are_explained_and_the_push_continues_later(
     cli: "Cli", hub: HubServer, pristine: Path, case: str, after: int
 ) -> None:
     fault, message, hint = LASTING[case]
@@ -196,7 +196,7 @@ def test_what_lasts_is_explained_and_continued(
 
 
 @pytest.mark.parametrize("case", ["quota", "pay", "too large", "no permission", "token revoked"])
-def test_what_lasts_is_not_tried_twice(
+def test_lasting_failures_are_not_retried(
     cli: "Cli", hub: HubServer, pristine: Path, case: str
 ) -> None:
     fault, _, _ = LASTING[case]
@@ -303,7 +303,9 @@ def test_a_card_the_hub_cannot_read(cli: "Cli", hub: HubServer, packed: Path) ->
     assert all("config.json" not in names for names in commits(hub))
 
 
-def test_stale_reports_go(cli: "Cli", hub: HubServer, packed: Path, pristine: Path) -> None:
+def test_stale_reports_are_removed(
+    cli: "Cli", hub: HubServer, packed: Path, pristine: Path
+) -> None:
     push(cli, packed)
     files = hub.repositories[REPO].find("main")
     assert files is not None

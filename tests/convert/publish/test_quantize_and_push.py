@@ -1,4 +1,4 @@
-"""`--push-to-hub`: a conversion that is published when it is done, or says what is left to do."""
+"""`--push-to-hub` publishes a finished conversion, or names the command that is left to run."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_converted_and_published(cli: "Cli", hub: HubServer, small: Path, tmp_pa
     assert "draft" not in card
 
 
-def test_for_people(cli: "Cli", hub: HubServer, small: Path, tmp_path: Path) -> None:
+def test_terminal_output(cli: "Cli", hub: HubServer, small: Path, tmp_path: Path) -> None:
     result = cli(small, tmp_path / "out", "--push-to-hub", REPO)
     assert result.exit_code == 0
     assert "every hash on the Hub as here" in result.stdout
@@ -79,7 +79,7 @@ def test_the_same_command_goes_on_with_the_push(
     assert "model.safetensors" in hub.content(REPO)
 
 
-def test_visibility_is_for_a_push(cli: "Cli", small: Path, tmp_path: Path) -> None:
+def test_visibility_needs_a_push(cli: "Cli", small: Path, tmp_path: Path) -> None:
     result = cli(small, tmp_path / "out", "--private")
     assert result.exit_code == 2
     assert "--push-to-hub" in result.stderr

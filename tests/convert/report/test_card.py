@@ -130,7 +130,7 @@ def test_task_results(make_report: MakeReport) -> None:
     assert "| odd | acc | none | 1 |" in card
 
 
-def test_an_unknown_original_is_said_to_be_unknown(make_report: MakeReport) -> None:
+def test_card_states_an_unknown_original(make_report: MakeReport) -> None:
     card = render(make_report(), packed(made=manifest(None)), SourceCard())
     assert {"base_model", "base_model_relation"}.isdisjoint(metadata(card))
     assert metadata(card)["license"] == "unknown"
@@ -151,7 +151,7 @@ def test_the_user_states_what_is_unknown(make_report: MakeReport) -> None:
     assert "local folder" not in card
 
 
-def test_what_was_fetched_stays_named_beside_what_is_stated(make_report: MakeReport) -> None:
+def test_card_names_the_fetched_original_beside_the_stated_one(make_report: MakeReport) -> None:
     source = SourceCard("other", "qwen", "https://example.org/LICENSE")
     card = render(make_report(), source=source.stating("Qwen/Qwen3-0.6B-Base", "mit"))
     found = metadata(card)
@@ -161,7 +161,7 @@ def test_what_was_fetched_stays_named_beside_what_is_stated(make_report: MakeRep
     assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card
 
 
-def test_the_verdict_is_the_reports(make_report: MakeReport) -> None:
+def test_card_has_the_verdict_of_the_report(make_report: MakeReport) -> None:
     for kl in (0.001, 0.05, 0.5):
         report = make_report(kl_mean=kl)
         verdict = judge(report)
@@ -227,7 +227,7 @@ def test_only_weights_compared(make_report: MakeReport) -> None:
     assert "model-index" not in metadata(card)
 
 
-def test_several_schemes_are_warned_of(make_report: MakeReport) -> None:
+def test_card_warns_of_several_schemes(make_report: MakeReport) -> None:
     report = make_report()
     assert "garbage" in render(report)
     assert "`dequantize=True` (or `run_compressed=False`)" in render(report)
@@ -245,7 +245,7 @@ def test_several_schemes_are_warned_of(make_report: MakeReport) -> None:
         (packed(shape=(96, 128)), "N = 96 is not a multiple of 64"),
     ],
 )
-def test_what_vllm_does_not_load_is_said(
+def test_card_names_schemes_that_vllm_does_not_load(
     make_report: MakeReport, opened: PackedCheckpoint, reason: str
 ) -> None:
     card = render(make_report(), opened)
@@ -253,7 +253,7 @@ def test_what_vllm_does_not_load_is_said(
     assert f"vLLM does not load this file:\n\n- {reason}" in card
 
 
-def test_what_lowbit_run_does_not_serve_is_said(make_report: MakeReport) -> None:
+def test_card_names_schemes_that_lowbit_run_does_not_serve(make_report: MakeReport) -> None:
     card = render(make_report(), packed({UP: Scheme(3, 128)}))
     assert "lowbit-run FOLDER" not in card
     assert "`lowbit-run` does not serve this file: 3-bit weights" in card

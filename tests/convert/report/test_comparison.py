@@ -1,4 +1,4 @@
-"""Folders side by side: figures from their reports, and nothing compared that cannot be."""
+"""Comparison of folders: figures from their reports, and refusal of different measurements."""
 
 import io
 import json
@@ -138,7 +138,7 @@ def test_few_windows_give_no_error(make_folder: MakeFolder) -> None:
     assert compare(folders).rows[1].difference is None
 
 
-def test_one_folder_alone(make_folder: MakeFolder) -> None:
+def test_one_folder(make_folder: MakeFolder) -> None:
     (row,) = compare([make_folder("a", {})]).rows
     assert row.difference is None
 
@@ -205,7 +205,7 @@ def test_a_damaged_report(make_folder: MakeFolder) -> None:
     assert isinstance(refusal(a), FormatError)
 
 
-def test_nothing_to_compare() -> None:
+def test_an_empty_list_of_folders_is_refused() -> None:
     assert "nothing to compare" in str(refusal())
 
 

@@ -1,4 +1,4 @@
-"""Which files are written, and that nobody's model card is lost."""
+"""Files of a report; an edited model card is never overwritten."""
 
 import errno
 import os
@@ -97,7 +97,7 @@ def test_card_of_the_source_is_kept_and_gives_the_license(
 
 
 @pytest.mark.parametrize("passed", [False, True], ids=["edited", "of-the-source"])
-def test_cards_of_others_are_never_replaced(
+def test_edited_cards_are_never_replaced(
     make_report: MakeReport, packed: Path, passed: bool
 ) -> None:
     write_reports(packed, make_report())
@@ -212,7 +212,7 @@ def test_task_results_that_cannot_be_read_are_found_first(packed: Path) -> None:
         check_reports(packed)
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     for place in (tmp_path / "none" / "a", tmp_path / "file" / "a", tmp_path / "folder"):
@@ -228,7 +228,7 @@ def test_foreign_manifest(make_report: MakeReport, packed: Path, converted: Path
     assert added(packed, converted) == []
 
 
-def test_no_checkpoint(make_report: MakeReport, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_refused(make_report: MakeReport, tmp_path: Path) -> None:
     with pytest.raises(LowbitError):
         write_reports(tmp_path, make_report())
     assert list(tmp_path.iterdir()) == []

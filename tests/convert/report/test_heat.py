@@ -1,4 +1,4 @@
-"""Layers by modules: every linear in its cell, the worst the strongest."""
+"""Heat map: every linear in its cell, the largest error in the strongest colour."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,9 @@ def test_without_layers_or_outputs(make_row: MakeRow) -> None:
 @pytest.mark.parametrize(
     ("layers", "density", "labelled"), [(8, "always", 8), (24, "wide", 24), (64, "never", 11)]
 )
-def test_many_layers_keep_room(make_row: MakeRow, layers: int, density: str, labelled: int) -> None:
+def test_columns_of_many_layers_are_numbered_sparsely(
+    make_row: MakeRow, layers: int, density: str, labelled: int
+) -> None:
     (found,) = heat_maps(tuple(make_row(f"model.layers.{n}.mlp.up_proj") for n in range(layers)))
     assert found.density == density
     assert len(found.layers) == len(found.labels) == layers

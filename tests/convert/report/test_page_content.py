@@ -1,4 +1,4 @@
-"""Content of quality.html: what is shown at once, what takes a click, and what comes from files."""
+"""Content of quality.html: open sections, folded sections, and untrusted values of files."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def full(make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]) -> 
     return make_report(rows, **extras)
 
 
-def test_what_takes_a_click(full: QualityReport, read_page: ReadPage) -> None:
+def test_sections_that_are_folded(full: QualityReport, read_page: ReadPage) -> None:
     page = read_page(render_html(full, None, "m"))
     hidden = " ".join(" ".join(page.closed).split())
     shown = page.text

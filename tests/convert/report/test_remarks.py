@@ -48,7 +48,7 @@ def flip(kind: str) -> Flip:
     return Flip(kind, "before", "a", "b", "c", 0.6, 0.2, 2.3)
 
 
-def test_quotes_of_own_texts_are_told(make_report: MakeReport) -> None:
+def test_remarks_name_quotes_of_user_texts(make_report: MakeReport) -> None:
     (sentence,) = observations(make_report(flips=(flip("notes.txt"), flip("notes.txt"))))
     assert "quote 2 passages of notes.txt, of up to 80 characters each" in sentence
     assert "before you publish" in sentence
@@ -56,7 +56,7 @@ def test_quotes_of_own_texts_are_told(make_report: MakeReport) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_quotes_of_bundled_texts_are_not_told(make_report: MakeReport, first: int) -> None:
+def test_remarks_skip_quotes_of_bundled_texts(make_report: MakeReport, first: int) -> None:
     texts = default_texts()
     flips = tuple(flip(text.name) for text in texts)
     kinds = tuple(TextKind(t.name, t.sha256, 5110, 6.5, 6.6, 0.02, 0.95) for t in texts)

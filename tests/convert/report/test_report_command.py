@@ -79,7 +79,7 @@ def test_a_missed_gate_ends_with_3_after_all_is_written(
         (("--report", "--gate", "x.kl_mean<1"), "no evaluation text is named `x`; there is prose"),
     ],
 )
-def test_gates_that_cannot_be_are_usage_errors_before_the_work(
+def test_impossible_gates_are_usage_errors_before_the_work(
     cli: "Cli", tiny: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     result = cli(tiny, tmp_path / "out", *arguments)
@@ -131,7 +131,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
-def test_a_disk_that_takes_nothing_is_found_before_anything_is_measured(
+def test_an_unwritable_disk_is_found_before_measuring(
     cli: "Cli",
     packed: Path,
     tiny: Path,
@@ -155,7 +155,7 @@ def test_a_disk_that_takes_nothing_is_found_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_disk_that_fills_up_meanwhile_loses_no_figures(
+def test_figures_are_printed_if_the_disk_fills_up_meanwhile(
     cli: "Cli",
     packed: Path,
     tiny: Path,

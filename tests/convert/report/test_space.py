@@ -1,4 +1,4 @@
-"""Where the bytes went: every byte of the folder, in the part and precision it has."""
+"""Bytes by part and precision; they add up to the folder."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Conversion:
     return convert(tiny, tmp_path_factory.mktemp("space") / "packed", Recipe())
 
 
-def test_every_byte_is_somewhere(packed: Conversion) -> None:
+def test_bytes_add_up_to_the_folder(packed: Conversion) -> None:
     rooms, total = rooms_of(packed.folder)
     assert sum(room.after for room in rooms) == total
     assert sum(room.share for room in rooms) == pytest.approx(1.0)

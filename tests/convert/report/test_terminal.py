@@ -49,7 +49,7 @@ def test_noise_and_outputs(
     assert "\N{EN DASH}" in head
 
 
-def test_reasons_are_told(make_report: MakeReport, extras: dict[str, Any]) -> None:
+def test_reasons_are_printed(make_report: MakeReport, extras: dict[str, Any]) -> None:
     first, maths = extras["kinds"]
     extras["kinds"] = (first, replace(maths, kl_mean=0.2, top1_agreement=0.8))
     text = " ".join(rendered(make_report(**extras)).split())
@@ -67,7 +67,7 @@ def test_reasons_are_told(make_report: MakeReport, extras: dict[str, Any]) -> No
         ),
     ],
 )
-def test_no_verdict_says_what_helps(
+def test_a_missing_verdict_has_a_hint(
     make_report: MakeReport, figures: dict[str, Any], words: str
 ) -> None:
     text = " ".join(rendered(make_report(**figures)).split())
@@ -93,7 +93,7 @@ def test_only_weights(make_report: MakeReport) -> None:
     assert "v_proj" in text
 
 
-def test_source_size_not_known(make_report: MakeReport) -> None:
+def test_unknown_source_size(make_report: MakeReport) -> None:
     report = replace(make_report(), sizes=Sizes(1_500_000_000, None, 4.1))
     assert "1.50 GB, 4.10 bits per weight" in rendered(report)
 

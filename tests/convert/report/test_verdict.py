@@ -1,4 +1,4 @@
-"""The verdict: a table of reports, and a reason of every kind that turns it."""
+"""The verdict: a table of reports, with every reason that changes it."""
 
 import math
 from collections.abc import Callable
@@ -225,7 +225,7 @@ def test_size_never_makes_a_grade_milder(
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
-def test_no_size_has_a_stricter_measure_than_a_larger_one(
+def test_verdicts_never_get_worse_for_smaller_models(
     make_report: MakeReport, make_row: MakeRow, bits: int
 ) -> None:
     """The colour of one loss never gets worse as models get smaller."""
@@ -242,7 +242,7 @@ def test_no_size_has_a_stricter_measure_than_a_larger_one(
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("size", [50_000_000, 49_999_999, 5_800_000])
-def test_a_size_without_measure_is_told(
+def test_a_size_without_expectation_is_named(
     make_report: MakeReport, make_row: MakeRow, bits: int, size: int
 ) -> None:
     said = " ".join(judge(report_of(make_report, make_row, {}, bits, size)).notes)
@@ -307,7 +307,7 @@ def test_more_text_may_lift_a_grade_that_only_errors_make(
     assert call is None or call in said
 
 
-def test_limits_widen() -> None:
+def test_limits_grow_with_the_grade() -> None:
     assert [limit.grade for limit in LIMITS] == list(GRADES[:-1])
     assert sorted(limit.kl for limit in LIMITS) == [limit.kl for limit in LIMITS]
     assert sorted(limit.flips for limit in LIMITS) == [limit.flips for limit in LIMITS]

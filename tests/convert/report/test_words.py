@@ -1,4 +1,4 @@
-"""Figures in words: one number of decimals for all figures of a kind, and no negative zero."""
+"""Figures as text: fixed decimals for each kind of figure, and no negative zero."""
 
 import math
 
@@ -40,5 +40,5 @@ def test_cosines_have_five_decimals(value: float) -> None:
     assert len(words.cosine(value).partition(".")[2]) == 5
 
 
-def test_a_cosine_that_is_no_number() -> None:
+def test_nan_cosine() -> None:
     assert words.cosine(math.nan) == "not finite"

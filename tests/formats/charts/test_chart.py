@@ -1,4 +1,4 @@
-"""Charts: marks lie where the numbers say, axes are round, words stay words."""
+"""Charts: marks at the places of their values, round axes, escaped text."""
 
 import math
 from xml.etree import ElementTree
@@ -95,7 +95,7 @@ def test_names_of_dots_are_drawn_once_each_off_the_dots() -> None:
     assert len({(text.get("x"), text.get("y")) for text in names}) == 2
 
 
-def test_what_is_not_finite_is_not_drawn() -> None:
+def test_non_finite_values_are_not_drawn() -> None:
     root = drawn(
         Dot(math.inf, 1.0, "far", "dot"),
         Dot(math.nan, 1.0, "nowhere", "dot"),

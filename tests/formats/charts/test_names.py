@@ -1,4 +1,4 @@
-"""Names of points stay off each other, the points and the lines."""
+"""Names of points do not overlap each other, the points or the lines."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Folders of one packed linear, and what they mean to the readers of `lowbit.formats`."""
+"""Fixtures: folders of one packed linear, and their weights as `lowbit.formats` reads them."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and AutoRound folders: native tensors that mean exactly what the files say."""
+"""GPTQ, AWQ and AutoRound folders: native tensors have exactly the weights of the files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_awq(write_folder: WriteFolder, weight_of: WeightOf, symmetric: bool, gr
 @pytest.mark.parametrize("layout", [gptq, awq])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 21), (8, 16), (7, 40), (39, 40)])
-def test_any_rows(
+def test_any_range_of_rows(
     write_folder: WriteFolder,
     weight_of: WeightOf,
     layout: Callable[[str, Quantized], dict[str, Tensor]],

@@ -1,4 +1,4 @@
-"""Files of other tools that cannot be read: named, before any weight is."""
+"""Unsupported files of other tools are refused by name before any weight is read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +66,9 @@ def refused(folder: Path, words: str, kind: type[LowbitError] = FormatError) -> 
 
 
 @pytest.mark.parametrize(("section", "words"), SECTIONS)
-def test_sections(write_folder: WriteFolder, section: dict[str, Any], words: str) -> None:
+def test_unsupported_sections_are_refused(
+    write_folder: WriteFolder, section: dict[str, Any], words: str
+) -> None:
     layout = awq if section["quant_method"] == "awq" else gptq
     refused(write_folder(layout(P, draw(32, 64, 32)), section), words)
 
@@ -107,7 +109,7 @@ def test_group_that_does_not_divide(write_folder: WriteFolder) -> None:
     refused(folder, f"`{P}`: group size 48 does not divide K = 64", QuantizationError)
 
 
-def test_activation_order(write_folder: WriteFolder) -> None:
+def test_activation_order_is_refused(write_folder: WriteFolder) -> None:
     tensors = gptq(P, draw(32, 64, 32))
     tensors[f"{P}.g_idx"] = tensors[f"{P}.g_idx"].flip(0)
     error = refused(write_folder(tensors, GPTQ | {"desc_act": True}), "act-order, `desc_act`")
@@ -142,7 +144,7 @@ def test_a_file_cut_short_while_it_is_read(write_folder: WriteFolder) -> None:
 
 
 @pytest.mark.parametrize("section", [None, {"quant_method": "fp8"}, {}, [], "awq"])
-def test_everything_else_is_left_to_other_readers(write_folder: WriteFolder, section: Any) -> None:
+def test_other_checkpoints_are_opened_unchanged(write_folder: WriteFolder, section: Any) -> None:
     checkpoint = open_native(write_folder(gptq(P, draw(32, 64, 32)), section))
     assert not checkpoint.derived
     assert checkpoint.config == {"quantization_config": section}

@@ -94,7 +94,7 @@ def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def test_the_exit_code_of_main_counts(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_main(tmp_path: Path) -> None:
     stub(tmp_path, "import sys\ndef main(prog_name):\n    sys.exit(f'{prog_name} failed')")
     done = start(ENTRY, tmp_path)
     assert (done.returncode, done.stderr) == (1, "program failed\n")

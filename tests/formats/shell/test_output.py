@@ -1,4 +1,4 @@
-"""One JSON object whatever is in it; notes on stderr."""
+"""JSON output is one valid object with any content; notes go to stderr."""
 
 import io
 import json

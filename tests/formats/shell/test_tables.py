@@ -1,4 +1,4 @@
-"""Hostile text in tables, headings, lines and styles; widths; colours; a reader who leaves."""
+"""Hostile text in tables, headings, lines and styles; widths; colours; closed pipes."""
 
 import io
 import os
@@ -106,7 +106,7 @@ def test_colours_go_to_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(line, Terminal()) == "✓ done\n"
 
 
-def test_a_reader_who_leaves_does_not_stop_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_does_not_stop_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w") as file:
         monkeypatch.setattr("sys.stdout", file)
@@ -118,7 +118,7 @@ def test_a_reader_who_leaves_does_not_stop_the_command(monkeypatch: pytest.Monke
         file.flush()
 
 
-def test_bars_draw_nothing_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_draw_nothing_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with tables.progress_bars({"work": "working"}) as show:
         for done in range(3):
             show("work", done, 2)

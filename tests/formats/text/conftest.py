@@ -1,4 +1,4 @@
-"""A process for hostile work with a short limit of time, and a small tokenizer.json to spoil."""
+"""Fixtures: a worker with a short time limit, and a small tokenizer.json to damage."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The start of the child process: limits, imports, and failures that no file is to blame for."""
+"""Start of the child process: limits, imports, and failures that are not the file's."""
 
 import json
 import resource

@@ -21,7 +21,7 @@ any_json = st.recursive(
 )
 
 
-def test_no_files_are_no_settings(tmp_path: Path) -> None:
+def test_a_folder_without_files_has_empty_settings(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == TokenizerSettings({}, (), (), None)
 
 
@@ -54,7 +54,7 @@ def test_another_key_that_is_no_token_is_left_alone(value: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_key_that_stands_twice_is_refused(file: str, tmp_path: Path) -> None:
+def test_a_duplicate_key_is_refused(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text('{"<x>": 1, "<x>": 1}')
     with pytest.raises(CheckpointError, match=f"{file}` is not valid JSON: the key `<x>` stands"):
         read_settings(tmp_path)

@@ -1,4 +1,4 @@
-"""Chat templates: honest ones as transformers renders them, hostile ones as one sentence."""
+"""Chat templates: valid ones render as in transformers, hostile ones give one message."""
 
 import json
 from pathlib import Path
@@ -236,7 +236,7 @@ def test_a_template_file_must_be_text(tmp_path: Path) -> None:
         load_chat_template(tmp_path)
 
 
-def test_a_template_may_stand_under_a_name(tmp_path: Path) -> None:
+def test_the_named_default_template_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer_config.json"
     for template, found in (({"default": "d", "rag": "r"}, "d"), ({"rag": "r"}, None), ([], None)):
         path.write_text(json.dumps({"chat_template": template}))

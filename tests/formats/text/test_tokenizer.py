@@ -1,4 +1,4 @@
-"""Token ids against transformers over honest files, and one sentence over hostile ones."""
+"""Token ids against transformers on valid files, and one message on hostile ones."""
 
 import copy
 import json
@@ -110,7 +110,7 @@ def test_ids_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("changes", ELSEWHERE.values(), ids=ELSEWHERE.keys())
-def test_other_parts_work_in_a_process_of_their_own(
+def test_unknown_parts_run_in_a_child_process(
     changes: dict[str, Any], content: dict[str, Any], write: Write
 ) -> None:
     folder = write({**content, **changes})
@@ -175,7 +175,7 @@ def test_older_models_keep_tokens_in_files_of_their_own(
     assert tokenizer.vocabulary == 4098
 
 
-def test_dropout_belongs_to_training(content: dict[str, Any], write: Write) -> None:
+def test_dropout_is_removed(content: dict[str, Any], write: Write) -> None:
     expected = load_text_tokenizer(write(content)).encode(TEXTS[1])
     model = content["model"] | {"dropout": 0.9}
     assert load_text_tokenizer(write(content | {"model": model})).encode(TEXTS[1]) == expected
@@ -295,7 +295,7 @@ def test_any_file_is_read_or_refused(
     ],
     ids=["empty", "binary", "list", "deep", "many", "number", "object", "long"],
 )
-def test_garbage_is_named(data: bytes, reason: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused_by_name(data: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=reason):
         load_text_tokenizer(tmp_path)
@@ -321,7 +321,7 @@ def test_the_number_of_tokens_is_bounded(
         load_text_tokenizer(write(small))
 
 
-def test_a_missing_file_says_who_needs_it(tmp_path: Path) -> None:
+def test_the_message_for_a_missing_file_names_the_purpose(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, which calibration needs"):
         load_text_tokenizer(tmp_path, "calibration")
 

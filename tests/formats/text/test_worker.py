@@ -1,4 +1,4 @@
-"""The child process: its limits, its end, and what it does not inherit."""
+"""The child process: limits, end, and an environment without secrets."""
 
 import gc
 import os
@@ -76,7 +76,7 @@ def test_an_interrupt_leaves_no_reply_behind(
     assert worker.ask(job("new")) == "new"
 
 
-def test_a_posted_job_delays_nobody_and_loses_nothing(hasty: Worker) -> None:
+def test_a_posted_job_does_not_delay_or_lose_replies(hasty: Worker) -> None:
     hasty.post({"do": "compile", "source": "{% if %}"})
     hasty.post({"do": "compile", "source": "a"})
     assert hasty.ask(job("a")) == "a"
@@ -151,7 +151,7 @@ def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Max file size             0" in limits
 
 
-def test_what_is_no_json_is_no_job(worker: Worker) -> None:
+def test_jobs_must_be_json(worker: Worker) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         worker.ask({**job("a"), "values": {"messages": {1, 2}}})
     assert worker.ask(job("a")) == "a"
