@@ -108,8 +108,8 @@ def merged(old: TaskReport | None, new: TaskReport) -> TaskReport:
     if old is None or replace(old, tasks=new.tasks) != new:
         return new
     again = {row.task for row in new.tasks}
-    kept = tuple(row for row in old.tasks if row.task not in again)
-    return replace(new, tasks=kept + new.tasks)
+    others = tuple(row for row in old.tasks if row.task not in again)
+    return replace(new, tasks=others + new.tasks)
 
 
 def write_tasks(folder: Path, report: TaskReport) -> Path:

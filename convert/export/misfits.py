@@ -84,18 +84,18 @@ def without(
         return source
     misfits = [*misfits, *_fused_with(source, misfits)]
     linears = [misfit.linear for misfit in misfits]
-    kept = tuple(linear for linear in source.linears if linear not in linears)
+    packed = tuple(linear for linear in source.linears if linear not in linears)
     count, total = len(misfits), len(source.linears)
     what = f"{count} of {total} linears" if total > 1 else "the only linear"
     words = described((misfit.linear.module, misfit.reason) for misfit in misfits)
     message = f"{container} cannot hold {what}: {'; '.join(words)}"
-    if not kept:
+    if not packed:
         raise FormatError(message, hint="export to mlx or gguf, or convert with another recipe")
     if not dequantize:
         raise FormatError(message, hint=_ways_out(source, misfits))
     for linear in linears:
         _check_finite(source, linear)
-    return replace(source, linears=kept, dequantized=tuple(linears))
+    return replace(source, linears=packed, dequantized=tuple(linears))
 
 
 def _check_finite(source: PackedSource, linear: Linear) -> None:

@@ -85,18 +85,18 @@ def _named(source: PackedSource, name: str) -> str:
     return HYBRID + name
 
 
-def _kept(source: PackedSource, name: str) -> bool:
+def _is_exported(source: PackedSource, name: str) -> bool:
     return part_of(source.checkpoint.config, name) == "decoder"
 
 
 def linears(source: PackedSource) -> list[Linear]:
     """Linears that are exported: those of the decoder."""
-    return [linear for linear in source.linears if _kept(source, linear.name)]
+    return [linear for linear in source.linears if _is_exported(source, linear.name)]
 
 
 def outputs(source: PackedSource) -> list[Output]:
     """All tensors of the export."""
-    made = [_dense(source, info) for info in source.dense if _kept(source, info.name)]
+    made = [_dense(source, info) for info in source.dense if _is_exported(source, info.name)]
     for linear in linears(source):
         made += _linear(source, linear)
     return made
@@ -107,7 +107,7 @@ def copies(source: PackedSource) -> list[tuple[TensorInfo, str]]:
     return [
         (info, _named(source, info.name))
         for info in source.dense
-        if _kept(source, info.name) and _change(source, info) is None
+        if _is_exported(source, info.name) and _change(source, info) is None
     ]
 
 

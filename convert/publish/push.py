@@ -144,11 +144,11 @@ def _send(api: "HfApi", parcel: Parcel, revision: str | None, sent: list[str]) -
         require_equal(read_remote(api, repo, head), weights, repo)
     rest = [item for item in todo if not item.is_weight]
     last += map(_addition, rest)
-    kept = {item.name for item in parcel.items}
+    published = {item.name for item in parcel.items}
     last += [
         CommitOperationDelete(name)
         for name in remote.files
-        if name not in kept
+        if name not in published
         and "/" not in name
         and any(fnmatch(name, pattern) for pattern in REPLACED)
     ]

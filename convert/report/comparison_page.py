@@ -121,15 +121,15 @@ def _model(found: FolderComparison) -> str:
 
 def frontier(rows: Sequence[FolderRow]) -> list[FolderRow]:
     """Rows that no other row beats in both size and loss, smallest first."""
-    kept: list[FolderRow] = []
+    best: list[FolderRow] = []
     for row in sorted(rows, key=lambda row: (row.folder_bytes, row.kl_mean)):
-        if not kept:
-            kept.append(row)
-        elif row.kl_mean < kept[-1].kl_mean:
-            if row.folder_bytes <= kept[-1].folder_bytes * SAME_SIZE:
-                kept.pop()
-            kept.append(row)
-    return kept
+        if not best:
+            best.append(row)
+        elif row.kl_mean < best[-1].kl_mean:
+            if row.folder_bytes <= best[-1].folder_bytes * SAME_SIZE:
+                best.pop()
+            best.append(row)
+    return best
 
 
 def _plot(found: FolderComparison) -> str:

@@ -115,9 +115,9 @@ def read_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...
     Raises:
         UnsupportedModelError: an id that the vocabulary does not have.
     """
-    none = Field("", least=-1, most=vocab_size - 1, default=None, nullable=True)
+    optional_id = Field("", least=-1, most=vocab_size - 1, default=None, nullable=True)
     names = ("bos_token_id", "pad_token_id")
-    read_fields(config, [replace(none, key=name) for name in names])
+    read_fields(config, [replace(optional_id, key=name) for name in names])
     return read_ids(config, "eos_token_id", vocab_size)
 
 

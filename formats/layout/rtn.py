@@ -124,8 +124,8 @@ def _scales(
     half = 1 << (scheme.bits - 1)
     if scheme.bits not in SEARCHED_BITS:
         # A positive scale that puts the extreme on the code range's larger side would clip it.
-        reach = half if rule == "signed" else half - 0.5
-        return (extreme * _fp32(1 / reach)).to(SCALE_DTYPE)
+        codes = half if rule == "signed" else half - 0.5
+        return (extreme * _fp32(1 / codes)).to(SCALE_DTYPE)
     return search(w, extreme, half, importance)
 
 

@@ -41,7 +41,7 @@ class ChatTemplate:
 
         The first `render` reports a failure.
         """
-        self.worker.post({"do": "compile", "source": self.source})
+        self.worker.submit({"do": "compile", "source": self.source})
 
     def render(
         self,

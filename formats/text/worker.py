@@ -78,7 +78,7 @@ class Worker:
         self._ready = False  # the child has reported that it is ready
         self._unread = 0  # replies that nobody waits for
 
-    def post(self, job: Mapping[str, Any]) -> None:
+    def submit(self, job: Mapping[str, Any]) -> None:
         """Begin a job without waiting for its reply, as a preparation for later jobs.
 
         A failure is not reported here; the next `ask` meets it again.

@@ -76,11 +76,11 @@ def test_an_interrupt_leaves_no_reply_behind(
     assert worker.ask(job("new")) == "new"
 
 
-def test_a_posted_job_does_not_delay_or_lose_replies(hasty: Worker) -> None:
-    hasty.post({"do": "compile", "source": "{% if %}"})
-    hasty.post({"do": "compile", "source": "a"})
+def test_a_submitted_job_does_not_delay_or_lose_replies(hasty: Worker) -> None:
+    hasty.submit({"do": "compile", "source": "{% if %}"})
+    hasty.submit({"do": "compile", "source": "a"})
     assert hasty.ask(job("a")) == "a"
-    hasty.post(job(ENDLESS))
+    hasty.submit(job(ENDLESS))
     with pytest.raises(WorkerError) as caught:
         hasty.ask(job("a"))
     assert caught.value.kind == "time"
@@ -96,7 +96,7 @@ def test_the_process_ends_with_its_worker() -> None:
     assert ends(pid)
 
 
-@pytest.mark.parametrize("begin", ["post", "ask"])
+@pytest.mark.parametrize("begin", ["submit", "ask"])
 def test_an_interrupt_leaves_no_half_line_behind(
     begin: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ def test_the_process_ends_when_its_parent_is_killed(source: str) -> None:
     code = (
         "from lowbit.formats.text.worker import Worker\n"
         "worker = Worker(seconds=1.0)\n"
-        f"worker.post({job(source)!r})\n"
+        f"worker.submit({job(source)!r})\n"
         "print(worker._process.pid, flush=True)\n"
         "input()\n"
     )
