@@ -13,7 +13,7 @@ WriteRaw = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, above all on a busy machine."""
+    """Run on one thread, which is faster for tensors this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -100,7 +100,7 @@ def test_text_that_is_not_utf8_is_refused(model: Path) -> None:
 
 
 class TestLinksThatAreRight:
-    """Each leads to `content`, whose hash names it in a Hub cache."""
+    """Links to `content`, which a Hub cache names by its hash."""
 
     content = b'{"schema": 1}'
 

@@ -23,7 +23,7 @@ SMALL = ["README.md", "config.json", "model.safetensors.index.json", "tokenizer.
 
 
 def write_model(folder: Path, rows: int = 256) -> Path:
-    """Two shards of `rows` x 256 F32 with an index, and what else a repository holds."""
+    """Write two shards of `rows` x 256 F32 with an index, and the other files of a repository."""
     folder.mkdir()
     tensors = {f"layer.{n}": torch.full((rows, 256), float(n)) for n in range(2)}
     for shard, (name, tensor) in zip(SHARDS, tensors.items(), strict=True):
@@ -48,7 +48,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library retries; it need not wait in between."""
+    """Let the library retry without waiting."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 

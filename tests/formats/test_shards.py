@@ -32,7 +32,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def file_bytes(shard: Shard, tensors: dict[str, Tensor]) -> bytes:
-    """What the converter does: the header, then every tensor at its offset."""
+    """A file as the converter writes it: the header, then every tensor at its offset."""
     content = bytearray(shard.size)
     content[: len(shard.header)] = shard.header
     for info in shard.tensors:

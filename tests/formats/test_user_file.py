@@ -24,7 +24,7 @@ def _impatient() -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
 def test_a_process_substitution(size: int) -> None:
-    """As a shell passes `<(command)`."""
+    """A pipe as a shell passes it for `<(command)`."""
     reading, writing = os.pipe()
     content = os.urandom(size)
 

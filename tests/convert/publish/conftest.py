@@ -45,7 +45,7 @@ def pristine(pack: Pack) -> Path:
 
 @pytest.fixture
 def packed(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed at will."""
+    """A copy of `pristine` that a test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "small-int4"))
 
 

@@ -20,7 +20,7 @@ REPO = "org/small-int4"
 
 
 def refused(cli: "Cli", hub: HubServer, folder: Path, repo: str = REPO) -> str:
-    """What the command says; the hub was asked for nothing but whose token it is."""
+    """Error text of a refused push; the Hub was only asked for the token's owner."""
     result = cli("push", folder, repo, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert {call for call in hub.calls() if "agent" not in call} <= {"GET /api/whoami-v2"}

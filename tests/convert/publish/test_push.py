@@ -41,7 +41,7 @@ def local(folder: Path) -> dict[str, bytes]:
 
 
 def is_published(hub: HubServer, folder: Path) -> bool:
-    """Whether the repository holds the folder's bytes and a card, and nothing else."""
+    """Tell if the repository holds the folder's bytes and a card, and nothing else."""
     found = hub.content(REPO)
     return found.pop("README.md", b"").startswith(b"---\n") and local(folder) == {
         name: content for name, content in found.items() if name != ".gitattributes"

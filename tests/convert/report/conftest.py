@@ -24,7 +24,7 @@ MakeReport = Callable[..., QualityReport]
 
 
 class Page(HTMLParser):
-    """A page whose tags are in balance: tags, attributes, text, and rows of tables by section."""
+    """Parser that checks that tags are balanced, and collects attributes, text and table rows."""
 
     VOID = frozenset({"meta", "img", "br", "hr", "link", "input"})
 
@@ -97,7 +97,7 @@ def make_row() -> Callable[..., WeightQuality]:
 
 @pytest.fixture
 def logits() -> LogitQuality:
-    """What was always measured; `extras` has the rest."""
+    """The figures that every report has; `extras` has the others."""
     return LogitQuality(
         text_name="a text",
         text_sha256="ab" * 32,

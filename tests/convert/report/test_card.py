@@ -71,7 +71,7 @@ def render(
 
 
 def metadata(card: str) -> dict[str, Any]:
-    """As the Hub's library reads it; it refuses what it cannot."""
+    """Metadata as huggingface_hub reads it."""
     data: Any = ModelCard(card, ignore_metadata_errors=False).data
     found: dict[str, Any] = data.to_dict()
     return found

@@ -36,7 +36,7 @@ MakeFolder = Callable[..., Path]
 
 
 def logits(shift: float = 0.0, noise: float = 0.0, **figures: Any) -> LogitQuality:
-    """Windows that are hard for one are hard for all, `shift` harder, give or take `noise`."""
+    """Logit figures whose windows share their difficulty, plus `shift` and random `noise`."""
     spread = np.random.default_rng(1).normal(0.0, 1.0, size=40)
     series = SERIES + shift + noise * spread
     found = LogitQuality(
@@ -266,7 +266,7 @@ def test_terminal_fits_eighty_columns(make_folder: MakeFolder) -> None:
 
 
 class Tags(HTMLParser):
-    """Tags in balance; the text."""
+    """Parser that checks that tags are balanced, and collects the text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -218,7 +218,7 @@ COUNT = st.integers(1, 2**63 - 1)
 def test_any_figures_that_are_read_make_a_page(
     full: QualityReport, read_page: ReadPage, data: st.DataObject
 ) -> None:
-    """A file within the ranges, however wild, is rendered whole."""
+    """A file with any figures within the ranges is rendered whole."""
     content = full.to_json()
     wild: dict[str, st.SearchStrategy[Any]]
     wild = {"kl_mean": WILD, "kl_p95": WILD, "kl_p99": WILD, "kl_max": WILD}

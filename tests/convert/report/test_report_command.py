@@ -24,7 +24,7 @@ PLAY = "The dog and the cat like to play with the red ball in the park every day
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[Path]:
-    """A short text and one that is long enough to be beside it."""
+    """Two texts, a short one and a longer one."""
     story, play = tmp_path / "story.txt", tmp_path / "play.txt"
     story.write_text(STORY * 4)
     play.write_text(PLAY * 12)
@@ -211,7 +211,7 @@ def test_a_conversion_s_figures_outlive_its_report(
     after: int,
     measured: bool,
 ) -> None:
-    """Full from the start, nothing more is measured; full at the end, all is shown."""
+    """A disk full from the start stops the measurement; one full at the end loses no figure."""
     refuse(errno.ENOSPC, "quality.html", after)
     out = tmp_path / "out"
     gate = ("--gate", "kl_mean<10")
@@ -259,7 +259,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     from lowbit.convert.cli.main import main
 
     class Watched:
-        """Stands for sys where the command asks whether somebody watches."""
+        """Stand-in for sys, whose streams report a terminal."""
 
         class stdin:  # noqa: N801
             isatty = staticmethod(lambda: True)

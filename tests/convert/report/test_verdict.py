@@ -27,7 +27,7 @@ CALM: Figures = {
 
 
 def kind(name: str = "maths", **figures: Any) -> TextKind:
-    """A further text as harmless as the first."""
+    """A further text with figures as good as the first's."""
     calm = TextKind(name, name * 8, 10_220, 5.0, 5.1, 0.008, 0.97, 0.05, 0.0002)
     return replace(calm, **figures)
 

@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def gptq_section(q: Quantized, **keys: Any) -> dict[str, Any]:
-    """As GPTQModel and transformers write it."""
+    """The section as GPTQModel and transformers write it."""
     K, groups = q.codes.shape[1], q.zeros.shape[1]
     return {
         "quant_method": "gptq",
@@ -38,7 +38,7 @@ def gptq_section(q: Quantized, **keys: Any) -> dict[str, Any]:
 
 
 def awq_section(q: Quantized, **keys: Any) -> dict[str, Any]:
-    """As AutoAWQ writes it."""
+    """The section as AutoAWQ writes it."""
     K, groups = q.codes.shape[1], q.zeros.shape[1]
     return {
         "quant_method": "awq",
@@ -59,7 +59,7 @@ def scheme(checkpoint: Checkpoint, module: str = P) -> Scheme | None:
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """Equal bit for bit; the sign of zero is the sign of the scale's product alone."""
+    """Assert that values are equal in FP32; zeros of both signs count as equal."""
     assert ours.dtype == theirs.dtype == torch.float32
     assert torch.equal(ours, theirs)
 

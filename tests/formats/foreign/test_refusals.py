@@ -118,7 +118,7 @@ def test_activation_order_is_refused(write_folder: WriteFolder) -> None:
 
 
 def test_zero_points_that_version_1_cannot_mean(write_folder: WriteFolder) -> None:
-    """15 in a version 1 file would be 16: a mislabelled version 2 file looks like that."""
+    """15 in a version 1 file means 16, which a mislabelled version 2 file would have."""
     q = draw(32, 64, 32)
     q.zeros[3, 1] = 15
     error = refused(write_folder(gptq(P, q, version=2), GPTQ), "a zero point of 16 has no 4-bit")

@@ -15,13 +15,13 @@ ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 
 @pytest.fixture(scope="module")
 def worker() -> Worker:
-    """Honest work may take its usual time."""
+    """A worker with the usual time limit."""
     return Worker()
 
 
 @pytest.fixture(scope="module")
 def hasty() -> Worker:
-    """A tenth of a second is ample for what ends, and what does not end needs no more."""
+    """A worker with a limit of 0.1 s, ample for jobs that end."""
     return Worker(seconds=0.1)
 
 
@@ -34,7 +34,7 @@ def content() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def small(content: dict[str, Any]) -> dict[str, Any]:
-    """The same with bytes alone, quick to write and read."""
+    """The tokenizer.json with byte tokens only, quick to write and read."""
     vocab = dict(list(content["model"]["vocab"].items())[:256])
     tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
     added = [
