@@ -62,3 +62,17 @@ class Scheme:
         """Short form for tables: `INT4 g128`, `INT8 row`."""
         group = "row" if self.group_size is None else f"g{self.group_size}"
         return f"INT{self.bits} {group}" + ("" if self.symmetric else " asym")
+
+
+def fitting_group_size(K: int, wanted: int | None) -> int | None:
+    """The largest of GROUP_SIZES that divides K and is at most `wanted`.
+
+    It is `wanted` itself if that divides K, if it is None (one scale per row), and if no size
+    fits; `Scheme.groups` then refuses the linear by name.
+
+    >>> fitting_group_size(576, 128), fitting_group_size(1536, 128), fitting_group_size(1001, 128)
+    (64, 128, 128)
+    """
+    if wanted is None or K % wanted == 0:
+        return wanted
+    return max((size for size in GROUP_SIZES if size < wanted and K % size == 0), default=wanted)

@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit.formats.errors import FormatError, LowbitError, QuantizationError
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme, fitting_group_size
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -40,6 +40,39 @@ def test_group_size_that_does_not_divide_names_the_ones_that_do() -> None:
     with pytest.raises(QuantizationError) as error:
         Scheme(4, 128).groups("x", 1001)
     assert error.value.hint == "use --group-size row"
+
+
+@pytest.mark.parametrize(
+    ("K", "wanted", "fitting"),
+    [
+        (1536, 128, 128),
+        (576, 128, 64),
+        (576, 512, 64),
+        (896, 256, 128),
+        (960, 128, 64),
+        (96, 64, 32),
+        (1024, None, None),
+        (1001, None, None),
+    ],
+)
+def test_fitting_group_size(K: int, wanted: int | None, fitting: int | None) -> None:
+    assert fitting_group_size(K, wanted) == fitting
+
+
+@pytest.mark.parametrize("wanted", GROUP_SIZES)
+def test_a_fitting_group_size_is_never_above_the_wanted_one(wanted: int) -> None:
+    for K in range(32, 2048, 32):
+        fitting = fitting_group_size(K, wanted)
+        assert fitting is not None
+        divisors = [size for size in GROUP_SIZES if size <= wanted and K % size == 0]
+        assert fitting == divisors[-1]
+
+
+def test_no_fitting_group_size_leaves_the_refusal_to_the_scheme() -> None:
+    assert fitting_group_size(1001, 128) == 128
+    assert fitting_group_size(576 + 16, 32) == 32
+    with pytest.raises(QuantizationError, match="`x`: group size 128 does not divide K = 1001"):
+        Scheme(4, fitting_group_size(1001, 128)).groups("x", 1001)
 
 
 def test_prints_short() -> None:
