@@ -5,19 +5,21 @@ can be printed directly. Only `styled` gives text a style.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from lowbit.formats.printable import printable
+from lowbit.formats.shell.duration import Meter, clock_text
 from lowbit.formats.shell.entry import leave
-from lowbit.formats.shell.output import plain
+from lowbit.formats.shell.output import note, plain
 
 # Width for files and pipes, where lines are not folded. It is bounded so that one long name does
 # not pad all rows with blanks until memory is full.
@@ -25,6 +27,8 @@ UNFOLDED = 1000
 
 Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
+Clock = Callable[[], float]
+MINUTE = 60.0  # seconds between two lines about progress
 
 
 class Screen(Console):
@@ -103,29 +107,73 @@ def plain_table(heading: str, text: Iterable[str], figures: Iterable[str] = ()) 
     return table
 
 
+class TimeLeft(ProgressColumn):
+    """Time left by the meter of each phase; the time taken once it is done."""
+
+    def __init__(self, meters: Mapping[str, Meter]) -> None:
+        """Read `meters` by the phase that a task's `phase` names."""
+        super().__init__()
+        self.meters = meters
+
+    def render(self, task: Task) -> Text:
+        """`1:10`, or `-:--` as long as the speed is not known."""
+        left = task.elapsed if task.finished else self.meters[task.fields["phase"]].left()
+        return Text("-:--" if left is None else clock_text(left), style="progress.remaining")
+
+
+class Lines:
+    """A line a minute about each phase, for whoever reads stderr from a file or a pipe."""
+
+    def __init__(self, phases: Mapping[str, str], meters: Mapping[str, Meter], now: Clock) -> None:
+        """Take the words for each phase, its meters, and the clock."""
+        self.phases, self.meters, self.now = phases, meters, now
+        self.last = now()
+
+    def show(self, phase: str) -> None:
+        """Print a line if the last one, or the beginning, is a minute ago."""
+        if self.now() - self.last < MINUTE:
+            return
+        self.last = self.now()
+        meter = self.meters[phase]
+        left = meter.left()
+        time = "" if left is None else f", {clock_text(left)} left"
+        note(f"{self.phases[phase]}: {meter.share:.0%}{time}")
+
+
 @contextmanager
-def progress_bars(phases: Mapping[str, str], quiet: bool = False) -> Iterator[Progressed]:
-    """Give a function of (phase, done, total) that draws one bar for each phase.
+def progress_bars(
+    phases: Mapping[str, str], quiet: bool = False, now: Clock = time.monotonic
+) -> Iterator[Progressed]:
+    """Give a function of (phase, done, total) that shows progress while the context is open.
+
+    A terminal gets one bar for each phase; a file or a pipe gets one line a minute.
 
     Args:
-        phases: text on the screen by phase.
-        quiet: draw nothing, as if stderr were no terminal.
+        phases: words on the screen for each phase.
+        quiet: show nothing.
+        now: seconds of a clock that never goes back.
     """
-    console = messages()
+    watched = sys.stderr.isatty()
+    meters: dict[str, Meter] = {}
     bars = Progress(
         TextColumn("{task.description:<22}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=quiet or not sys.stderr.isatty(),
+        TimeLeft(meters),
+        console=messages(),
+        disable=quiet or not watched,
     )
+    lines = Lines(phases, meters, now)
     tasks: dict[str, TaskID] = {}
     with bars:
 
         def show(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
-                tasks[phase] = bars.add_task(phases[phase], total=total)
+                meters[phase] = Meter(now)
+                tasks[phase] = bars.add_task(phases[phase], total=total, phase=phase)
+            meters[phase].report(done, total)
             bars.update(tasks[phase], completed=done, total=total)
+            if not (quiet or watched):
+                lines.show(phase)
 
         yield show
