@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -47,7 +48,7 @@ Output = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One source tensor and what becomes of it.
+    """One source tensor and its fate.
 
     Attributes:
         source: where it is read.
@@ -292,8 +293,26 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
     return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
 
 
+def smaller_groups(plan: Plan) -> str | None:
+    """Sentence that counts the linears whose rows the recipe's group size does not divide."""
+    wanted = plan.recipe.group_size
+    if wanted is None:
+        return None
+    sizes = Counter(
+        step.scheme.group_size
+        for step in plan.steps
+        if step.scheme is not None and step.scheme.group_size and step.source.shape[1] % wanted
+    )
+    if not sizes:
+        return None
+    parts = [f"{count} get groups of {size}" for size, count in sizes.most_common()]
+    given = f"they get groups of {min(sizes)}" if len(sizes) == 1 else ", ".join(parts)
+    rows = f"{sizes.total()} linears" if sizes.total() > 1 else "1 linear"
+    return f"group size {wanted} does not divide the rows of {rows}: {given}"
+
+
 def vllm_verdict(plan: Plan) -> list[str]:
-    """Why vLLM could not load the result; empty where it can."""
+    """Reasons why vLLM could not load the result; empty where it can."""
     return vllm_reasons(
         (step.module, step.source.shape, step.scheme)
         for step in plan.steps
@@ -302,7 +321,7 @@ def vllm_verdict(plan: Plan) -> list[str]:
 
 
 def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list[str]:
-    """Why vLLM could not load packed linears; empty where it can.
+    """Reasons why vLLM could not load packed linears; empty where it can.
 
     vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
     whole rows, N a multiple of 64 and K of 128.
@@ -326,7 +345,7 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
 
 
 def runtime_verdict(plan: Plan) -> str | None:
-    """Why lowbit-run could not serve the result; None where it can."""
+    """Reason why lowbit-run could not serve the result; None where it can."""
     for module, scheme in plan.schemes.items():
         reason = scheme and unserved(scheme, SERVED_BITS)
         if reason:

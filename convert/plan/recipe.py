@@ -13,7 +13,7 @@ from lowbit.formats.layout.recipes import AS_STORED as AS_STORED
 from lowbit.formats.layout.recipes import BITS_BY_ROLE, GROUP_SIZE
 from lowbit.formats.layout.recipes import Base as Base
 from lowbit.formats.layout.rtn import ScaleRule
-from lowbit.formats.layout.scheme import BITS, GROUP_SIZES, Scheme
+from lowbit.formats.layout.scheme import BITS, GROUP_SIZES, Scheme, fitting_group_size
 
 Head = Literal["int4", "int8", "bf16"]
 
@@ -35,7 +35,7 @@ class Override:
     group_size: int | None = None  # the recipe's
 
     def matches(self, spec: TensorSpec) -> bool:
-        """Whether it decides the bits of a linear."""
+        """Tell whether it decides the bits of a linear."""
         meant = spec.role != "mtp" or self.pattern.startswith("mtp")
         return meant and fnmatchcase(spec.module, self.pattern)
 
@@ -67,18 +67,19 @@ class Override:
         return cls(pattern, int(bits), None if group is None else int(group))
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
+        """Text that `parse` reads."""
         group = "" if self.group_size is None else f"g{self.group_size}"
         return f"{self.pattern}={self.bits}{group}"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What decides every code, besides the weights.
+    """Rules that decide every code, given the weights.
 
     Attributes:
         base: bits by role.
-        group_size: weights that share a scale; None for one scale per row.
+        group_size: weights that share a scale; None for one scale per row. A linear whose rows it
+            does not divide gets the next smaller size that does.
         rule: how scales are chosen.
         head: bits of lm_head where they differ from the base recipe's.
         overrides: applied in order, the last match wins.
@@ -95,7 +96,7 @@ class Recipe:
     method: Method = RTN
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe has."""
+        """Refuse values that no recipe has."""
         if self.base not in BITS_BY_ROLE:
             raise QuantizationError(
                 f"recipe `{self.base}` is not known", hint=f"recipes: {', '.join(BITS_BY_ROLE)}"
@@ -115,7 +116,7 @@ class Recipe:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As written to lowbit.json."""
+        """The object that lowbit.json holds."""
         return {
             "recipe": self.base,
             "method": str(self.method),
@@ -128,7 +129,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
-        """What `to_json` wrote.
+        """Read the object that `to_json` wrote.
 
         Raises:
             QuantizationError: it was written by another release, or is no recipe.
@@ -156,8 +157,9 @@ class Recipe:
         """The scheme of every linear module, None for those left as they are.
 
         Raises:
-            QuantizationError: a pattern matches nothing, a group size does not divide K, a fused
-                set would get two schemes, or nothing is left to quantize.
+            QuantizationError: a pattern matches nothing, no group size divides K, or not the one
+                that an override names, a fused set would get two schemes, or nothing is left to
+                quantize.
         """
         linears = [spec for spec in table if spec.quantizable]
         self._check_patterns(linears)
@@ -175,14 +177,16 @@ class Recipe:
         return schemes
 
     def scheme_of(self, spec: TensorSpec) -> Scheme | None:
-        """The scheme of one linear, whether or not it fits; None where it is left as it is."""
-        bits, group = BITS_BY_ROLE[self.base][spec.role], self.group_size
+        """The scheme of one linear, which may not fit it; None for a linear left as it is."""
+        bits, group = BITS_BY_ROLE[self.base][spec.role], None
         if spec.role == "head" and self.head is not None:
             bits = HEAD_BITS[self.head]
         for override in self.overrides:
             if override.matches(spec):
-                bits, group = override.bits, override.group_size or self.group_size
-        return None if bits == AS_STORED else Scheme(bits, group)
+                bits, group = override.bits, override.group_size
+        if bits == AS_STORED:
+            return None
+        return Scheme(bits, group or fitting_group_size(spec.shape[1], self.group_size))
 
     def _check_patterns(self, linears: Sequence[TensorSpec]) -> None:
         for override in self.overrides:
@@ -194,7 +198,7 @@ class Recipe:
 
 
 def _check_fused_sets(linears: Sequence[TensorSpec], schemes: dict[str, Scheme | None]) -> None:
-    """Engines stack a fused set's rows into one matrix, so it needs one scheme."""
+    """Refuse two schemes in a fused set: engines stack its rows into one matrix."""
     first: dict[str, str] = {}
     for spec in linears:
         if spec.fused_set is None:

@@ -210,7 +210,7 @@ def test_large_finite_weights_are_no_infinities(
     ("options", "message", "hint"),
     [
         (
-            ("--group-size", "256"),
+            ("--bits", "*.self_attn.*=4g256"),
             "`model.layers.0.self_attn.q_proj`: group size 256 does not divide K = 128",
             r"one of \[32, 64, 128\] or `row`",
         ),

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.plan.plan import Plan, make_plan, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.plan import (
+    Plan,
+    make_plan,
+    runtime_verdict,
+    smaller_groups,
+    vllm_verdict,
+)
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import MAX_CONFIG_BYTES, TensorInfo, open_checkpoint
 
@@ -225,6 +232,23 @@ def test_vllm_needs_whole_tiles(small_config: "Config") -> None:
 def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> None:
     config = {**small_config, "vocab_size": 400}
     assert vllm_verdict(plan_of(config, Recipe(head="bf16"))) == []
+
+
+def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None:
+    config = {**small_config, "intermediate_size": 320}
+    plan = make_plan(config, headers(config), Recipe())
+    said = "group size 128 does not divide the rows of 2 linears: they get groups of 64"
+    assert smaller_groups(plan) == said
+    quantization = read_quantization_config(plan.config)
+    assert quantization is not None
+    assert quantization.scheme_for("model.layers.1.mlp.down_proj") == Scheme(4, 64)
+    assert quantization.scheme_for("model.layers.1.mlp.up_proj") == Scheme(4, 128)
+    assert smaller_groups(make_plan(config, headers(config), Recipe(group_size=None))) is None
+    assert smaller_groups(make_plan(small_config, headers(small_config), Recipe())) is None
+    wide = make_plan(config, headers(config), Recipe(group_size=512))
+    said = "group size 512 does not divide the rows of 15 linears: "
+    parts = "11 get groups of 128, 2 get groups of 256, 2 get groups of 64"
+    assert smaller_groups(wide) == said + parts
 
 
 def test_own_runtime_serves_4_and_8_bits(small_config: "Config") -> None:

@@ -146,15 +146,29 @@ def test_fused_set_of_two_schemes(
 
 def test_group_size_that_does_not_divide_k(small_config: "Config") -> None:
     table = tensor_table({**small_config, "intermediate_size": 320})
+    down, up = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"
+    schemes = Recipe(group_size=128).schemes(table)
+    assert (schemes[down], schemes[up]) == (Scheme(4, 64), Scheme(4, 128))
+    other_bits = Recipe(overrides=(Override("*.down_proj", 8),)).schemes(table)
+    assert other_bits[down] == Scheme(8, 64)
+    assert Recipe(group_size=None).schemes(table)[down] == Scheme(4, None)
+
+
+def test_a_named_group_size_that_does_not_divide_k(small_config: "Config") -> None:
+    table = tensor_table({**small_config, "intermediate_size": 320})
     with pytest.raises(QuantizationError) as caught:
-        Recipe(group_size=128).schemes(table)
+        overridden("*.down_proj=4g128").schemes(table)
     message = "`model.layers.0.mlp.down_proj`: group size 128 does not divide K = 320"
     assert str(caught.value) == message
     assert caught.value.hint == "use --group-size with one of [32, 64] or `row`"
-    assert Recipe(group_size=64).schemes(table)["lm_head"] == Scheme(8, 64)
-    assert Recipe(group_size=None).schemes(table)["lm_head"] == Scheme(8, None)
+
+
+def test_no_group_size_divides_k(small_config: "Config") -> None:
+    table = tensor_table({**small_config, "intermediate_size": 328})
+    with pytest.raises(QuantizationError, match="group size 128 does not divide K = 328"):
+        Recipe().schemes(table)
     # A linear left as stored needs no groups.
-    schemes = Recipe(group_size=128, overrides=(Override("*.down_proj", 16),)).schemes(table)
+    schemes = overridden("*.down_proj=16").schemes(table)
     assert schemes["model.layers.0.mlp.down_proj"] is None
 
 
