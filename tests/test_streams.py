@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streams")
     (folder / "text.txt").write_text(TEXT)
     for name, recipe in (("a", "int4"), ("b", "int8")):
-        done = invoke(convert, TINY, folder / name, "--recipe", recipe)
+        done = invoke(convert, *packing(TINY, folder / name, "--recipe", recipe))
         assert done.exit_code == 0, done.output
     return folder
 
@@ -45,10 +45,20 @@ def invoke(program: click.Group, *line: str | Path) -> Result:
     return CliRunner().invoke(program, list(map(str, line)))
 
 
+def packing(*line: str | Path) -> Line:
+    """A line of the command that packs, without calibration."""
+    return (*line, "--method", "rtn")
+
+
 # By command: its line, words of its result, and words that belong on stderr. `compare`, `push` and
 # `sensitivity` are in the tests of their own, which have what they need.
 RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
-    "quantize": (convert, lambda p: (TINY, "out"), "bits per weight", "report: out/quality.html"),
+    "quantize": (
+        convert,
+        lambda p: packing(TINY, "out"),
+        "bits per weight",
+        "report: out/quality.html",
+    ),
     "plan": (convert, lambda p: ("plan", TINY), "mlp.up_proj", ""),
     "inspect": (convert, lambda p: ("inspect", p / "a"), "up_proj", ""),
     "verify": (convert, lambda p: ("verify", p / "a"), "every hash as in lowbit.json", ""),
@@ -151,10 +161,25 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (convert, "SRC out --eval-text TEXT", 2, "--eval-text is for the comparison"),
     (convert, "SRC out --report --eval-text none.txt", 1, "`none.txt` cannot be read"),
     (convert, "SRC out --report --gate x.kl_mean<1", 2, "no evaluation text is named"),
-    (convert, "SRC out --calib TEXT", 2, "--calib is for calibrated methods"),
-    (convert, "SRC out --calib-samples 3", 2, "--calib-samples is for calibrated methods"),
-    (convert, "SRC out --calib-length 3", 2, "--calib-length is for calibrated methods"),
-    (convert, "SRC out --calib-chat --calib-length 3", 2, "are for calibrated methods"),
+    (convert, "SRC out --calib TEXT --method rtn", 2, "--calib is for calibrated methods"),
+    (
+        convert,
+        "SRC out --calib-samples 3 --method rtn",
+        2,
+        "--calib-samples is for calibrated methods",
+    ),
+    (
+        convert,
+        "SRC out --calib-length 3 --method absmax",
+        2,
+        "--calib-length is for calibrated methods",
+    ),
+    (
+        convert,
+        "SRC out --method rtn --calib-chat --calib-length 3",
+        2,
+        "are for calibrated methods",
+    ),
     (convert, "SRC out --method gptq --calib none.txt", 1, "`none.txt` cannot be read"),
     (convert, "SRC out --method gptq --calib TEXT.md", 1, "expected a .txt or .jsonl file"),
     (convert, "SRC out --private", 2, "are for --push-to-hub"),
@@ -166,7 +191,7 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (convert, "SRC out --target-bpw 5 --sensitivities TEXT", 1, "TEXT"),
     (convert, "SRC out --sensitivities TEXT", 2, "--sensitivities is for"),
     (convert, "SRC out\udc80", 2, "is not valid UTF-8"),
-    (convert, "plan SRC --calib TEXT", 2, "--calib is for --target-bpw"),
+    (convert, "plan SRC --calib none.txt", 1, "`none.txt` cannot be read"),
     (convert, "plan SRC --target-bpw 5 --calib none.txt", 1, "`none.txt` cannot be read"),
     (convert, "plan SRC --target-bpw 5 --device cuda", 1, "no usable CUDA device"),
     (convert, "sensitivity SRC --out none.svg", 2, "the plot has its name"),
@@ -219,6 +244,7 @@ def test_errors_come_before_long_work(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
         "convert.pipeline.conversion.make_plan",
+        "convert.pipeline.prospect.make_plan",
         "convert.plan.lookup.load_side",
         "convert.measure.compare.open_weights",
         "convert.pipeline.verification._check_files",

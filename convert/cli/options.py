@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 MOST_BYTES = 10**18  # beyond any disk
+AUTO = "auto"  # of --method and --device
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
@@ -65,10 +66,10 @@ def parse_overrides(
 
 
 def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
-    """The name of a method, `absmax` or what `Method.parse` takes."""
+    """The name of a method: `auto`, `absmax`, or text that `Method.parse` takes."""
     from lowbit.convert.plan.method import Method
 
-    if text != "absmax":
+    if text not in (AUTO, "absmax"):
         try:
             Method.parse(text)
         except QuantizationError as error:
@@ -121,14 +122,15 @@ recipe_options = with_options(
     click.option(
         "--method",
         callback=parse_method,
-        default="rtn",
+        default=AUTO,
         show_default=True,
         metavar="METHOD",
         help="rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
         "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
         "up for errors. Either may be followed by +autoround, which learns rounding and scales "
         "layer by layer, and +distill, which learns from the original's predictions: gptq+distill "
-        "is the best and the slowest.",
+        "is the best and the slowest. auto: rtn where all linears have 8 bits or more, else gptq, "
+        "or weighted where gptq would take longer than 15 minutes on a CPU.",
     ),
     click.option(
         "--lm-head",
@@ -175,8 +177,14 @@ def calibration_file(ctx: click.Context, param: click.Parameter, value: Path | N
 
 
 def usable_device(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    """Refuse a GPU where there is none, before anything is fetched."""
-    if value == "cuda" and not ctx.resilient_parsing:
+    """The device that a name stands for; a GPU where there is none is refused before any work."""
+    if ctx.resilient_parsing:
+        return value
+    if value == AUTO:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if value == "cuda":
         from lowbit.convert.original.device import open_device
 
         try:
@@ -195,7 +203,7 @@ def make_recipe(
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
-    """The recipe that the options describe."""
+    """The recipe that the options describe; its method is still to be chosen for `auto`."""
     from lowbit.convert.plan.method import Method
     from lowbit.convert.plan.recipe import Recipe
 
@@ -207,7 +215,7 @@ def make_recipe(
         head=head,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
-        method=Method() if method == "absmax" else Method.parse(method),
+        method=Method() if method in (AUTO, "absmax") else Method.parse(method),
     )
 
 
@@ -241,11 +249,12 @@ calibration_options = with_options(
 
 device_option = click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
+    type=click.Choice([AUTO, "cpu", "cuda"]),
     callback=usable_device,
-    default="cpu",
+    default=AUTO,
     show_default=True,
-    help="Where to compute. Round-to-nearest gives the same bytes on both.",
+    help="Where to compute; auto takes the GPU where there is one. Round-to-nearest gives the same "
+    "bytes on both.",
 )
 eval_text_option = click.option(
     "--eval-text",

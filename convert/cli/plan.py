@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.convert.cli.options import (
-    calibration_file,
+    AUTO,
+    calibration_options,
     device_option,
     make_recipe,
     recipe_options,
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
 @source_argument
 @recipe_options
 @target_options
-@click.option(
-    "--calib",
-    type=click.Path(path_type=Path),
-    callback=calibration_file,
-    metavar="FILE",
-    show_default="a bundled mix",
-    help="Text that a target's sensitivities are measured on.",
-)
+@calibration_options
 @device_option
 @json_option
 @reported
@@ -47,25 +41,28 @@ def plan(
     source: str,
     target: "TargetRequest | None",
     calib: Path | None,
+    calib_samples: int,
+    calib_length: int,
+    calib_chat: bool,
     device: str,
     max_shard_size: int,
     revision: str | None,
     as_json: bool,
     **recipe: Any,
 ) -> None:
-    """Show what a conversion of SRC would do, in sizes, memory and the fate of every tensor.
+    """Show the fate of every tensor of SRC, sizes, and time and memory of each method.
 
     Reads headers only, of a Hub id by range requests. A target needs the weights, whose
-    sensitivities are measured unless they are known.
+    sensitivities are measured unless they are known. Times come from a short measurement of this
+    machine.
     """
+    from lowbit.convert.calibrate.request import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.pipeline.preview import preview
     from lowbit.convert.plan.lookup import Settings
 
-    if calib is not None and target is None:
-        raise click.UsageError("--calib is for --target-bpw or --target-size.")
     made = make_recipe(**recipe)
     if target is not None:
         settings = Settings(calib=calib, device=device)
@@ -74,7 +71,15 @@ def plan(
             made = meet_target(
                 source, revision, made, target, settings, max_shard_size, progress, told
             )
-    view = preview(source, revision, made, max_shard_size)
+    view = preview(
+        source,
+        revision,
+        made,
+        max_shard_size,
+        automatic=recipe["method"] == AUTO,
+        device=device,
+        request=CalibrationRequest(calib, calib_samples, calib_length, calib_chat),
+    )
     if as_json:
         print_json(render.plan_json(view))
     else:

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from lowbit.convert.cli.options import (
+    AUTO,
     calibration_options,
     check_gate,
     close_gate,
@@ -41,7 +42,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     epilog="""\b
     Examples:
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
-      lowbit-convert Qwen/Qwen3-8B qwen3-8b-gptq --method gptq --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+distill --report
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-5bit --target-bpw 5
     """,
 )
@@ -105,11 +106,13 @@ def quantize(
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
+    from lowbit.convert.cli.tables.prospect import announce
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.measure.gate import hold
     from lowbit.convert.pipeline.conversion import convert
     from lowbit.convert.pipeline.finished import Finished, find_finished, may_go_on
     from lowbit.convert.pipeline.origin import remember
+    from lowbit.convert.pipeline.prospect import look_ahead_at
     from lowbit.convert.plan.lookup import Settings
     from lowbit.convert.publish.access import open_hub
     from lowbit.convert.publish.parcel import Statement
@@ -123,8 +126,8 @@ def quantize(
             "--private, --public, --base-model and --license are for --push-to-hub."
         )
     check_command(source, "source")
-    made = make_recipe(**recipe)
-    if not made.method.calibrated:
+    made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
+    if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
@@ -139,6 +142,19 @@ def quantize(
             made = meet_target(
                 source, revision, made, target, settings, max_shard_size, progress, told
             )
+        ahead = look_ahead_at(
+            source,
+            revision,
+            out,
+            made,
+            max_shard_size,
+            automatic=automatic,
+            device=device,
+            request=calibration,
+        )
+        made = ahead.recipe
+        if not made.method.calibrated:
+            _check_calibration(calib, target)
         done = None
         if goes_on:
             done = find_finished(
@@ -153,6 +169,7 @@ def quantize(
                 progress=progress,
             )
         if done is None:
+            announce(ahead, told)
             conversion = convert(
                 source,
                 out,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
 from lowbit.formats.shell.failure import reported
@@ -44,8 +45,10 @@ def verify(
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.pipeline.verification import verify_folder
 
+    given = click.get_current_context().get_parameter_source("device")
+    place = None if given is ParameterSource.DEFAULT else device
     with progress_bars(quiet=as_json) as progress:
-        result = verify_folder(folder, source, progress, calib, device)
+        result = verify_folder(folder, source, progress, calib, place)
     if as_json:
         print_json(render.verification_json(result))
     else:

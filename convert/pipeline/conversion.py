@@ -10,10 +10,10 @@ from threading import Lock
 from typing import Literal
 
 from lowbit.convert.calibrate.request import CalibrationRequest
-from lowbit.convert.calibrate.session import begin
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.device import open_device
+from lowbit.convert.pipeline.calibration import begin_calibration
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -108,9 +108,10 @@ def convert(
     Args:
         source: folder, or Hub id.
         out: folder to create.
-        recipe: INT4 g128 with an INT8 head where left out.
+        recipe: INT4 g128 with an INT8 head, rounded to nearest, where left out; the method is
+            never chosen here, as `--method auto` of the command does.
         revision: branch, tag or commit of a Hub id.
-        device: `cpu` or `cuda`; the bytes are the same.
+        device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
         max_ram: resident memory not to exceed, in bytes.
         max_shard_bytes: limit of a weight file.
         overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
@@ -138,12 +139,13 @@ def convert(
     elements = block_elements(max_ram, core_count(), target)
     session = None
     if plan.recipe.method.calibrated:
-        text = (calibration or CalibrationRequest()).read(location.folder, target)
-        session = begin(plan, location.folder, text, target)
+        request = calibration or CalibrationRequest()
+        session = begin_calibration(plan, checkpoint, request, target)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
+    method = str(plan.recipe.method)
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK, method) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)

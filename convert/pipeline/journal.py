@@ -61,7 +61,12 @@ class Journal:
 
 @contextmanager
 def open_journal(
-    folder: Path, digest: str, overwrite: bool, files: Collection[str], hint: str
+    folder: Path,
+    digest: str,
+    overwrite: bool,
+    files: Collection[str],
+    hint: str,
+    method: str = "rtn",
 ) -> Iterator[Journal]:
     """Open and lock the journal of a folder, with the steps that earlier runs finished.
 
@@ -74,6 +79,7 @@ def open_journal(
         overwrite: throw away the work of another plan.
         files: names that this run will write beside `ALWAYS_OURS`.
         hint: what a user can do about work of another plan.
+        method: of the recipe, for `begun_method`.
 
     Raises:
         ResourceError: another conversion is writing to the folder, one of another plan has
@@ -107,11 +113,23 @@ def open_journal(
         file.truncate(good)
         file.seek(0, os.SEEK_END)
         if not good:
-            file.write(_line({"plan": digest, "files": sorted(named.union(files))}))
+            begin = {"plan": digest, "method": method, "files": sorted(named.union(files))}
+            file.write(_line(begin))
         elif not named.issuperset(files):
             file.write(_line({"files": sorted(files)}))
         file.flush()
         yield Journal(file, finished)
+
+
+def begun_method(folder: Path) -> str | None:
+    """The method of the conversion that was begun in a folder; None where none was."""
+    path = folder / JOURNAL_FILE
+    if path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        begun, _, _ = _read(file)
+    method = begun.get("method")
+    return method if isinstance(method, str) else None
 
 
 def _line(content: dict[str, Any]) -> bytes:
@@ -121,7 +139,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _read(file: BinaryIO) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """First line, those after it, and their length in bytes, up to what a crash has damaged."""
+    """First line, those after it, and their length in bytes, up to the damage of a crash."""
     lines: list[dict[str, Any]] = []
     good = 0
     for line in file:

@@ -1,13 +1,15 @@
-"""`plan`: what a conversion would do, from headers and config alone."""
+"""Preview of a conversion, from headers and config alone: the command `plan`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
+from lowbit.convert.pipeline.prospect import Prospect, look_ahead
 from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
-from lowbit.convert.plan.plan import Plan, make_plan, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.plan import Plan, runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
@@ -19,22 +21,22 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A plan and what follows from it.
+    """A plan and its consequences.
 
     Attributes:
         source: as the user named it.
-        plan: the fate of every tensor.
+        prospect: time and memory by method, and the method that would be used.
         other_bytes: of the files passed through.
-        peak_ram: resident bytes of the conversion, at most.
-        vllm: why vLLM could not load the result; empty where it can.
-        unserved: why lowbit-run could not serve it; None where it can.
-        run_bytes: what its decoder's weights take on a GPU.
+        peak_ram: resident bytes of the conversion at most, its calibration aside.
+        vllm: reasons why vLLM could not load the result; empty where it can.
+        unserved: reason why lowbit-run could not serve it; None where it can.
+        run_bytes: bytes of its decoder's weights on a GPU.
         context: tokens that a sequence is counted with.
         sequence_bytes: keys, values and states of such a sequence in BF16 (two of each state).
     """
 
     source: str
-    plan: Plan
+    prospect: Prospect
     other_bytes: int
     peak_ram: int
     vllm: tuple[str, ...]
@@ -43,9 +45,32 @@ class Preview:
     context: int
     sequence_bytes: int
 
+    @property
+    def plan(self) -> Plan:
+        """The fate of every tensor."""
+        return self.prospect.plan
 
-def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: int) -> Preview:
+
+def preview(
+    source: str,
+    revision: str | None,
+    recipe: Recipe,
+    max_shard_bytes: int,
+    *,
+    automatic: bool = False,
+    device: str = "cpu",
+    request: CalibrationRequest | None = None,
+) -> Preview:
     """Plan the conversion of a folder or a Hub id without reading a weight.
+
+    Args:
+        source: folder or Hub id.
+        revision: of a Hub id.
+        recipe: which linear gets which scheme.
+        max_shard_bytes: limit of an output file.
+        automatic: choose the method; the recipe's own is not looked at.
+        device: `cpu` or `cuda`, for time and memory.
+        request: the calibration text.
 
     Raises:
         LowbitError: whatever would stop the conversion before it starts.
@@ -59,7 +84,16 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
     else:
         remote = remote_headers(*on_hub)
         config, tensors, sizes = remote.config, remote.tensors, remote.other_files
-    plan = make_plan(config, tensors, recipe, max_shard_bytes)
+    ahead = look_ahead(
+        config,
+        tensors,
+        recipe,
+        max_shard_bytes,
+        automatic=automatic,
+        device=device,
+        request=request or CalibrationRequest(),
+    )
+    plan = ahead.plan
     sizes_of = read_config(config)
     if on_hub is None:
         load_generation_config(folder, sizes_of.vocab_size)  # checks it
@@ -68,7 +102,7 @@ def preview(source: str, revision: str | None, recipe: Recipe, max_shard_bytes: 
     elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))
     return Preview(
         source=source,
-        plan=plan,
+        prospect=ahead,
         other_bytes=sum(sizes[name] for name in passed_through(sizes)),
         peak_ram=peak_estimate(elements, workers),
         vllm=tuple(vllm_verdict(plan)),

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+import torch
+
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
 from lowbit.formats.hub.locate import locate
-from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest
 from lowbit.formats.layout.packing import SHAPE
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.packed import PackedCheckpoint, open_packed
@@ -52,7 +54,7 @@ def verify_folder(
     source: str | None,
     progress: Progress,
     calib: Path | None = None,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> Verification:
     """Check layout and completeness against the architecture, bytes against lowbit.json.
 
@@ -61,7 +63,7 @@ def verify_folder(
         source: original to compare with the recorded hashes and to quantize again, or None.
         progress: called with (phase, bytes done, bytes in all).
         calib: text of a calibrated method, the bundled one where left out.
-        device: where to quantize again.
+        device: where to quantize again; where it was calibrated, if left out and at hand here.
 
     Raises:
         FormatError: naming the first file or tensor that differs.
@@ -88,7 +90,8 @@ def verify_folder(
             if made is None
             else CalibrationRequest(calib, made.samples, made.length, made.chat)
         )
-        reason = check_derived(manifest, original, request, device, progress)
+        place = device or _device_of(made)
+        reason = check_derived(manifest, original, request, place, progress)
     listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
     return Verification(
         folder=folder,
@@ -100,6 +103,12 @@ def verify_folder(
         not_derived=reason,
         unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
     )
+
+
+def _device_of(made: Calibration | None) -> str:
+    """The device that a calibration ran on; `cpu` for others, and where there is no GPU."""
+    on_gpu = made is not None and made.device != "cpu"
+    return "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
 
 
 def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progress) -> None:

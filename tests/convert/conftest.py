@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowbit.convert.pipeline import prospect
 from lowbit.formats.architectures import tensor_table
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,12 @@ def _few_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates assume a fast machine instead of measuring this one."""
+    monkeypatch.setattr(prospect, "matmul_rate", lambda *_: 1e12)
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +145,7 @@ def hashes() -> Hashes:
 
 
 @pytest.fixture
-def cli() -> Cli:
+def cli_as_typed() -> Cli:
     """Run lowbit-convert in this process: (arguments, ...)."""
     from lowbit.convert.cli.main import main
 
@@ -146,3 +153,25 @@ def cli() -> Cli:
         return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
     return run
+
+
+@pytest.fixture
+def cli(cli_as_typed: Cli) -> Cli:
+    """Run lowbit-convert; conversions round to nearest on the CPU unless they say otherwise."""
+
+    def run(*arguments: str | Path) -> Result:
+        return cli_as_typed(*arguments, *rounding(*arguments))
+
+    return run
+
+
+def rounding(*arguments: str | Path) -> list[str]:
+    """Options that a conversion lacks to be round-to-nearest on the CPU."""
+    from lowbit.convert.cli.main import main
+
+    given = set(map(str, arguments))
+    other = set(main.commands) - {"quantize"}
+    if not arguments or str(arguments[0]) in other or "--help" in given:
+        return []
+    options = {"--method": "rtn", "--device": "cpu"}
+    return [part for name, value in options.items() if name not in given for part in (name, value)]

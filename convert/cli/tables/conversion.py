@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from lowbit.convert.cli.tables.prospect import methods, prospect_json
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.preview import Preview
 from lowbit.convert.pipeline.verification import Verification
-from lowbit.convert.plan.plan import Plan, Step, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.plan import Plan, Step, runtime_verdict, smaller_groups, vllm_verdict
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
@@ -31,7 +32,7 @@ PARTS: dict[Part, str] = {
 
 
 def conversion(done: Conversion, found: Reported) -> None:
-    """Say what was made, how good it is, and where the report is, if its files were written."""
+    """Print the folder, its quality, and where the report is, if its files were written."""
     console = results()
     quality = found.quality
     if done.existed:
@@ -53,7 +54,7 @@ def conversion(done: Conversion, found: Reported) -> None:
 
 
 def _files(found: Reported) -> None:
-    """Say where the report is, and what it leaves out."""
+    """Name the report's page, and notes on what its files leave out."""
     if found.page is not None:
         note(f"report: {found.page}")
     for text in found.notes:
@@ -75,6 +76,7 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
     quality = found.quality
     return {
         "folder": str(done.folder),
+        "method": str(done.plan.recipe.method),
         "source_bytes": done.plan.source_bytes,
         "output_bytes": done.plan.output_bytes,
         "bits_per_weight": done.plan.bits_per_weight,
@@ -115,7 +117,11 @@ def plan(view: Preview) -> None:
         f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
         f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
     )
+    groups = smaller_groups(view.plan)
+    if groups is not None:
+        console.print(groups)
     console.print(f"peak RAM of the conversion: at most {size(view.peak_ram)}")
+    console.print(methods(view.prospect))
     console.print(
         f"memory to run it on a GPU: {size(view.run_bytes)} of weights, "
         f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens"
@@ -157,6 +163,8 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "bits_per_weight": view.plan.bits_per_weight,
         "parameters": dict(view.plan.parameters),
         "peak_ram_bytes": view.peak_ram,
+        "prospect": prospect_json(view.prospect),
+        "smaller_groups": smaller_groups(view.plan),
         "run": {
             "weight_bytes": view.run_bytes,
             "context": view.context,
@@ -223,7 +231,7 @@ def _fate(step: Step) -> Text:
 
 
 def verification(result: Verification) -> None:
-    """Say what was checked."""
+    """Print the checks that passed."""
     console = results()
     console.print(
         styled(

@@ -19,7 +19,11 @@ OPTIONS = {
     "--calib-length": ("--calib-length", "9"),
     "--calib-chat": ("--calib-chat",),
 }
-UNCALIBRATED = ((), ("--method", "rtn"), ("--method", "absmax"), ("--recipe", "int8"))
+UNCALIBRATED = (
+    ("--method", "rtn"),
+    ("--method", "absmax"),
+    ("--method", "auto", "--recipe", "int8"),
+)
 
 
 @pytest.mark.parametrize("method", UNCALIBRATED, ids=" ".join)
@@ -41,12 +45,6 @@ def test_a_target_reads_the_text_alone(
     result = cli(small, tmp_path / "out", *OPTIONS[option], "--target-bpw", "5")
     assert result.exit_code == 2
     assert f"{option} is for calibrated methods" in result.stderr
-
-
-def test_a_plan_without_a_target(cli: "Cli", small: Path) -> None:
-    result = cli("plan", small, "--calib", TEXT)
-    assert result.exit_code == 2
-    assert "--calib is for --target-bpw or --target-size" in result.stderr
 
 
 def test_verifying_a_folder_that_was_not_calibrated(

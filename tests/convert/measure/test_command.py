@@ -24,11 +24,12 @@ def recipe_of(arguments: list[str]) -> dict[str, object]:
 @pytest.mark.parametrize(
     "options",
     [
-        "",
+        "--method rtn",
         "--recipe mixed --group-size row --method absmax --lm-head bf16",
         "--recipe int8 --group-size 64 --positive-scales",
         "--bits *.down_proj=8 --bits *.up_proj=4g32 --bits *.gate_proj=4g32 --lm-head int4",
         "--method gptq+distill --drop-vision",
+        "",
     ],
 )
 def test_the_options_come_back(hybrid: Path, options: str) -> None:
@@ -43,7 +44,7 @@ def test_the_options_come_back(hybrid: Path, options: str) -> None:
 
 
 def test_a_local_source_and_a_foreign_recipe(tiny: Path) -> None:
-    recipe = recipe_of([str(tiny)])
+    recipe = recipe_of([str(tiny), "--method", "rtn"])
     manifest = Manifest("0", Source(None, None, "", ""), recipe, (), (), ())
     command = command_of(manifest, "out")
     assert command == "lowbit-convert SRC out --recipe int4 --method rtn"
@@ -54,10 +55,18 @@ def test_a_local_source_and_a_foreign_recipe(tiny: Path) -> None:
 def test_what_was_calibrated_on_is_named(tiny: Path, tmp_path: Path, stories: str) -> None:
     text = tmp_path / "my text.txt"
     text.write_text(stories[:5000])
-    options = (
-        f"--method weighted --calib-samples 2 --calib-length 128 --calib {shlex.quote(str(text))}"
-    )
-    result = CliRunner().invoke(main, [str(tiny), str(tmp_path / "out"), *shlex.split(options)])
+    options = [
+        "--method",
+        "weighted",
+        "--device",
+        "cpu",
+        "--calib-samples",
+        "2",
+        "--calib-length",
+        "128",
+    ]
+    arguments = [tiny, tmp_path / "out", *options, "--calib", text]
+    result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None

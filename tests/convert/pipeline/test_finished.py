@@ -56,7 +56,8 @@ def run(source: Path, out: Path, *arguments: str) -> Result:
 
     from lowbit.convert.cli.main import main
 
-    return CliRunner().invoke(main, [str(source), str(out), *arguments])
+    method = [] if "--method" in arguments else ["--method", "rtn"]
+    return CliRunner().invoke(main, [str(source), str(out), *arguments, *method])
 
 
 def content(out: Path) -> dict[str, bytes]:

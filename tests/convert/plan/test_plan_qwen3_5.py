@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.convert.cli.tables import conversion as render
 from lowbit.convert.pipeline.preview import Preview
+from lowbit.convert.pipeline.prospect import Estimate, Prospect
+from lowbit.convert.plan.calibration_cost import Windows
+from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Override, Recipe
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
@@ -255,9 +259,10 @@ def test_mixture_of_experts_is_refused_by_name(name: str) -> None:
 
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of("27B", Recipe())
-    render.plan(
-        Preview("Qwen/Qwen3.5-27B", plan, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0)
-    )
+    estimates = (Estimate(RTN, 40.0, None),)
+    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates)
+    reasons = tuple(vllm_verdict(plan))
+    render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0))
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [

@@ -45,7 +45,7 @@ def test_sensitivity_then_targets(
 
     # The plan, the conversion, and the same conversion from its recipe alone, agree.
     options = ("--target-bpw", "6", "--calib", short_text)
-    planned = parsed(cli("plan", readable, *options, "--json"))
+    planned = parsed(cli("plan", readable, *options, "--method", "rtn", "--json"))
     assert 5.5 < planned["bits_per_weight"] <= 6
     result = cli(readable, tmp_path / "packed", *options)
     assert result.exit_code == 0, result.output

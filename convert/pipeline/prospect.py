@@ -1,0 +1,221 @@
+"""Time and memory of a conversion before it begins, and the method that `auto` stands for."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.original.calibration_text import bundled_texts
+from lowbit.convert.original.device import open_device
+from lowbit.convert.pipeline.journal import begun_method
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.plan.calibration_cost import (
+    Memory,
+    Shapes,
+    Windows,
+    calibration_memory,
+    calibration_seconds,
+    shapes_of,
+)
+from lowbit.convert.plan.choice_of_method import (
+    GAINS,
+    GPTQ,
+    METHODS,
+    WEIGHTED,
+    Gain,
+    automatic_method,
+    needs_no_calibration,
+)
+from lowbit.convert.plan.matmul_rate import matmul_rate
+from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.machine.cores import core_count
+from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
+
+BYTES_A_TOKEN = 3.7  # of the bundled text, by Qwen's tokenizer
+# Weights that are read, rounded to nearest and written in a second: Qwen3-1.7B in 27 s on two
+# cores of an EPYC, Qwen3-8B in 41 s with an H200.
+ROUNDED = {"cpu": 32e6, "cuda": 200e6}  # on a CPU for each core
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Expected time of a whole conversion by one method, and peak memory of its calibration.
+
+    Attributes:
+        method: its steps.
+        seconds: of the whole conversion.
+        memory: None for round-to-nearest, whose memory `--max-ram` bounds.
+    """
+
+    method: Method
+    seconds: float
+    memory: Memory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A conversion that can begin.
+
+    Attributes:
+        recipe: with the method settled.
+        plan: of the recipe.
+        device: where it will compute.
+        windows: of the calibration text, estimated from its size.
+        estimates: of `METHODS`, and of the recipe's own where it is none of them.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    device: torch.device
+    windows: Windows
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate for the recipe's method."""
+        return self.of(self.recipe.method)
+
+    @property
+    def gain(self) -> Gain | None:
+        """The step to a better method; None where there is none, or nothing to gain."""
+        method = self.recipe.method
+        if needs_no_calibration(self.plan.schemes) or self.recipe.rule == "absmax":
+            return None
+        return GAINS.get(method)
+
+    def of(self, method: Method) -> Estimate:
+        """The estimate for one of the methods."""
+        return next(row for row in self.estimates if row.method == method)
+
+
+def look_ahead(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    recipe: Recipe,
+    max_shard_bytes: int,
+    *,
+    automatic: bool,
+    device: str,
+    request: CalibrationRequest,
+    begun: Method | None = None,
+) -> Prospect:
+    """Estimate a conversion, and settle its method.
+
+    Args:
+        config: config.json of the source.
+        tensors: its headers.
+        recipe: which linear gets which scheme.
+        max_shard_bytes: limit of an output file.
+        automatic: choose the method; the recipe's own is not looked at.
+        device: `cpu` or `cuda`.
+        request: the calibration text.
+        begun: the method of an earlier run that this one may continue. On a CPU the choice depends
+            on a measured speed, which would otherwise decide whether work can be taken up again.
+
+    Raises:
+        LowbitError: a source that cannot be converted by the recipe.
+    """
+    place = open_device(device)
+    plan = make_plan(config, tensors, recipe, max_shard_bytes)
+    shapes = shapes_of(tensor_table(config, tensors), plan.schemes)
+    windows = expected_windows(request, read_config(config).max_position_embeddings)
+    rate = matmul_rate(place, *shapes.largest)
+    rounding = _rounding_seconds(shapes, place.type)
+
+    def estimate(method: Method) -> Estimate:
+        if not method.calibrated:
+            return Estimate(method, rounding, None)
+        seconds = calibration_seconds(shapes, method, windows, place.type, rate)
+        threads = torch.get_num_threads()
+        memory = calibration_memory(shapes, method, windows, place.type, threads)
+        return Estimate(method, rounding + seconds, memory)
+
+    estimates = [estimate(method) for method in METHODS]
+    if automatic:
+        gptq_seconds = estimates[METHODS.index(GPTQ)].seconds
+        method = automatic_method(plan.schemes, place.type, gptq_seconds)
+        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, GPTQ):
+            method = begun
+        recipe = replace(recipe, method=method)
+        plan = replace(plan, recipe=recipe)
+    elif recipe.method not in METHODS:
+        estimates.append(estimate(recipe.method))
+    return Prospect(recipe, plan, place, windows, tuple(estimates))
+
+
+def look_ahead_at(
+    source: str,
+    revision: str | None,
+    out: Path,
+    recipe: Recipe,
+    max_shard_bytes: int,
+    *,
+    automatic: bool,
+    device: str,
+    request: CalibrationRequest,
+) -> Prospect:
+    """`look_ahead` for a folder or a Hub id, and what is at `out` already.
+
+    Raises:
+        LowbitError: whatever would stop the conversion before it starts.
+    """
+    checkpoint = open_checkpoint(locate(source, revision).folder)
+    return look_ahead(
+        checkpoint.config,
+        checkpoint.tensors,
+        recipe,
+        max_shard_bytes,
+        automatic=automatic,
+        device=device,
+        request=request,
+        begun=earlier_method(out, recipe) if automatic else None,
+    )
+
+
+def expected_windows(request: CalibrationRequest, context: int) -> Windows:
+    """Windows that a calibration text will give, from its size in bytes."""
+    if request.file is None:
+        size = sum(len(text) for text in bundled_texts())
+    else:
+        size = request.file.stat().st_size
+    tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
+    length = min(request.length, context, tokens)
+    return Windows(min(request.samples, tokens // length), length)
+
+
+def earlier_method(out: Path, recipe: Recipe) -> Method | None:
+    """The method of an earlier conversion at `out`, whole or interrupted.
+
+    Args:
+        out: folder of the command.
+        recipe: of the command; a whole conversion by another recipe, its method aside, is none.
+
+    Returns:
+        None where there is none that can be read; whoever writes there will say why.
+    """
+    try:
+        place = place_of(out)
+        manifest = read_manifest(place)
+        if manifest is None:
+            name = begun_method(partial_of(place))
+        else:
+            asked = {**recipe.to_json(), "method": manifest.recipe.get("method")}
+            name = asked["method"] if manifest.recipe == asked else None
+        return None if name is None else Method.parse(name)
+    except LowbitError:
+        return None
+
+
+def _rounding_seconds(shapes: Shapes, device: str) -> float:
+    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+    return weights / (ROUNDED[device] * (core_count() if device == "cpu" else 1))

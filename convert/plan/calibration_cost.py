@@ -1,0 +1,235 @@
+"""Work and memory of a calibration, from the shapes of a model alone.
+
+Operations, two for each multiplication and addition, with T tokens and W weights in the linears of
+the decoder's layers:
+
+    passes      2 W T PASSES        layers passed through, originals and quantized ones
+    moments     4 K^2 T             gptq: E[x x^T] and E[x~ x^T] of every input of K values
+    solve       SOLVE N K^2         gptq: factor, codes, scales and sweeps of a linear [N, K]
+    autoround   6 W B STEPS         forward and backward, STEPS batches of B tokens a layer
+    distill     (2 W + 3 W (P + 1) / P + 6 V h) B STEPS P
+                                    P phases of layers that are learned together: all layers
+                                    forward, those above the phase backward, and the head V x h
+
+They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
+codes chosen one by one, and reading weights.
+
+Memory is that of the largest layer and its largest input, of what the tokens take, and a quarter
+more for what the allocator keeps.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowbit.convert.original.layer import BATCH_TOKENS
+from lowbit.convert.plan.method import Method
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import ResourceError
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.machine.free_memory import free_bytes
+
+PASSES = {"rtn": 1.0, "weighted": 1.0, "gptq": 4.3}  # of the layers, by how codes are chosen
+MOMENTS = 4  # K^2 operations a token
+SOLVE = 21  # N K^2 operations
+STEP_TOKENS = 2048  # B, of a step of autoround and of distill
+AUTOROUND_STEPS = 200
+DISTILL_STEPS = 300  # of a phase
+DISTILL_WEIGHTS = 1 << 30  # learned together in a phase
+SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products
+
+WEIGHT_BYTES = 14  # original, copy as stored, the new one, two sets of codes
+AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
+SQUARES = 7  # K x K matrices in FP32: sums, damped, ordered, factors
+SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and copies
+NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
+NORMAL_BYTES = 12  # for each: equations, factors and a copy
+SMALL_GROUP = 64  # weights that share a scale in those equations
+PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
+BASE_BYTES = 700 << 20  # interpreter, torch and transformers
+LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of the calibration text: how many, and tokens of each."""
+
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return self.count * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory in bytes, of the machine and of the GPU; the latter is 0 on a CPU.
+
+    Attributes:
+        ram: of the machine.
+        gpu: of the GPU.
+        window: part of `ram` that each window of the text takes.
+    """
+
+    ram: int
+    gpu: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The matrices that a calibration passes through.
+
+    Attributes:
+        layers: of each decoder layer, every matrix [N, K].
+        inputs: of each decoder layer, K of every input that a quantized linear reads.
+        solved: [N, K] of each quantized linear, the head included.
+        vocabulary: rows of the head.
+        hidden: its columns.
+    """
+
+    layers: tuple[tuple[tuple[int, int], ...], ...]
+    inputs: tuple[tuple[int, ...], ...]
+    solved: tuple[tuple[int, int], ...]
+    vocabulary: int
+    hidden: int
+
+    @cached_property
+    def weights(self) -> int:
+        """Weights of the matrices of all layers."""
+        return sum(math.prod(shape) for layer in self.layers for shape in layer)
+
+    @cached_property
+    def largest(self) -> tuple[int, int]:
+        """The largest matrix of a layer."""
+        return max((shape for layer in self.layers for shape in layer), key=math.prod)
+
+
+def shapes_of(table: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> Shapes:
+    """The matrices of a model.
+
+    Args:
+        table: of its tensors, the embedding first.
+        schemes: of its linears.
+    """
+    layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    inputs: dict[str, dict[str, int]] = defaultdict(dict)
+    solved = []
+    for spec in table:
+        match = LAYER.match(spec.name)
+        if len(spec.shape) != 2 or (match is None and spec.role != "head"):
+            continue
+        N, K = spec.shape
+        scheme = schemes.get(spec.module)
+        if scheme is not None:
+            solved.append((N, K))
+        if match is not None:
+            layers[match[1]].append((N, K))
+            if scheme is not None:
+                inputs[match[1]][spec.fused_set or spec.module] = K
+    vocabulary, hidden = table[0].shape
+    return Shapes(
+        layers=tuple(map(tuple, layers.values())),
+        inputs=tuple(tuple(inputs[number].values()) for number in layers),
+        solved=tuple(solved),
+        vocabulary=vocabulary,
+        hidden=hidden,
+    )
+
+
+def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float:
+    """Floating-point operations of a calibration; see the formulas above."""
+    W, T = shapes.weights, windows.tokens
+    flops = 2.0 * W * T * PASSES[method.codes]
+    if method.codes == "gptq":
+        flops += MOMENTS * T * sum(K * K for layer in shapes.inputs for K in layer)
+        flops += SOLVE * sum(N * K * K for N, K in shapes.solved)
+    if method.autoround:
+        flops += 6.0 * W * STEP_TOKENS * AUTOROUND_STEPS
+    if method.distill:
+        phases = max(1, math.ceil(W / DISTILL_WEIGHTS))
+        head = 6 * shapes.vocabulary * shapes.hidden
+        each = 2 * W + 3 * W * (phases + 1) / phases + head
+        flops += each * STEP_TOKENS * DISTILL_STEPS * phases
+    return flops
+
+
+def calibration_seconds(
+    shapes: Shapes, method: Method, windows: Windows, device: str, rate: float
+) -> float:
+    """Time of a calibration.
+
+    Args:
+        shapes: of the model.
+        method: its steps.
+        windows: of the text.
+        device: `cpu` or `cuda`.
+        rate: operations a second of plain products there.
+    """
+    return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
+
+
+def calibration_memory(
+    shapes: Shapes, method: Method, windows: Windows, device: str, threads: int
+) -> Memory:
+    """Peak memory of a calibration.
+
+    Args:
+        shapes: of the model.
+        method: its steps.
+        windows: of the text.
+        device: `cpu` or `cuda`.
+        threads: of the CPU.
+    """
+    workers = threads if device == "cpu" else 1
+    largest = max(sum(map(math.prod, layer)) for layer in shapes.layers)
+    width = max((K for layer in shapes.inputs for K in layer), default=1)
+    widest = max(N for layer in shapes.layers for N, _ in layer)
+    batch = max(BATCH_TOKENS[device], windows.length)
+    batches = math.ceil(windows.tokens / batch)
+    work = largest * (WEIGHT_BYTES + AUTOROUND_BYTES * method.autoround)
+    work += min(batches, workers) * batch * (4 * widest + 8 * shapes.hidden) * 4
+    if method.codes == "gptq":
+        products = max(1, PRODUCTS_BYTES // (8 * width**2)) if device == "cpu" else 1
+        work += (SQUARES + 2 * min(products, batches)) * 4 * width**2
+        solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
+        normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
+        work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
+    if method.distill:
+        learned = min(shapes.weights, DISTILL_WEIGHTS)
+        head = 8 * shapes.vocabulary * shapes.hidden
+        states = 4 * STEP_TOKENS * shapes.hidden * (len(shapes.layers) + 1)
+        work = max(work, shapes.weights + 4 * learned + AUTOROUND_BYTES * largest + head + states)
+    window = 2 * 4 * windows.length * shapes.hidden * 5 // 4  # states of both models
+    work = work * 5 // 4
+    ram = BASE_BYTES + window * windows.count
+    return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
+
+
+def check_memory(need: Memory, windows: Windows, device: str) -> None:
+    """Refuse a calibration that does not fit.
+
+    Raises:
+        ResourceError: it takes more memory than is free.
+    """
+    free = free_bytes("cpu")
+    if free is not None and need.ram > free:
+        fitting = windows.count - math.ceil((need.ram - free) / need.window)
+        raise ResourceError(
+            f"calibration takes up to {need.ram / 1e9:.1f} GB of memory, free: {free / 1e9:.1f} GB",
+            hint=f"give --calib-samples {fitting} or fewer, or a shorter --calib-length"
+            if fitting > 0
+            else "--method rtn takes a fixed amount of memory",
+        )
+    free = free_bytes(device) if device != "cpu" else None
+    if free is not None and need.gpu > free:
+        raise ResourceError(
+            f"calibration takes up to {need.gpu / 1e9:.1f} GB of the GPU's memory, free: "
+            f"{free / 1e9:.1f} GB",
+            hint="--device cpu calibrates in the machine's memory; --method rtn needs less",
+        )
