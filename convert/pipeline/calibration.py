@@ -1,6 +1,7 @@
 """The start of a calibration: refused, before anything is written, where it cannot run."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def begin_calibration(
     return begin(plan, checkpoint.folder, text, device)
 
 
+def is_known(model_type: str) -> bool:
+    """Tell whether transformers has this architecture."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
 def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse an original that cannot be run here on a text.
 
@@ -57,12 +65,10 @@ def check_can_run(folder: Path, config: Mapping[str, Any]) -> None:
         UnsupportedModelError: transformers does not know its architecture.
         CheckpointError: the folder has no tokenizer.
     """
-    import transformers
-
-    model_type = config.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
+    model_type = str(config.get("model_type"))
+    if not is_known(model_type):
         raise UnsupportedModelError(
-            f"`{folder}` cannot be calibrated: transformers {transformers.__version__} does not "
+            f"`{folder}` cannot be calibrated: transformers {version('transformers')} does not "
             f"know model_type `{model_type}`",
             hint=WITHOUT,
         )

@@ -1,0 +1,163 @@
+"""Conversions without --method: what is chosen, said, recorded, taken up again and refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.pipeline import calibration, conversion, prospect
+from lowbit.convert.pipeline.prospect import expected_windows
+from lowbit.convert.plan import calibration_cost
+from lowbit.formats.machine.free_memory import free_bytes
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+    from tests.convert.conftest import Cli, MakeModel
+
+STORY = "Once upon a time there was a little robot who lived in a big house. " * 20
+CPU = ("--device", "cpu")
+
+
+class Killed(Exception):  # noqa: N818 - stands for SIGKILL: nothing here catches it
+    """Stands for a kill."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, make_model: "MakeModel", tiny: Path) -> Path:
+    folder = tmp_path_factory.mktemp("automatic")
+    made = make_model(folder / "source", num_hidden_layers=1, vocab_size=4096)
+    shutil.copy(tiny / "tokenizer.json", made)
+    (folder / "story.txt").write_text(STORY)
+    return made
+
+
+@pytest.fixture
+def text(source: Path) -> tuple[str, ...]:
+    short = ("--calib-samples", "2", "--calib-length", "32")
+    return ("--calib", str(source.with_name("story.txt")), *short)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prospect, "matmul_rate", lambda *_: 1e3)
+
+
+def method_of(out: Path) -> Any:
+    return json.loads((out / "lowbit.json").read_text())["recipe"]["method"]
+
+
+def succeeded(done: "Result") -> "Result":
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_the_chosen_method_is_said_recorded_and_verified(
+    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out"
+    done = succeeded(cli_as_typed(source, out, *text, *CPU))
+    assert done.stderr.splitlines()[0] == (
+        "gptq on 1 core, a few seconds; --method gptq+distill: a few seconds, "
+        "the loss typically a fifth lower"
+    )
+    assert method_of(out) == "gptq"
+    assert " --method gptq " in json.loads((out / "quality.json").read_text())["command"]
+    verified = succeeded(cli_as_typed("verify", out, "--source", source, *text[:2]))
+    assert "every byte follows from the source and the recipe" in verified.stdout
+    again = cli_as_typed(source, out, *text, *CPU, "--overwrite", "--json")
+    assert json.loads(succeeded(again).stdout)["method"] == "gptq"
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_slow_cpu_gets_the_quicker_method(
+    cli_as_typed: "Cli", source: Path, tmp_path: Path, text: tuple[str, ...]
+) -> None:
+    done = succeeded(cli_as_typed(source, tmp_path / "out", *text, *CPU))
+    assert done.stderr.startswith("weighted on 1 core, about ")
+    assert "; --method gptq: about " in done.stderr
+    assert method_of(tmp_path / "out") == "weighted"
+
+
+def test_eight_bits_are_rounded(cli_as_typed: "Cli", source: Path, tmp_path: Path) -> None:
+    done = succeeded(cli_as_typed(source, tmp_path / "out", "--recipe", "int8", *CPU))
+    assert done.stderr.splitlines()[0] == "rtn on 1 core, a few seconds"
+    assert method_of(tmp_path / "out") == "rtn"
+
+
+def test_an_interrupted_run_goes_on_with_its_method(
+    cli_as_typed: "Cli",
+    source: Path,
+    tmp_path: Path,
+    text: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    def die(*_: object) -> None:
+        raise Killed
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "stream", die)
+        assert isinstance(cli_as_typed(source, out, *text, *CPU).exception, Killed)
+    request.getfixturevalue("slow")
+    done = succeeded(cli_as_typed(source, out, *text, *CPU))
+    assert done.stderr.startswith("gptq on 1 core")
+    assert method_of(out) == "gptq"
+
+
+def test_an_original_that_cannot_be_run(
+    cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "is_known", lambda _: False)
+    done = cli_as_typed(source, tmp_path / "out")
+    assert done.exit_code == 1
+    assert "does not know model_type `qwen3`" in done.stderr
+    assert "hint: --method rtn converts without running the original" in done.stderr
+    assert not list(tmp_path.iterdir())
+    succeeded(cli_as_typed(source, tmp_path / "out", "--method", "rtn"))
+
+
+def test_a_folder_without_tokenizer(cli_as_typed: "Cli", small: Path, tmp_path: Path) -> None:
+    done = cli_as_typed(small, tmp_path / "out")
+    assert done.exit_code == 1
+    assert f"`{small}` has no tokenizer.json, which calibration needs" in done.stderr
+    assert "hint: --method rtn converts" in done.stderr
+    assert list(tmp_path.iterdir()) == [small]
+
+
+def test_a_calibration_that_does_not_fit_is_refused_before_it_begins(
+    cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert free_bytes("cpu") != 0
+    monkeypatch.setattr(calibration_cost, "free_bytes", lambda _: 1_000_000)
+    done = cli_as_typed(source, tmp_path / "out", "--method", "weighted", *CPU)
+    assert done.exit_code == 1
+    assert "calibration takes up to 0." in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_shows_every_method(cli_as_typed: "Cli", source: Path) -> None:
+    found = json.loads(succeeded(cli_as_typed("plan", source, *CPU, "--json")).stdout)
+    assert found["recipe"]["method"] == "gptq"
+    rows = {row["method"]: row for row in found["prospect"]["methods"]}
+    assert list(rows) == ["rtn", "weighted", "gptq", "gptq+distill"]
+    assert [name for name, row in rows.items() if row["used"]] == ["gptq"]
+    assert rows["rtn"]["calibration_ram_bytes"] is None
+    assert rows["weighted"]["seconds"] < rows["gptq"]["seconds"] < rows["gptq+distill"]["seconds"]
+    assert rows["gptq"]["calibration_gpu_bytes"] == 0
+    shown = succeeded(cli_as_typed("plan", source, *CPU, "--method", "weighted+autoround"))
+    assert "weighted+autoround (used)" in shown.stdout
+
+
+def test_windows_are_estimated_from_the_size_of_the_text(tmp_path: Path) -> None:
+    bundled = expected_windows(CalibrationRequest(), 40_960)
+    assert bundled.length == 512
+    assert 130 < bundled.count < 200
+    assert expected_windows(CalibrationRequest(samples=8), 256).tokens == 8 * 256
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 37)
+    assert expected_windows(CalibrationRequest(short), 40_960).tokens == 10
