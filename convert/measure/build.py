@@ -29,6 +29,7 @@ def build_report(
     logits: LogitQuality | None,
     source: Path | None = None,
     original: str | None = None,
+    held_out_excess: float | None = None,
 ) -> QualityReport:
     """The report of a finished packed folder.
 
@@ -39,6 +40,7 @@ def build_report(
         source: folder of the original checkpoint, where it is at hand; its size is else taken
             from the manifest.
         original: Hub id of the original; the manifest's where it is None.
+        held_out_excess: of the calibration, where it is known.
 
     Raises:
         CheckpointError: a folder that cannot be read.
@@ -60,6 +62,7 @@ def build_report(
         original=original or (None if manifest is None else manifest.source.repo),
         model_type=str(config.get("model_type")),
         parameters=parameters(config),
+        held_out_excess=held_out_excess,
     )
 
 

@@ -31,6 +31,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("prompt_tokens", "new_tokens", "context"), COUNT),
     **dict.fromkeys(("weight_bytes", "peak_bytes", "first_token_s"), POSITIVE),
     "decode_tokens_per_s": POSITIVE,
+    "held_out_excess": (-1.0, INF),
     "window": (2, INF),
     "stop": COUNT,
     "bits": (1, 16),

@@ -230,6 +230,8 @@ class QualityReport:
         original: Hub id of the original; None where it is not on the Hub or not known.
         model_type: of config.json; None in older files.
         parameters: of the original's decoder; None in older files.
+        held_out_excess: share by which errors of the calibration's layers on held-out windows are
+            above those on windows it learned from; None where that is not known.
     """
 
     lowbit_version: str
@@ -242,6 +244,7 @@ class QualityReport:
     original: str | None = None
     model_type: str | None = None
     parameters: int | None = None
+    held_out_excess: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that quality.json holds."""
@@ -268,6 +271,7 @@ def read_quality(folder: Path) -> QualityReport | None:
     except FileNotFoundError:
         return None
     where = str(path)
+    _add_missing(content, ("held_out_excess",))
     if schema == 2:
         _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
     content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from statistics import median
 
+from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.flips import BEFORE
+from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
@@ -12,6 +14,7 @@ from lowbit.convert.report.linears import worst
 
 OUTLIER = 1.5  # times the median error of the same bits
 MUCH_CLIPPING = 0.05
+OVERFIT = 0.25  # share by which the held-out error may be above the learned one
 
 
 def in_words(logits: LogitQuality) -> str:
@@ -49,9 +52,24 @@ def observations(report: QualityReport) -> list[str]:
             f"{row.name}{others}: {words.percent(row.clipped_share)} of the weights are clipped, "
             f"more than the scale search does on ordinary weights."
         )
+    found.append(_overfitting(report.held_out_excess))
     if report.logits is not None:
         found += [_lower_perplexity(report.logits), _quoted(report.logits)]
     return [sentence for sentence in found if sentence]
+
+
+def overfitting(errors: Sequence[LayerError]) -> str | None:
+    """Warning that a calibration fits its own text much better than held-out windows."""
+    return _overfitting(held_out_excess(errors)) or None
+
+
+def _overfitting(excess: float | None) -> str:
+    if excess is None or excess < OVERFIT:
+        return ""
+    return (
+        f"Calibrated on too little text: the error on held-out windows is {excess:.0%} above that "
+        f"on the windows it learned from; give more --calib-samples or a longer --calib text."
+    )
 
 
 def _by_bits(rows: Sequence[WeightQuality]) -> list[list[WeightQuality]]:

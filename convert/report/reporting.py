@@ -9,11 +9,12 @@ from pathlib import Path
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
+from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.finished import Finished
+from lowbit.convert.pipeline.finished import Finished, current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -95,7 +96,10 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
 def write_weight_report(conversion: Conversion) -> Reported:
     """Report a fresh conversion without logits, in files beside it."""
     source = conversion.source.folder
-    report = build_report(conversion.folder, conversion.weights, None, source)
+    excess = _excess(conversion)
+    report = build_report(
+        conversion.folder, conversion.weights, None, source, held_out_excess=excess
+    )
     return _save(conversion.folder, report)
 
 
@@ -106,8 +110,17 @@ def write_logit_report(
     source = conversion.source.folder
     found = request.measure(source, conversion.folder, progress)
     weights = _with_outputs(conversion.weights, found.output_errors)
-    report = build_report(conversion.folder, weights, found.logits, source)
+    excess = _excess(conversion)
+    report = build_report(conversion.folder, weights, found.logits, source, held_out_excess=excess)
     return _save(conversion.folder, report)
+
+
+def _excess(conversion: Conversion) -> float | None:
+    """Overfitting of a calibration: of this run, else as an earlier report of the folder says."""
+    if conversion.calibration:
+        return held_out_excess(conversion.calibration)
+    known = current_quality(conversion.folder)
+    return None if known is None else known.held_out_excess
 
 
 def prepare_report(
@@ -189,7 +202,9 @@ def write_full_report(
     )
     found = request.measure(original, folder, progress)
     weights = _with_outputs(weights, found.output_errors)
-    report = build_report(folder, weights, found.logits, original, origin.repo)
+    known = current_quality(folder)
+    excess = None if known is None else known.held_out_excess
+    report = build_report(folder, weights, found.logits, original, origin.repo, excess)
     return _save(folder, report, place)
 
 

@@ -48,6 +48,8 @@ def _summary(report: QualityReport) -> Table:
         table.add_row("", Text(verdict.expected))
     for note in verdict.notes:
         table.add_row("", Text(note))
+    for number, step in enumerate(verdict.next_steps):
+        table.add_row("" if number else "to try", Text(step))
     logits = report.logits
     if logits is not None:
         table.add_row(

@@ -26,6 +26,7 @@ from lowbit.convert.report.limits import (
     expectation,
 )
 from lowbit.convert.report.linears import main_bits
+from lowbit.convert.report.next_steps import next_steps
 from lowbit.formats.printable import printable
 
 Level = Literal["good", "caution", "bad", "unknown"]
@@ -53,6 +54,7 @@ class Verdict:
         notes: further findings that count, texts that do not, and a size without measure, as
             sentences.
         hint: what helps where nothing is judged; empty otherwise.
+        next_steps: options to try where the file loses too much; empty where it does not.
     """
 
     grade: Grade | None
@@ -62,6 +64,7 @@ class Verdict:
     expected: str = ""
     notes: tuple[str, ...] = ()
     hint: str = ""
+    next_steps: tuple[str, ...] = ()
 
 
 def judge(report: QualityReport) -> Verdict:
@@ -78,9 +81,10 @@ def judge(report: QualityReport) -> Verdict:
     expected, level = _beside_others(report, found[0])
     growing = drift(logits)
     others = [a for a in found[1:] if a is not worst and a.grade == worst.grade != found[0].grade]
+    color = _level(worst.grade, level, growing is not None)
     return Verdict(
         grade=worst.grade,
-        level=_level(worst.grade, level, growing is not None),
+        level=color,
         title=TITLES[worst.grade],
         reason=_reason(found[0], worst),
         expected=expected,
@@ -91,6 +95,7 @@ def judge(report: QualityReport) -> Verdict:
             *left_out(logits),
             *_too_small(report),
         ),
+        next_steps=() if color == "good" else next_steps(report),
     )
 
 

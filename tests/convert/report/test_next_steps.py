@@ -1,0 +1,110 @@
+"""Options that a report proposes, by those the file was made with; overfitting."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from io import StringIO
+from typing import Any, cast
+
+import pytest
+
+from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.measure.overfitting import held_out_excess
+from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.report.html import render_html
+from lowbit.convert.report.next_steps import next_steps
+from lowbit.convert.report.remarks import observations, overfitting
+from lowbit.convert.report.terminal import render_terminal
+from lowbit.convert.report.verdict import judge
+from lowbit.formats.shell.tables import Screen
+
+MakeReport = Callable[..., QualityReport]
+MakeRow = Callable[..., WeightQuality]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Errors of a layer, that on the windows it learned from included."""
+
+    chosen: float
+    learned: float | None
+
+
+def excess(*rows: tuple[float, float | None]) -> Any:
+    return cast(tuple[LayerError, ...], tuple(Learned(*row) for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        ("lowbit-convert SRC a", "--method gptq (same"),
+        ("lowbit-convert SRC a --method absmax", "--method gptq (same"),
+        ("lowbit-convert SRC a --method weighted", "--method gptq (same"),
+        ("lowbit-convert SRC a --method gptq", "--method gptq+distill (same"),
+        ("lowbit-convert SRC a --method gptq+distill", "--recipe mixed ("),
+        ("lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
+    ],
+)
+def test_the_first_step_depends_on_what_was_used(
+    make_report: MakeReport, command: str, first: str
+) -> None:
+    steps = next_steps(replace(make_report(), command=command))
+    assert steps[0].startswith(first)
+    assert "--group-size 64 (up to 0.25 bits per weight more)" in steps
+    assert steps[-1].startswith("--target-bpw 5.9 (")
+
+
+def test_smaller_groups_end(make_report: MakeReport) -> None:
+    made = replace(make_report(), command="lowbit-convert SRC a --group-size 64")
+    assert any(step.startswith("--group-size 32") for step in next_steps(made))
+    made = replace(made, command="lowbit-convert SRC a --group-size 32")
+    assert not any(step.startswith("--group-size") for step in next_steps(made))
+
+
+def test_eight_bits_gain_from_smaller_groups_only(
+    make_report: MakeReport, make_row: MakeRow
+) -> None:
+    rows = (make_row("model.layers.0.mlp.up_proj", 8),)
+    made = replace(make_report(rows), command="lowbit-convert SRC a --recipe int8")
+    assert [step.split(" (")[0] for step in next_steps(made)] == ["--group-size 64"]
+
+
+@pytest.mark.parametrize("command", [None, "lowbit-convert 'unfinished"])
+def test_files_of_others_have_none(make_report: MakeReport, command: str | None) -> None:
+    assert next_steps(replace(make_report(), command=command)) == ()
+
+
+def test_only_a_file_that_loses_too_much_has_steps(make_report: MakeReport) -> None:
+    good = make_report(kl_mean=0.001, kl_error=None, top1_agreement=0.99, kl_p99=0.01)
+    assert (judge(good).level, judge(good).next_steps) == ("good", ())
+    bad = make_report(kl_mean=0.6, kl_p99=4.0)
+    assert judge(bad).level == "bad"
+    steps = judge(bad).next_steps
+    assert steps == next_steps(bad) != ()
+    said = StringIO()
+    render_terminal(Screen(said), bad)
+    assert all(step in said.getvalue() for step in steps)
+    assert "To lose less, convert again with:" in render_html(bad, None, "m")
+    assert "To lose less" not in render_html(good, None, "m")
+
+
+def test_overfitting_is_told_from_the_errors_of_all_layers() -> None:
+    much = excess((0.3, 0.2), (0.3, 0.2), (0.9, None))
+    assert held_out_excess(much) == pytest.approx(0.5)
+    said = overfitting(much)
+    assert said is not None
+    assert said.startswith("Calibrated on too little text: the error on held-out windows is 50% ")
+    assert "--calib-samples" in said
+    assert overfitting(excess((0.22, 0.2))) is None
+
+
+def test_errors_without_the_learned_ones_say_nothing() -> None:
+    assert held_out_excess((LayerError(0, 0.3, 0.2),)) is None
+    assert held_out_excess(excess((0.0, 0.0))) is None
+    assert overfitting(()) is None
+
+
+def test_the_report_warns(make_report: MakeReport) -> None:
+    (sentence,) = observations(replace(make_report(), held_out_excess=0.4))
+    assert "40% above" in sentence
+    assert observations(replace(make_report(), held_out_excess=0.1)) == []
