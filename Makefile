@@ -8,7 +8,7 @@ PACKED := demo-out/tiny-qwen3-int4
 .PHONY: demo test test-kernels check fix clean
 
 demo: $(VENV)/.installed
-	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --overwrite --report --eval-text examples/data/stories-eval.txt
+	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores

@@ -1,4 +1,4 @@
-"""Options of the commands of `lowbit-convert`, and the objects that they describe."""
+"""Options that several commands of `lowbit-convert` share, and the objects they describe."""
 
 import re
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 
 def new_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
-    """Refuse a name that no report could hold, before the work that ends in one."""
+    """Refuse, before any work, a name that is not UTF-8: reports hold it."""
     try:
         str(value).encode()
     except UnicodeEncodeError:
@@ -341,7 +341,7 @@ def check_gate(conditions: Sequence["Condition"], texts: Sequence["Text"]) -> No
 
 
 def close_gate(result: "GateResult") -> None:
-    """Say which conditions are missed and end with exit code 3; nothing where none is."""
+    """Print the conditions that are missed and end with exit code 3, if there are any."""
     for outcome in result.outcomes:
         if not outcome.met:
             got = f"got {outcome.found:.6g}" if outcome.found is not None else outcome.reason

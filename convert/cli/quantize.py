@@ -213,7 +213,7 @@ def quantize(
 
 @contextmanager
 def explained_interrupt(out: Path) -> Iterator[None]:
-    """Say what Ctrl-C leaves behind."""
+    """Tell on Ctrl-C which work is kept."""
     from lowbit.convert.pipeline.place import partial_of
 
     try:
@@ -229,7 +229,7 @@ def explained_interrupt(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained_measuring(out: Path) -> Iterator[None]:
-    """Say that Ctrl-C leaves the packed folder whole."""
+    """Tell on Ctrl-C that the packed folder is whole."""
     try:
         yield
     except KeyboardInterrupt:
@@ -239,7 +239,7 @@ def _explained_measuring(out: Path) -> Iterator[None]:
 
 
 def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> None:
-    """Refuse options that would have no effect without a calibrated method."""
+    """Refuse calibration options where the method reads no text."""
     context = click.get_current_context()
     given = [
         f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The command that makes a packed folder again, from what its lowbit.json records."""
+"""The command that makes a packed folder again, from its lowbit.json."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""How much the converter may hold at once."""
+"""Memory that the streaming part of a conversion may hold at once."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What `--method` names: how codes are chosen, and what is trained afterwards."""
+"""Methods that `--method` names: the choice of codes, and training after it."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,8 +15,8 @@ class Method:
     Attributes:
         codes: round-to-nearest, the same with scales weighted by the inputs' power, or codes that
             make up for one another's errors.
-        autoround: whether rounding and scales are then learned, layer by layer.
-        distill: whether all scales are at last trained against the original's logits.
+        autoround: True where rounding and scales are then learned, layer by layer.
+        distill: True where all scales are at last trained against the original's logits.
     """
 
     codes: Codes = "rtn"
@@ -46,11 +46,11 @@ class Method:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs a text."""
+        """Tell whether it needs a text."""
         return self != RTN
 
     def __str__(self) -> str:
-        """As it is parsed; `rtn` is left out before other steps."""
+        """Text that `parse` reads; `rtn` is left out before other steps."""
         learned = [name for name in ("autoround", "distill") if getattr(self, name)]
         first = [] if self.codes == "rtn" and learned else [self.codes]
         return "+".join([*first, *learned])

@@ -1,4 +1,4 @@
-"""A recipe: which linear gets which scheme."""
+"""A recipe: the scheme of every linear, and the choice of scales and codes."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Remarks about a report: its figures in sentences, and what deserves a look."""
+"""Remarks about a report: its figures in sentences, and warnings."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -42,7 +42,7 @@ def noise_in_words(logits: LogitQuality) -> str:
 
 
 def observations(report: QualityReport) -> list[str]:
-    """Sentences about what deserves a look before the file ships; empty where nothing does."""
+    """Warnings to look at before the file ships; empty where there are none."""
     found = [_outliers(rows) for rows in _by_bits(report.weights)]
     clipped = [row for row in report.weights if row.clipped_share > MUCH_CLIPPING]
     if clipped:

@@ -1,4 +1,4 @@
-"""The verdict on a packed file: how close it is, and whether its size and bits explain the loss."""
+"""The verdict on a packed file: its grade, the loss expected of its bits, and what to try next."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

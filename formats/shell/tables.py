@@ -130,11 +130,11 @@ class Lines:
         self.last = now()
 
     def show(self, phase: str) -> None:
-        """Print a line if the last one, or the beginning, is a minute ago."""
-        if self.now() - self.last < MINUTE:
+        """Print a line if the last one, or the beginning, is a minute ago and work is left."""
+        meter = self.meters[phase]
+        if self.now() - self.last < MINUTE or meter.share >= 1:
             return
         self.last = self.now()
-        meter = self.meters[phase]
         left = meter.left()
         time = "" if left is None else f", {clock_text(left)} left"
         note(f"{self.phases[phase]}: {meter.share:.0%}{time}")

@@ -120,6 +120,16 @@ def test_an_older_file_is_read_without_what_came_later(
     assert found.weights == report.weights
 
 
+def test_overfitting_is_kept_and_older_files_lack_it(report: QualityReport, tmp_path: Path) -> None:
+    known = replace(report, held_out_excess=0.4)
+    save(tmp_path, known.to_json())
+    assert read_quality(tmp_path) == known
+    content = report.to_json()
+    del content["held_out_excess"]
+    save(tmp_path, content)
+    assert read_quality(tmp_path) == report
+
+
 def test_an_older_file_is_read_as_strictly(report: QualityReport, tmp_path: Path) -> None:
     content = older(report)
     del content["logits"]["kinds"][0]["kl_mean"]
