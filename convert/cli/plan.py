@@ -41,7 +41,7 @@ def plan(
     source: str,
     target: "TargetRequest | None",
     calib: Path | None,
-    calib_samples: int,
+    calib_samples: int | None,
     calib_length: int,
     calib_chat: bool,
     device: str,

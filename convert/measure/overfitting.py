@@ -14,7 +14,6 @@ def held_out_excess(errors: Sequence[LayerError]) -> float | None:
     Returns:
         0.2 for a fifth; None where no layer has both errors.
     """
-    pairs = [(row.chosen, getattr(row, "learned", None)) for row in errors]
-    held = sum(chosen for chosen, learned in pairs if learned is not None)
-    seen = sum(learned for _, learned in pairs if learned is not None)
+    pairs = [(row.chosen, row.learned) for row in errors if row.learned is not None]
+    held, seen = sum(chosen for chosen, _ in pairs), sum(learned for _, learned in pairs)
     return held / seen - 1 if seen > 0 else None

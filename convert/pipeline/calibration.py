@@ -42,7 +42,7 @@ def begin_calibration(
         LowbitError: the text cannot be used.
     """
     check_can_run(checkpoint.folder, checkpoint.config)
-    text = request.read(checkpoint.folder)
+    text = request.read(checkpoint.folder, device)
     windows = Windows(*text.samples.shape)
     shapes = shapes_of(tensor_table(checkpoint.config, checkpoint.tensors), plan.schemes)
     threads = torch.get_num_threads()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.request import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
 from lowbit.convert.pipeline.journal import begun_method
@@ -128,7 +128,8 @@ def look_ahead(
     place = open_device(device)
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     shapes = shapes_of(tensor_table(config, tensors), plan.schemes)
-    windows = expected_windows(request, read_config(config).max_position_embeddings)
+    context = read_config(config).max_position_embeddings
+    windows = expected_windows(request, context, place.type)
     rate = matmul_rate(place, *shapes.largest)
     rounding = _rounding_seconds(shapes, place.type)
 
@@ -182,7 +183,7 @@ def look_ahead_at(
     )
 
 
-def expected_windows(request: CalibrationRequest, context: int) -> Windows:
+def expected_windows(request: CalibrationRequest, context: int, device: str) -> Windows:
     """Windows that a calibration text will give, from its size in bytes."""
     if request.file is None:
         size = sum(len(text) for text in bundled_texts())
@@ -190,7 +191,7 @@ def expected_windows(request: CalibrationRequest, context: int) -> Windows:
         size = request.file.stat().st_size
     tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
     length = min(request.length, context, tokens)
-    return Windows(min(request.samples, tokens // length), length)
+    return Windows(min(request.samples or SAMPLES[device], tokens // length), length)
 
 
 def earlier_method(out: Path, recipe: Recipe) -> Method | None:

@@ -14,7 +14,8 @@ the decoder's layers:
 They run at SHARE of the rate of plain matrix products; the rest is attention, norms, columns of
 codes chosen one by one, and reading weights.
 
-Memory is that of the largest layer and its largest input, of what the tokens take, and a quarter
+Memory is that of the largest layer, the next one, and the largest input; of the hidden states of
+all windows, which are on a GPU where they take a third of its free memory at most; and a quarter
 more for what the allocator keeps.
 """
 
@@ -25,7 +26,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from lowbit.convert.original.layer import BATCH_TOKENS
+from lowbit.convert.plan.choice_of_method import WEIGHTED
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
@@ -38,12 +42,14 @@ SOLVE = 21  # N K^2 operations
 STEP_TOKENS = 2048  # B, of a step of autoround and of distill
 AUTOROUND_STEPS = 200
 DISTILL_STEPS = 300  # of a phase
-DISTILL_WEIGHTS = 1 << 30  # learned together in a phase
+DISTILL_WEIGHTS = 1 << 30  # learned together in a phase on a CPU
+DISTILL_BYTES = 16  # of a GPU's memory for each weight that is learned together
+STATES_SHARE = 3  # one part of so many of a GPU's free memory may be hidden states
 SHARE = {"cpu": 0.6, "cuda": 0.6}  # of the rate of plain products
 
-WEIGHT_BYTES = 14  # original, copy as stored, the new one, two sets of codes
+WEIGHT_BYTES = 18  # original, its copy, the new one, the next layer's, two sets of codes
 AUTOROUND_BYTES = 16  # a weight more: positions, gradients, their squares
-SQUARES = 7  # K x K matrices in FP32: sums, damped, ordered, factors
+SQUARES = 10  # K x K matrices in FP32: sums, also of windows held out, damped, ordered, factors
 SOLVE_BYTES = 32  # for each of N x K: target, rest, steps, codes, slope and copies
 NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
@@ -68,12 +74,12 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak memory in bytes, of the machine and of the GPU; the latter is 0 on a CPU.
+    """Peak memory in bytes.
 
     Attributes:
-        ram: of the machine.
-        gpu: of the GPU.
-        window: part of `ram` that each window of the text takes.
+        ram: of the machine, should the hidden states be there.
+        gpu: of the GPU, should the hidden states be there; 0 on a CPU.
+        window: part of both that each window of the text takes.
     """
 
     ram: int
@@ -142,8 +148,17 @@ def shapes_of(table: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None])
     )
 
 
-def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float:
-    """Floating-point operations of a calibration; see the formulas above."""
+def calibration_flops(
+    shapes: Shapes, method: Method, windows: Windows, together: int = DISTILL_WEIGHTS
+) -> float:
+    """Floating-point operations of a calibration; see the formulas above.
+
+    Args:
+        shapes: of the model.
+        method: its steps.
+        windows: of the text.
+        together: weights that distill learns in a phase.
+    """
     W, T = shapes.weights, windows.tokens
     flops = 2.0 * W * T * PASSES[method.codes]
     if method.codes == "gptq":
@@ -152,7 +167,7 @@ def calibration_flops(shapes: Shapes, method: Method, windows: Windows) -> float
     if method.autoround:
         flops += 6.0 * W * STEP_TOKENS * AUTOROUND_STEPS
     if method.distill:
-        phases = max(1, math.ceil(W / DISTILL_WEIGHTS))
+        phases = max(1, math.ceil(W / together))
         head = 6 * shapes.vocabulary * shapes.hidden
         each = 2 * W + 3 * W * (phases + 1) / phases + head
         flops += each * STEP_TOKENS * DISTILL_STEPS * phases
@@ -171,7 +186,10 @@ def calibration_seconds(
         device: `cpu` or `cuda`.
         rate: operations a second of plain products there.
     """
-    return calibration_flops(shapes, method, windows) / (rate * SHARE[device])
+    together = DISTILL_WEIGHTS
+    if device != "cpu":
+        together = torch.cuda.get_device_properties(device).total_memory // DISTILL_BYTES
+    return calibration_flops(shapes, method, windows, together) / (rate * SHARE[device])
 
 
 def calibration_memory(
@@ -205,10 +223,12 @@ def calibration_memory(
         head = 8 * shapes.vocabulary * shapes.hidden
         states = 4 * STEP_TOKENS * shapes.hidden * (len(shapes.layers) + 1)
         work = max(work, shapes.weights + 4 * learned + AUTOROUND_BYTES * largest + head + states)
-    window = 2 * 4 * windows.length * shapes.hidden * 5 // 4  # states of both models
-    work = work * 5 // 4
-    ram = BASE_BYTES + window * windows.count
-    return Memory(ram + work, 0, window) if device == "cpu" else Memory(ram, work, window)
+    sets = 1 if method == WEIGHTED else 2  # of hidden states: the original's, the quantized model's
+    window = sets * 4 * windows.length * shapes.hidden * 5 // 4
+    work, states = work * 5 // 4, window * windows.count
+    if device == "cpu":
+        return Memory(BASE_BYTES + states + work, 0, window)
+    return Memory(BASE_BYTES + states, states + work, window)
 
 
 def check_memory(need: Memory, windows: Windows, device: str) -> None:
@@ -227,9 +247,13 @@ def check_memory(need: Memory, windows: Windows, device: str) -> None:
             else "--method rtn takes a fixed amount of memory",
         )
     free = free_bytes(device) if device != "cpu" else None
-    if free is not None and need.gpu > free:
+    if free is None:
+        return
+    states = need.window * windows.count
+    least = need.gpu - (states if STATES_SHARE * states > free else 0)
+    if least > free:
         raise ResourceError(
-            f"calibration takes up to {need.gpu / 1e9:.1f} GB of the GPU's memory, free: "
+            f"calibration takes up to {least / 1e9:.1f} GB of the GPU's memory, free: "
             f"{free / 1e9:.1f} GB",
             hint="--device cpu calibrates in the machine's memory; --method rtn needs less",
         )

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import torch
 
+from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads
 
 SECONDS = 0.05
 TOKENS = {"cpu": 256, "cuda": 8192}  # rows of the left factor
 MOST_COLUMNS = {"cpu": 2048, "cuda": 8192}  # of either side of the weight: creation takes time, too
-DTYPES = {"cpu": torch.float32, "cuda": torch.float32}  # that calibration computes in
+DTYPES = {"cpu": torch.float32, "cuda": torch.float32}  # of calibration; TF32 on a GPU
 
 
 def matmul_rate(device: torch.device, N: int, K: int) -> float:
@@ -37,8 +38,8 @@ def matmul_rate(device: torch.device, N: int, K: int) -> float:
         if kind == "cuda":
             torch.cuda.synchronize(device)
 
-    multiply()  # the first call loads libraries
-    with alone_on_threads(device) as pool:
+    with alone_on_threads(device) as pool, tensor_cores(device):
+        multiply()  # the first call loads libraries
         if pool is None:
             return flops * calls_a_second(multiply)
         threads = torch.get_num_threads()

@@ -154,10 +154,11 @@ def test_a_plan_shows_every_method(cli_as_typed: "Cli", source: Path) -> None:
 
 
 def test_windows_are_estimated_from_the_size_of_the_text(tmp_path: Path) -> None:
-    bundled = expected_windows(CalibrationRequest(), 40_960)
+    bundled = expected_windows(CalibrationRequest(), 40_960, "cuda")
     assert bundled.length == 512
     assert 130 < bundled.count < 200
-    assert expected_windows(CalibrationRequest(samples=8), 256).tokens == 8 * 256
+    assert expected_windows(CalibrationRequest(), 40_960, "cpu").count == 64
+    assert expected_windows(CalibrationRequest(samples=8), 256, "cpu").tokens == 8 * 256
     short = tmp_path / "short.txt"
     short.write_text("x" * 37)
-    assert expected_windows(CalibrationRequest(short), 40_960).tokens == 10
+    assert expected_windows(CalibrationRequest(short), 40_960, "cpu").tokens == 10
