@@ -1,94 +1,14 @@
-"""The ops of `lowbit.runtime.ops` on a CPU, over PyTorch's own low-bit matrix products.
-
-In BF16 a linear keeps its codes where PyTorch has a fast product for them: INT4 in groups, and
-INT8 with one scale per row, of BF16 scales both. Every other scheme, and every linear in FP32, runs
-as the dequantized weight; FP32 is the checked mode, its weights are exactly `code * scale`.
-"""
-
-from dataclasses import dataclass
+"""The ops of `lowbit.runtime.ops` on a CPU; linear layers are in `lowbit.runtime.cpu_linear`."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.formats.layout.packing import dequantize, unpack
-from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import delta_rule, sampling
 from lowbit.runtime.cache import KVCache
+from lowbit.runtime.cpu_linear import CpuLinear, linear
 from lowbit.runtime.delta import DeltaState, DeltaWeights
-from lowbit.runtime.linear import DenseLinear, Linear, PackedLinear
 from lowbit.runtime.ops import Rope
-
-INT4_GROUPS = (32, 64, 128, 256)
-INT4_ROWS = 16  # the INT4 product wants N to be a multiple
-INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
-CHUNK_ROWS = (
-    256  # rows unpacked at a time: they stay in cache; a multiple of INT4 blocks of 64 rows
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Blocks:
-    """Weight [N, K] in the block order of this CPU's INT4 product; made at load, never stored.
-
-    Attributes:
-        blocks: [N, K / 2] uint8.
-        scale_zero: [K / group_size, N, 2] bfloat16, scale and zero (always 0).
-        group_size: one of INT4_GROUPS.
-    """
-
-    blocks: Tensor
-    scale_zero: Tensor
-    group_size: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that one pass over the weight reads."""
-        return self.blocks.nbytes + self.scale_zero.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Rows:
-    """Weight [N, K] as codes [N, K] int8 and one scale per row [N] bfloat16."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that one pass over the weight reads."""
-        return self.codes.nbytes + self.scales.nbytes
-
-
-CpuLinear = Int4Blocks | Int8Rows | DenseLinear
-
-
-def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: torch.dtype) -> int:
-    """Bytes that `prepare` will keep for a packed weight [N, K] with scales of a dtype."""
-    group = scheme.group_size or K
-    if not scales == dtype == torch.bfloat16:
-        return N * K * dtype.itemsize
-    if _int4_fits(N, scheme.bits, group):
-        return N * K // 2 + N * (K // group) * 4
-    if _int8_fits(K, scheme.bits, group):
-        return N * K + N * 2
-    return N * K * dtype.itemsize
-
-
-def prepare(w: Linear, dtype: torch.dtype) -> CpuLinear:
-    """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
-    if isinstance(w, DenseLinear):
-        return DenseLinear(w.weight.to(dtype))
-    narrow = w.scales.dtype == dtype == torch.bfloat16
-    if narrow and _int4_fits(w.N, w.bits, w.group_size):
-        return _int4_blocks(w)
-    if narrow and _int8_fits(w.K, w.bits, w.group_size):
-        return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())
-    weight = torch.empty(w.N, w.K, dtype=dtype)
-    for start in range(0, w.N, CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        weight[rows] = dequantize(unpack(w.codes[rows], w.bits, w.K), w.scales[rows])
-    return DenseLinear(weight)
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -220,15 +140,6 @@ def delta_net(
     return torch.cat(each)
 
 
-def linear(x: Tensor, w: CpuLinear) -> Tensor:
-    """`x @ w.T`: [M, K] to [M, N]."""
-    if isinstance(w, DenseLinear):
-        return functional.linear(x, w.weight)
-    if isinstance(w, Int4Blocks):
-        return torch._weight_int4pack_mm_for_cpu(x, w.blocks, w.group_size, w.scale_zero)
-    return torch._weight_int8pack_mm(x, w.codes, w.scales)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x)` in FP32, rounded to weight's dtype, times weight: [..., D] in x's dtype."""
     wide = x.float()
@@ -243,28 +154,6 @@ def _rotate(x: Tensor, rope: Rope, start: int, stop: int) -> Tensor:
     wide = x.float()
     a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
-
-
-def _int4_fits(N: int, bits: int, group_size: int) -> bool:
-    """Whether PyTorch's INT4 product takes the shape."""
-    return bits == 4 and group_size in INT4_GROUPS and N % INT4_ROWS == 0
-
-
-def _int8_fits(K: int, bits: int, group_size: int) -> bool:
-    """Whether PyTorch's INT8 product takes the shape."""
-    return bits == 8 and group_size == K and K % INT8_COLUMNS == 0
-
-
-def _int4_blocks(w: PackedLinear) -> Int4Blocks:
-    """Reorder the codes for `_weight_int4pack_mm_for_cpu`, some rows at a time."""
-    blocks = []
-    for start in range(0, w.N, CHUNK_ROWS):
-        codes = unpack(w.codes[start : start + CHUNK_ROWS], w.bits, w.K)
-        unsigned = codes.to(torch.int32) + 8
-        blocks.append(torch._convert_weight_to_int4pack_for_cpu(unsigned, 2))
-    scales = w.scales.T  # [K / G, N]
-    scale_zero = torch.stack((scales, torch.zeros_like(scales)), dim=-1)
-    return Int4Blocks(torch.cat(blocks), scale_zero.contiguous(), w.group_size)
 
 
 def advance(

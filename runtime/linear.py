@@ -1,6 +1,6 @@
 """A linear layer as it is read: packed codes with scales, or a dense weight.
 
-A backend makes its own form of it (`cpu.prepare`, `cuda.prepare`).
+A backend makes its own form of it (`cpu_linear.prepare`, `cuda.prepare`).
 """
 
 from dataclasses import dataclass

@@ -17,6 +17,7 @@ from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime import cpu
+from lowbit.runtime.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.dense import Dense
 from lowbit.runtime.models.dense import build as build_dense
@@ -27,7 +28,7 @@ from lowbit.runtime.quantized import quantized
 from lowbit.runtime.weights import Weights, served
 
 W = TypeVar("W")
-Decoder = Dense[cpu.CpuLinear] | Dense[GpuLinear] | Qwen35[cpu.CpuLinear] | Qwen35[GpuLinear]
+Decoder = Dense[CpuLinear] | Dense[GpuLinear] | Qwen35[CpuLinear] | Qwen35[GpuLinear]
 WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
 
 
@@ -63,7 +64,7 @@ class OpenedModel:
             if scheme is None or scale is None:
                 size += N * K * dtype.itemsize
             elif device == "cpu":
-                size += cpu.prepared_bytes(N, K, scheme, scale.dtype, dtype)
+                size += prepared_bytes(N, K, scheme, scale.dtype, dtype)
             else:
                 size += N * K * scheme.bits // 8 + scale.nbytes
         return size
@@ -118,7 +119,11 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     """
     if device == "cpu":
         to_cpu = Weights(
-            opened.checkpoint, opened.schemes, device, dtype, lambda w, _: cpu.prepare(w, dtype)
+            opened.checkpoint,
+            opened.schemes,
+            device,
+            dtype,
+            lambda w, _: prepare(w, dtype),
         )
         on_cpu = _build(opened, to_cpu, cpu, context)
         to_cpu.check_finite()

@@ -1,7 +1,7 @@
 """The few operations a decoder needs, as one backend (`lowbit.runtime.cpu`, `.cuda`) gives them.
 
-A backend is a module of plain functions; `Ops` is the protocol that type-checks it. W is what
-the backend keeps a linear layer as: `Linear` on a GPU, `lowbit.runtime.cpu.CpuLinear` on a CPU.
+A backend is a module of plain functions; `Ops` is the protocol that type-checks it. W is the form
+in which the backend keeps a linear layer: `GpuLinear` on a GPU, `CpuLinear` on a CPU.
 Activations are [M, ...] in the model's dtype; M = 1 is a decode step.
 """
 
