@@ -105,7 +105,7 @@ def _attended(
     k, v = keys[:, :stop], values[:, :stop]  # [Hkv, stop, D]
     mask = None
     if M > 1:
-        mask = torch.ones(M, stop, dtype=torch.bool).tril(start)
+        mask = torch.ones(M, stop, dtype=torch.bool, device=qkv.device).tril(start)
     out = functional.scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
     )

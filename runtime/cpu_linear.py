@@ -15,6 +15,7 @@ Every other scheme, and every linear in FP32, runs as the dequantized weight; FP
 mode, its weights are exactly `code * scale`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,7 +75,22 @@ class Int8Rows:
         return self.codes.nbytes + self.scales.nbytes
 
 
-CpuLinear = Planes | Int8Rows | DenseLinear
+@dataclass(frozen=True, slots=True)
+class WatchedLinear:
+    """Dense weight [N, K] that is read at each use and notes the power of its input.
+
+    Attributes:
+        read: gives the weight on the device of the input.
+        modules: names of the linears whose rows are stacked in it.
+        power: mean square of each input channel [K] float32 by module; filled by `linear`.
+    """
+
+    read: Callable[[], Tensor]
+    modules: tuple[str, ...]
+    power: dict[str, Tensor]
+
+
+CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear
 
 
 def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: torch.dtype) -> int:
@@ -91,7 +107,7 @@ def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: t
     return planes * (N * K // 2 + N * (K // plane_group) * 4)
 
 
-def prepare(w: Linear, dtype: torch.dtype) -> CpuLinear:
+def prepare(w: Linear, dtype: torch.dtype) -> Planes | Int8Rows | DenseLinear:
     """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
     if isinstance(w, DenseLinear):
         return DenseLinear(w.weight.to(dtype))
@@ -114,6 +130,9 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
         return functional.linear(x, w.weight)
     if isinstance(w, Int8Rows):
         return torch._weight_int8pack_mm(x, w.codes, w.scales)
+    if isinstance(w, WatchedLinear):
+        w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
+        return functional.linear(x, w.read())
     rows = _block_rows()
     many = len(x) * w.planes > FEW_TOKENS
     if many and rows is not None and len(w.blocks) % rows == 0:
@@ -174,7 +193,7 @@ def _linear_of_many_tokens(x: Tensor, w: Planes, block_rows: int) -> Tensor:
     N, K = len(w.blocks), x.shape[1]
     blocks = w.blocks.view(N // block_rows, w.planes, K, block_rows // 2)
     scales = w.scale_zero[-(K // w.group_size) :, :, 0]  # of the last plane: the linear's own
-    scales = scales.unflatten(1, (-1, block_rows)).transpose(0, 1).float()  # [N / R, K / G, R]
+    scales = scales.view(len(scales), -1, block_rows).transpose(0, 1).float()  # [N / R, K / G, R]
     step = max(1, CHUNK_WEIGHTS // (K * block_rows))
     y = x.new_empty(len(x), N)
     for start in range(0, len(blocks), step):
@@ -196,7 +215,8 @@ def _dequantized_blocks(blocks: Tensor, scales: Tensor, group_size: int) -> Tens
         first = (top << 4).bitwise_or_(low & 15)
         second = (top & 0xF0).bitwise_or_(low >> 4)
         codes = torch.cat((first, second), dim=2).bitwise_xor_(0x80).view(torch.int8)
-    wide = codes.unflatten(1, (-1, group_size)) * scales[:, :, None]  # [B, K / G, G, R] float32
+    groups = codes.view(B, K // group_size, group_size, -1)
+    wide = groups * scales[:, :, None]  # [B, K / G, G, R] float32
     weight = torch.empty(K, B, wide.shape[-1], dtype=torch.bfloat16)
     weight.copy_(wide.flatten(1, 2).transpose(0, 1))
     return weight.flatten(1)

@@ -132,7 +132,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, memory:
         [H, C, Dv].
     """
     C = total.shape[1]
-    past = torch.ones(C, C, dtype=torch.bool).tril()
+    past = torch.ones(C, C, dtype=torch.bool, device=total.device).tril()
     span = (total[:, :, None] - total[:, None, :]).masked_fill(~past, -torch.inf)
     between = span.float().exp()  # [H, C, C], decay from token j to token i
     faded = total.float().exp()[:, :, None]  # [H, C, 1], of the memory at each token

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, read_config
 from lowbit.formats.architectures.dense import DenseConfig
@@ -24,7 +25,7 @@ from lowbit.runtime.models.dense import build as build_dense
 from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
 from lowbit.runtime.ops import Ops
-from lowbit.runtime.quantized import quantized
+from lowbit.runtime.quantized import Method, quantized
 from lowbit.runtime.weights import Weights, served
 
 W = TypeVar("W")
@@ -79,7 +80,11 @@ class OpenedModel:
 
 
 def open_model(
-    folder: Path, quantize: Base | None = None, group_size: int = GROUP_SIZE
+    folder: Path,
+    quantize: Base | None = None,
+    group_size: int = GROUP_SIZE,
+    method: Method = "rtn",
+    power: Mapping[str, Tensor] | None = None,
 ) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
 
@@ -87,6 +92,8 @@ def open_model(
         folder: of the checkpoint.
         quantize: recipe by which a plain checkpoint is quantized as it is read.
         group_size: weights that share a scale, with `quantize`.
+        method: how scales are chosen, with `quantize`.
+        power: of the inputs, for the method `weighted`; see `quantized`.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -99,7 +106,7 @@ def open_model(
     if quantize is None:
         packed = open_packed(folder, SERVED_BITS)
     else:
-        source = quantized(open_checkpoint(folder), quantize, group_size)
+        source = quantized(open_checkpoint(folder), quantize, group_size, method, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
     return OpenedModel(
@@ -118,14 +125,14 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
     """
     if device == "cpu":
-        to_cpu = Weights(
+        to_cpu: Weights[CpuLinear] = Weights(
             opened.checkpoint,
             opened.schemes,
             device,
             dtype,
             lambda w, _: prepare(w, dtype),
         )
-        on_cpu = _build(opened, to_cpu, cpu, context)
+        on_cpu = build_decoder(opened, to_cpu, cpu, context)
         to_cpu.check_finite()
         return on_cpu
     from lowbit.runtime import cuda  # needs triton and a GPU
@@ -140,15 +147,16 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     if isinstance(config, Qwen35Config):
         cuda.check_delta(config.linear_key_head_dim, config.linear_value_head_dim)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
-    decoder = _build(opened, to_cuda, cuda, context)
+    decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
 
 
-def _build(
+def build_decoder(
     opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int
 ) -> Dense[W] | Qwen35[W]:
+    """The model of the checkpoint's architecture over the ops of one backend."""
     config = opened.config
     if isinstance(config, DenseConfig):
         return build_dense(config, weights, ops, context)

@@ -15,8 +15,10 @@ from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.chat import Message, render_prompt
 from lowbit.runtime.engine import Engine
+from lowbit.runtime.input_power import calibration_ids, input_power
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
+from lowbit.runtime.quantized import Method
 from lowbit.runtime.reasoning import begin_of
 from lowbit.runtime.sampling import SamplingParams, new_sampler, sampling_defaults
 from lowbit.runtime.stream import Generation, Request, Stream
@@ -188,6 +190,7 @@ def load(
     context: int | None = None,
     quantize: Base | None = None,
     group_size: int = GROUP_SIZE,
+    method: Method = "rtn",
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).
 
@@ -198,8 +201,12 @@ def load(
             exact dequantized weights.
         context: tokens of prompt and output; None for min(max_position, 8192, what fits).
         quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
-            read, with the codes and scales that lowbit-convert writes without calibration.
-        group_size: weights that share a scale, with `quantize`.
+            read, with the codes and scales that lowbit-convert writes.
+        group_size: weights that share a scale, with `quantize`; where it does not divide a row, the
+            next smaller one of 32, 64, 128, 256 that does.
+        method: how scales are chosen, with `quantize`: `rtn` searches for the least error,
+            `weighted` weights it by the input's power on a bundled text, which runs through the
+            original first, and `absmax` does not search.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -212,7 +219,7 @@ def load(
     """
     started = time.perf_counter()
     folder = Path(folder)
-    opened = open_model(folder, quantize, group_size)
+    opened = open_model(folder, quantize, group_size, method)
     generation = load_generation_config(folder, opened.config.vocab_size)
     config_stops = generation.eos_token_ids or opened.config.eos_token_ids
     tokenizer = load_tokenizer(folder)
@@ -225,6 +232,10 @@ def load(
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
     context = choose_context(opened, device, dtype, context)
+    if quantize is not None and method == "weighted":
+        original = open_model(folder)
+        power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
+        opened = open_model(folder, quantize, group_size, method, power)
     decoder = load_decoder(opened, device, dtype, context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     engine = Engine(

@@ -1,11 +1,13 @@
 """Options of the commands of `lowbit-run`, and the model that they describe."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
 from lowbit.formats.layout.recipes import GROUP_SIZE
+from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
@@ -21,6 +23,7 @@ from lowbit.formats.shell.output import note
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.model import Model
+    from lowbit.runtime.quantized import Method
 
 Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
@@ -102,10 +105,26 @@ talk_options = with_options(
         help="Switch thinking on or off.",
     ),
 )
-quantize_option = click.option(
-    "--quantize",
-    type=click.Choice(["int4", "int8", "mixed"]),
-    help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+quantize_options = with_options(
+    click.option(
+        "--quantize",
+        type=click.Choice(["int4", "int8", "mixed"]),
+        help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+    ),
+    click.option(
+        "--group-size",
+        type=click.Choice([str(size) for size in GROUP_SIZES]),
+        show_default=str(GROUP_SIZE),
+        help="With --quantize: weights that share a scale; a smaller size where it does not "
+        "divide a row.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(["rtn", "absmax", "weighted"]),
+        show_default="rtn",
+        help="With --quantize: search scales (rtn), weight the search by the inputs of a bundled "
+        "text (weighted), or do not search (absmax).",
+    ),
 )
 model_argument = click.argument("name", metavar="MODEL", shell_complete=folders)
 
@@ -116,27 +135,47 @@ def load_model(
     context: int | None,
     threads: int | None,
     quantize: "Base | None" = None,
-    group_size: int = GROUP_SIZE,
+    group_size: str | None = None,
+    method: "Method | None" = None,
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say."""
     check_command(name, "model")
+    if quantize is None and (group_size or method):
+        option = "--group-size" if group_size else "--method"
+        raise click.UsageError(f"{option} needs --quantize.")
     from lowbit.formats.hub.locate import locate
     from lowbit.runtime.model import choose_device, load
 
     choose_device(device)  # before anything is fetched
+    folder = locate(name).folder
+    if method == "weighted":
+        note("weighted: measuring the inputs of every linear on a bundled text")
+    wanted = int(group_size or GROUP_SIZE)
     model = load(
-        locate(name).folder,
+        folder,
         device=device,
         context=context,
         quantize=quantize,
-        group_size=group_size,
+        group_size=wanted,
+        method=method or "rtn",
     )
     if quantize is not None:
-        groups = "" if group_size == GROUP_SIZE else f" in groups of {group_size}"
-        note(f"quantized at load: {quantize}{groups}, {model.load_s:.1f} s")
+        _note_quantized(model, quantize, wanted, method or "rtn")
     if model.device == "cpu":
         _set_threads(model, threads)
     return model
+
+
+def _note_quantized(model: "Model", base: "Base", group_size: int, method: "Method") -> None:
+    """What became of the weights; and which got smaller groups than asked for."""
+    schemes = [scheme for scheme in model.opened.schemes.values() if scheme is not None]
+    smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != group_size)
+    if smaller:
+        counts = ", ".join(f"{count} to {size}" for size, count in smaller.items())
+        note(f"group size: {group_size} does not divide the rows of some linears; lowered {counts}")
+    chosen = "" if method == "rtn" else f" {method}"
+    groups = "" if group_size == GROUP_SIZE else f" in groups of {group_size}"
+    note(f"quantized at load: {base}{chosen}{groups}, {model.load_s:.1f} s")
 
 
 def _set_threads(model: "Model", threads: int | None) -> None:

@@ -5,8 +5,10 @@ that reads a packed folder reads it unchanged. Rows are read, moved to the devic
 packed there; nothing is written, and no more than a block of the original is in memory.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,35 +18,60 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, pack, packed_shapes
 from lowbit.formats.layout.quantization_config import KEY, method_of, write_quantization_config
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base, base_schemes
-from lowbit.formats.layout.rtn import SCALE_DTYPE, quantize
+from lowbit.formats.layout.rtn import (
+    SCALE_DTYPE,
+    SEARCHED_BITS,
+    ScaleRule,
+    quantize,
+    nearest_codes,
+    weighted_scales,
+)
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
 
+Method = Literal["rtn", "absmax", "weighted"]
+RULES: dict[Method, ScaleRule] = {"rtn": "signed", "absmax": "absmax", "weighted": "signed"}
 DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 
 
-def quantized(source: Checkpoint, base: Base, group_size: int = GROUP_SIZE) -> Checkpoint:
-    """The checkpoint as lowbit-convert packs it by a base recipe, without calibration.
+def quantized(
+    source: Checkpoint,
+    base: Base,
+    group_size: int = GROUP_SIZE,
+    method: Method = "rtn",
+    power: Mapping[str, Tensor] | None = None,
+) -> Checkpoint:
+    """The checkpoint as lowbit-convert packs it by a base recipe.
 
     Args:
         source: BF16, F16 or F32.
         base: decides the bits of every linear.
-        group_size: weights that share a scale.
+        group_size: weights that share a scale; where it does not divide a row, a smaller one.
+        method: how scales are chosen.
+        power: mean square of each input channel [K] by module, for the method `weighted`. Without
+            it the headers are right, but the weights cannot be read.
 
     Raises:
-        QuantizationError: it is quantized already, or a group size does not divide a row.
+        QuantizationError: it is quantized already, or no group size divides a row, or the method
+            is `weighted` and the recipe searches no scale.
         LowbitError: as `check_packed`, for what is wrong with the source.
     """
-    method = method_of(source.config)
-    if method is not None:
+    stored = method_of(source.config)
+    if stored is not None:
         raise QuantizationError(
-            f"`{source.folder}` is already quantized (`{method}`)",
+            f"`{source.folder}` is already quantized (`{stored}`)",
             hint="leave out --quantize to run it as it is, or give the BF16 checkpoint",
         )
     check_packed(source, None)
     table = tensor_table(source.config, source.tensors)
     schemes = base_schemes(base, table, group_size)
+    if method == "weighted" and not any(s and s.bits in SEARCHED_BITS for s in schemes.values()):
+        raise QuantizationError(
+            f"method `weighted` changes nothing in the recipe `{base}`: scales of "
+            f"{SEARCHED_BITS.stop} bits are not searched",
+            hint="leave out --method",
+        )
     tied = is_tied(source.config)
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     tensors = dict(source.tensors)
@@ -54,7 +81,9 @@ def quantized(source: Checkpoint, base: Base, group_size: int = GROUP_SIZE) -> C
         if scheme is None:
             continue
         read_from = embedding if tied and spec.role == "head" else spec.name
-        linear = _Linear(source, read_from, scheme)
+        weighted = method == "weighted" and scheme.bits in SEARCHED_BITS
+        weights = power[spec.module] if weighted and power is not None else None
+        linear = _Linear(source, read_from, scheme, RULES[method], weights)
         tensors.pop(spec.name, None)  # a tied head has none, or a stale copy
         N, K = spec.shape
         for suffix, shape in packed_shapes(N, K, scheme, spec.module).items():
@@ -74,18 +103,25 @@ class _Linear:
     """One weight of the source, quantized as its rows are asked for.
 
     Codes and scales come out of one search, so the scales of a block of codes wait here until they
-    are asked for.
+    are asked for. Its errors are weighted by the power of the input, [K] float32, if there is one.
     """
 
     source: Checkpoint
     name: str
     scheme: Scheme
+    rule: ScaleRule
+    power: Tensor | None
     found: dict[int, Tensor] = field(default_factory=dict)  # scales by first row
 
     def packed(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Rows of `weight_packed`."""
         rows = self.source.read_rows(self.name, start, stop).to(device)
-        codes, self.found[start] = quantize(rows, self.scheme)
+        if self.power is None:
+            codes, scale = quantize(rows, self.scheme, self.rule)
+        else:
+            scale = weighted_scales(rows, self.scheme, self.rule, self.power.to(device))
+            codes = nearest_codes(rows, scale, self.scheme)
+        self.found[start] = scale
         return pack(codes, self.scheme.bits)
 
     def scales(self, start: int, stop: int, device: torch.device) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.recipes import Base
-from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.runtime.batch import check_sequences
 from lowbit.runtime.bench import (
     StepBytes,
@@ -21,10 +21,10 @@ from lowbit.runtime.bench import (
     read_bandwidth,
     step_bytes,
 )
+from lowbit.runtime.loader import open_model
 from lowbit.runtime.memory import check_batch
 from lowbit.runtime.model import Model
 from lowbit.runtime.plot import NamedLine, line_plot
-from lowbit.runtime.quantized import quantized
 
 Axis = Literal["context", "group_size", "batch"]
 
@@ -144,11 +144,16 @@ def check_group_sizes(folder: Path, base: Base, group_sizes: Sequence[int]) -> N
     """Refuse group sizes that a checkpoint cannot be quantized in, by its headers alone.
 
     Raises:
-        LowbitError: as `quantized`.
+        QuantizationError: a size does not divide a row, which would get smaller groups.
+        LowbitError: as `open_model`.
     """
-    source = open_checkpoint(folder)
     for size in group_sizes:
-        quantized(source, base, size)
+        for module, scheme in open_model(folder, base, size).schemes.items():
+            if scheme is not None and scheme.group_size != size:
+                raise QuantizationError(
+                    f"`{module}`: groups of {size} do not divide its rows",
+                    hint=f"leave {size} out of --group-sizes",
+                )
 
 
 def over_batches(

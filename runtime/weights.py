@@ -92,8 +92,7 @@ class Weights(Generic[W]):
         """
         scheme = self.schemes.get(modules[0])
         if scheme is None:
-            weight = self._stacked([f"{module}.weight" for module in modules], self.dtype)
-            return self.prepare(DenseLinear(weight), paired)
+            return self.prepare(DenseLinear(self.dense_rows(modules)), paired)
         if scheme.symmetric:
             codes = self._stacked([f"{module}.{PACKED}" for module in modules], torch.int32)
         else:
@@ -107,6 +106,10 @@ class Weights(Generic[W]):
             group_size=scheme.group_size or codes.shape[1] * WORD_BITS // bits,
         )
         return self.prepare(packed, paired)
+
+    def dense_rows(self, modules: Sequence[str]) -> Tensor:
+        """Rows of several dense modules in one buffer, in the given order."""
+        return self._stacked([f"{module}.weight" for module in modules], self.dtype)
 
     def _widened(self, modules: Sequence[str], scheme: Scheme) -> Tensor:
         """Codes q - z of asymmetric modules in one buffer of 8-bit codes, some rows at a time."""

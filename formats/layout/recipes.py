@@ -5,7 +5,7 @@ from typing import Literal
 
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 
 Base = Literal["int4", "int8", "mixed"]
 
@@ -26,8 +26,10 @@ def base_schemes(
 ) -> dict[str, Scheme | None]:
     """The scheme of every linear module by a base recipe, None for those not quantized.
 
+    Where the group size does not divide K, a smaller one does (`fitting_group_size`).
+
     Raises:
-        QuantizationError: no such recipe, or the group size does not divide K.
+        QuantizationError: no such recipe, or no group size divides K.
     """
     if base not in BITS_BY_ROLE:
         raise QuantizationError(
@@ -38,11 +40,12 @@ def base_schemes(
         if not spec.quantizable:
             continue
         bits = BITS_BY_ROLE[base][spec.role]
-        scheme = None if bits == AS_STORED else Scheme(bits, group_size)
-        if scheme is not None and spec.shape[1] % group_size:
+        K = spec.shape[1]
+        fitting = fitting_group_size(K, group_size) or K
+        if bits != AS_STORED and K % fitting:
             raise QuantizationError(
-                f"`{spec.module}`: groups of {group_size} do not divide K = {spec.shape[1]}",
-                hint="convert with another --group-size and run the result",
+                f"`{spec.module}`: groups of {group_size} or less do not divide K = {K}",
+                hint="convert with --group-size row and run the result",
             )
-        schemes[spec.module] = scheme
+        schemes[spec.module] = None if bits == AS_STORED else Scheme(bits, fitting)
     return schemes

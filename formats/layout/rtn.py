@@ -93,6 +93,13 @@ def weighted_scales(
     return scale.view(N, K // G)
 
 
+def nearest_codes(w: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Codes [N, K] int8 that are nearest to w [N, K] at scales [N, K/G]."""
+    groups = w.to(torch.float32).view(len(w), scale.shape[1], -1)
+    codes = groups.div(scale.to(torch.float32)[:, :, None]).round_()
+    return codes.clamp_(scheme.code_min, scheme.code_max).to(torch.int8).view(w.shape)
+
+
 def _blocks(w: Tensor, G: int, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
     """Groups of [N, K] weights in FP32, [groups, G], as many at a time as stay in cache.
 

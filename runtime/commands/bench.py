@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
-from lowbit.runtime.options import load_model, load_options, model_argument, quantize_option
+from lowbit.runtime.options import load_model, load_options, model_argument, quantize_options
 
 if TYPE_CHECKING:
     from lowbit.runtime.model import Model
@@ -128,7 +128,7 @@ sweep_options = with_options(
 )
 @model_argument
 @load_options
-@quantize_option
+@quantize_options
 @measure_options
 @sweep_options
 @json_option
@@ -159,6 +159,8 @@ def _check_usage(
         raise click.UsageError(f"--profile looks at one run, {named[0]} makes several.")
     if profile and options["new_tokens"] < 3:
         raise click.UsageError("--profile takes at least 3 --new-tokens.")
+    if "group_sizes" in asked and options["group_size"] is not None:
+        raise click.UsageError("--group-sizes are the group sizes: no --group-size.")
     if "batches" in asked and options["sampled"]:
         raise click.UsageError("--batches decodes greedily, it takes no --sampled.")
     source = click.get_current_context().get_parameter_source("prompt_tokens")
@@ -226,7 +228,7 @@ def _group_sizes(name: str, options: Mapping[str, Any]) -> "Sweep":
     folder = locate(name).folder
     check_group_sizes(folder, options["quantize"], sizes)
     return over_group_sizes(
-        lambda size: _load(str(folder), options, size),
+        lambda size: _load(str(folder), {**options, "group_size": str(size)}),
         sizes,
         options["prompt_tokens"],
         options["new_tokens"],
@@ -244,12 +246,13 @@ def _batches(name: str, options: Mapping[str, Any]) -> "Sweep":
     return over_batches(model, batches, prompt, new, options["runs"])
 
 
-def _load(name: str, options: Mapping[str, Any], group_size: int = GROUP_SIZE) -> "Model":
+def _load(name: str, options: Mapping[str, Any]) -> "Model":
     return load_model(
         name,
         options["device"],
         options["context"],
         options["threads"],
         options["quantize"],
-        group_size,
+        options["group_size"],
+        options["method"],
     )

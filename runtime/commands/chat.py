@@ -19,7 +19,7 @@ from lowbit.runtime.options import (
     load_model,
     load_options,
     model_argument,
-    quantize_option,
+    quantize_options,
     sampling_options,
     talk_options,
 )
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat
+    from lowbit.runtime.quantized import Method
     from lowbit.runtime.stream import Generation
 
 Ask = Callable[["Chat"], "Slash | str | None"]
@@ -37,7 +38,7 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 @click.command(short_help="Talk to the model in the terminal.")
 @model_argument
 @load_options
-@quantize_option
+@quantize_options
 @sampling_options
 @talk_options
 @click.option(
@@ -55,6 +56,8 @@ def chat(
     device: str | None,
     threads: int | None,
     quantize: "Base | None",
+    group_size: str | None,
+    method: "Method | None",
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -71,7 +74,7 @@ def chat(
     from lowbit.runtime.conversation.state import Chat, check_model
     from lowbit.runtime.conversation.turns import Conversation
 
-    model = load_model(name, device, context, threads, quantize)
+    model = load_model(name, device, context, threads, quantize, group_size, method)
     talk = Chat(
         model=model,
         name=name,

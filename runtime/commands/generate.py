@@ -18,13 +18,14 @@ from lowbit.runtime.options import (
     load_model,
     load_options,
     model_argument,
-    quantize_option,
+    quantize_options,
     sampling_options,
     talk_options,
 )
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.quantized import Method
 
 
 @click.command(
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 @model_argument
 @click.argument("prompt", required=False)
 @load_options
-@quantize_option
+@quantize_options
 @sampling_options
 @talk_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
@@ -53,6 +54,8 @@ def generate(
     device: str | None,
     threads: int | None,
     quantize: "Base | None",
+    group_size: str | None,
+    method: "Method | None",
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -68,7 +71,7 @@ def generate(
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     text = _prompt(prompt)
-    model = load_model(name, device, context, threads, quantize)
+    model = load_model(name, device, context, threads, quantize, group_size, method)
     stream = model.stream(
         text if raw else Conversation(system).prompt(text),
         sampling=sampling_of(model, sampling),

@@ -22,6 +22,7 @@ from lowbit.runtime.model import Model
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")
+VOCABULARY = 4096  # of the bundled model
 SVG = "{http://www.w3.org/2000/svg}"
 Run = Callable[..., Result]
 
@@ -96,8 +97,8 @@ def test_group_sizes(run: Run, tmp_path: Path) -> None:
     assert (found["over"], found["quantized_at_load"]) == ("group_size", "int4")
     assert [each["at"] for each in found["points"]] == [32, 64, 128]
     sizes = [each["step_bytes"] for each in found["points"]]
-    # A scale and a zero of two bytes for each group; the INT8 head runs dense on a CPU.
-    codes = 6 * (256 * 256 * 2 + 256 * 256 + 3 * 768 * 256)
+    # A scale and a zero of two bytes for each group; twice for the INT8 head, whose codes are halved.
+    codes = 6 * (256 * 256 * 2 + 256 * 256 + 3 * 768 * 256) + 2 * VOCABULARY * 256
     assert sizes[0] - sizes[1] == codes // 64 * 4
     assert sizes[1] - sizes[2] == codes // 128 * 4
     assert len(dots(plot)) == 3
@@ -115,7 +116,7 @@ def test_group_sizes_are_checked_before_anything_is_loaded(
     monkeypatch.setattr("lowbit.runtime.model.load", lambda *a, **k: loaded.append(a))
     result = run("--group-sizes", "32,512", *SHORT)
     assert result.exit_code == 1
-    assert "groups of 512 do not divide K = 256" in result.stderr
+    assert "groups of 512 do not divide its rows" in result.stderr
     assert not loaded
 
 

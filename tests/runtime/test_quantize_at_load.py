@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import CheckpointError, FormatError, QuantizationError
 from lowbit.formats.layout.recipes import Base
+from lowbit.formats.layout.scheme import fitting_group_size
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime import load, weights
 from lowbit.runtime.cli import main
@@ -163,8 +164,8 @@ def test_refusals(make_model: Callable[..., "PackedModel"], tmp_path: Path) -> N
         open_model(packed.folder, "int4")
     assert str(e.value.hint).startswith("leave out --quantize")
     narrow = make_model(lambda role: None)
-    with pytest.raises(QuantizationError, match=r"q_proj`: groups of 128 do not divide K = 64"):
-        open_model(narrow.folder, "int4")
+    with pytest.raises(QuantizationError, match="`weighted` changes nothing in the recipe `int8`"):
+        open_model(narrow.folder, "int8", method="weighted")
     narrow.rewrite(lambda tensors: tensors.__delitem__("model.norm.weight"))
     with pytest.raises(FormatError, match=r"`model\.norm\.weight` is missing"):
         open_model(narrow.folder, "int4")
@@ -172,6 +173,42 @@ def test_refusals(make_model: Callable[..., "PackedModel"], tmp_path: Path) -> N
         open_model(tmp_path / "nowhere", "int4")
     with pytest.raises(QuantizationError, match="recipe `int3` is not known"):
         open_model(TINY, "int3")  # type: ignore[arg-type]
+
+
+def test_groups_are_lowered_to_what_divides_a_row(make_model: Callable[..., "PackedModel"]) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "head_dim": 32}
+    odd = make_model(lambda role: None, **sizes)
+    opened = open_model(odd.folder, "int4", 128)
+    lowered = {scheme.group_size for name, scheme in opened.schemes.items() if scheme is not None}
+    assert lowered == {32, 128}
+    for spec in opened.specs:
+        scheme = opened.schemes.get(spec.module)
+        if scheme is not None:
+            assert scheme.group_size == fitting_group_size(spec.shape[1], 128)
+    load_decoder(opened, "cpu", torch.bfloat16, 64)
+    narrow = make_model(lambda role: None, hidden_size=48, num_attention_heads=2)
+    with pytest.raises(QuantizationError, match=r"groups of 128 or less do not divide K = 48"):
+        open_model(narrow.folder, "int4")
+
+
+def test_absmax_is_the_converters(tmp_path: Path, plain: "PackedModel") -> None:
+    folder = convert(plain.folder, tmp_path / "packed", Recipe(rule="absmax")).folder
+    ours = open_model(plain.folder, "int4", method="absmax").checkpoint
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(ours.read(name), tensor), name
+
+
+def test_command_lowers_groups_in_one_line(make_model: Callable[..., "PackedModel"]) -> None:
+    folder = make_model(lambda role: None, hidden_size=96, intermediate_size=256).folder
+    short = ("--max-new-tokens", "1", "--device", "cpu", "--raw")
+    done = CliRunner().invoke(main, ["generate", str(folder), "Hi", "--quantize", "int4", *short])
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.stderr.splitlines() if "group size" in line]
+    assert lines == ["group size: 128 does not divide the rows of some linears; lowered 11 to 32"]
+    for option in (("--group-size", "64"), ("--method", "rtn")):
+        refused = CliRunner().invoke(main, ["generate", str(folder), "Hi", *option])
+        assert refused.exit_code == 2
+        assert f"{option[0]} needs --quantize" in refused.stderr
 
 
 def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> None:
