@@ -8,11 +8,13 @@ holds one of them at a time.
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.rtn import SEARCHED_BITS
 from lowbit.runtime import cpu
 from lowbit.runtime.cpu_linear import WatchedLinear
 from lowbit.runtime.linear import Linear
@@ -20,8 +22,24 @@ from lowbit.runtime.loader import OpenedModel, build_decoder
 from lowbit.runtime.tokenizer import Tokenizer
 from lowbit.runtime.weights import Weights
 
+Method = Literal["rtn", "absmax", "weighted"]  # by which `load` chooses scales
+
 TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
 MOST_TOKENS = 2048
+
+
+def check_searched(opened: OpenedModel) -> None:
+    """Refuse a recipe whose scales the power of the inputs does not change.
+
+    Raises:
+        QuantizationError: no linear has few enough bits.
+    """
+    if not any(scheme and scheme.bits in SEARCHED_BITS for scheme in opened.schemes.values()):
+        raise QuantizationError(
+            f"method `weighted` changes nothing: scales of {SEARCHED_BITS.stop} bits are not "
+            "searched",
+            hint="leave out --method",
+        )
 
 
 def calibration_ids(tokenizer: Tokenizer, opened: OpenedModel) -> list[int]:

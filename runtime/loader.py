@@ -14,6 +14,7 @@ from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 from lowbit.formats.packed import check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
@@ -25,7 +26,7 @@ from lowbit.runtime.models.dense import build as build_dense
 from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
 from lowbit.runtime.ops import Ops
-from lowbit.runtime.quantized import Method, quantized
+from lowbit.runtime.quantized import quantized
 from lowbit.runtime.weights import Weights, served
 
 W = TypeVar("W")
@@ -83,7 +84,7 @@ def open_model(
     folder: Path,
     quantize: Base | None = None,
     group_size: int = GROUP_SIZE,
-    method: Method = "rtn",
+    rule: ScaleRule = "signed",
     power: Mapping[str, Tensor] | None = None,
 ) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
@@ -92,8 +93,8 @@ def open_model(
         folder: of the checkpoint.
         quantize: recipe by which a plain checkpoint is quantized as it is read.
         group_size: weights that share a scale, with `quantize`.
-        method: how scales are chosen, with `quantize`.
-        power: of the inputs, for the method `weighted`; see `quantized`.
+        rule: how scales are chosen, with `quantize`.
+        power: of the inputs, which weights the search of scales; see `quantized`.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -106,7 +107,7 @@ def open_model(
     if quantize is None:
         packed = open_packed(folder, SERVED_BITS)
     else:
-        source = quantized(open_checkpoint(folder), quantize, group_size, method, power)
+        source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
     return OpenedModel(

@@ -11,14 +11,14 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.chat import Message, render_prompt
 from lowbit.runtime.engine import Engine
-from lowbit.runtime.input_power import calibration_ids, input_power
+from lowbit.runtime.input_power import Method, calibration_ids, check_searched, input_power
 from lowbit.runtime.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.memory import choose_context
-from lowbit.runtime.quantized import Method
 from lowbit.runtime.reasoning import begin_of
 from lowbit.runtime.sampling import SamplingParams, new_sampler, sampling_defaults
 from lowbit.runtime.stream import Generation, Request, Stream
@@ -219,7 +219,11 @@ def load(
     """
     started = time.perf_counter()
     folder = Path(folder)
-    opened = open_model(folder, quantize, group_size, method)
+    rule: ScaleRule = "absmax" if method == "absmax" else "signed"
+    opened = open_model(folder, quantize, group_size, rule)
+    weighted = quantize is not None and method == "weighted"
+    if weighted:
+        check_searched(opened)
     generation = load_generation_config(folder, opened.config.vocab_size)
     config_stops = generation.eos_token_ids or opened.config.eos_token_ids
     tokenizer = load_tokenizer(folder)
@@ -232,10 +236,9 @@ def load(
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
     context = choose_context(opened, device, dtype, context)
-    if quantize is not None and method == "weighted":
-        original = open_model(folder)
-        power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
-        opened = open_model(folder, quantize, group_size, method, power)
+    if weighted:
+        power = _measured_power(folder, tokenizer, device, dtype)
+        opened = open_model(folder, quantize, group_size, rule, power)
     decoder = load_decoder(opened, device, dtype, context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     engine = Engine(
@@ -259,6 +262,14 @@ def load(
         load_s=time.perf_counter() - started,
         quantized_at_load=quantize,
     )
+
+
+def _measured_power(
+    folder: Path, tokenizer: Tokenizer, device: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Power of every linear's input channels on the bundled text; see `input_power`."""
+    original = open_model(folder)
+    return input_power(original, calibration_ids(tokenizer, original), device, dtype)
 
 
 def choose_device(device: str | None) -> str:

@@ -22,8 +22,8 @@ from lowbit.formats.shell.output import note
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.input_power import Method
     from lowbit.runtime.model import Model
-    from lowbit.runtime.quantized import Method
 
 Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around

@@ -8,7 +8,6 @@ packed there; nothing is written, and no more than a block of the original is in
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,16 +21,14 @@ from lowbit.formats.layout.rtn import (
     SCALE_DTYPE,
     SEARCHED_BITS,
     ScaleRule,
-    quantize,
     nearest_codes,
+    quantize,
     weighted_scales,
 )
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import check_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint, DerivedRows, TensorInfo
 
-Method = Literal["rtn", "absmax", "weighted"]
-RULES: dict[Method, ScaleRule] = {"rtn": "signed", "absmax": "absmax", "weighted": "signed"}
 DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 
 
@@ -39,7 +36,7 @@ def quantized(
     source: Checkpoint,
     base: Base,
     group_size: int = GROUP_SIZE,
-    method: Method = "rtn",
+    rule: ScaleRule = "signed",
     power: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """The checkpoint as lowbit-convert packs it by a base recipe.
@@ -48,30 +45,16 @@ def quantized(
         source: BF16, F16 or F32.
         base: decides the bits of every linear.
         group_size: weights that share a scale; where it does not divide a row, a smaller one.
-        method: how scales are chosen.
-        power: mean square of each input channel [K] by module, for the method `weighted`. Without
-            it the headers are right, but the weights cannot be read.
+        rule: how scales are chosen.
+        power: mean square of each input channel [K] by module; weights the search of scales.
 
     Raises:
-        QuantizationError: it is quantized already, or no group size divides a row, or the method
-            is `weighted` and the recipe searches no scale.
+        QuantizationError: it is quantized already, or no group size divides a row.
         LowbitError: as `check_packed`, for what is wrong with the source.
     """
-    stored = method_of(source.config)
-    if stored is not None:
-        raise QuantizationError(
-            f"`{source.folder}` is already quantized (`{stored}`)",
-            hint="leave out --quantize to run it as it is, or give the BF16 checkpoint",
-        )
-    check_packed(source, None)
+    _check_plain(source)
     table = tensor_table(source.config, source.tensors)
     schemes = base_schemes(base, table, group_size)
-    if method == "weighted" and not any(s and s.bits in SEARCHED_BITS for s in schemes.values()):
-        raise QuantizationError(
-            f"method `weighted` changes nothing in the recipe `{base}`: scales of "
-            f"{SEARCHED_BITS.stop} bits are not searched",
-            hint="leave out --method",
-        )
     tied = is_tied(source.config)
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     tensors = dict(source.tensors)
@@ -81,9 +64,11 @@ def quantized(
         if scheme is None:
             continue
         read_from = embedding if tied and spec.role == "head" else spec.name
-        weighted = method == "weighted" and scheme.bits in SEARCHED_BITS
-        weights = power[spec.module] if weighted and power is not None else None
-        linear = _Linear(source, read_from, scheme, RULES[method], weights)
+        if power is None or scheme.bits not in SEARCHED_BITS:
+            importance = None
+        else:
+            importance = power[spec.module]
+        linear = _Linear(source, read_from, scheme, rule, importance)
         tensors.pop(spec.name, None)  # a tied head has none, or a stale copy
         N, K = spec.shape
         for suffix, shape in packed_shapes(N, K, scheme, spec.module).items():
@@ -96,6 +81,17 @@ def quantized(
     patterns = never_quantized(source.config, source.tensors)
     config[KEY] = write_quantization_config(schemes, patterns)
     return replace(source, config=config, tensors=tensors, derived=derived)
+
+
+def _check_plain(source: Checkpoint) -> None:
+    """Refuse a checkpoint that is quantized already, or damaged."""
+    stored = method_of(source.config)
+    if stored is not None:
+        raise QuantizationError(
+            f"`{source.folder}` is already quantized (`{stored}`)",
+            hint="leave out --quantize to run it as it is, or give the BF16 checkpoint",
+        )
+    check_packed(source, None)
 
 
 @dataclass(frozen=True, slots=True)

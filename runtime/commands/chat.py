@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat
-    from lowbit.runtime.quantized import Method
+    from lowbit.runtime.input_power import Method
     from lowbit.runtime.stream import Generation
 
 Ask = Callable[["Chat"], "Slash | str | None"]

@@ -25,7 +25,7 @@ from lowbit.runtime.options import (
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
-    from lowbit.runtime.quantized import Method
+    from lowbit.runtime.input_power import Method
 
 
 @click.command(

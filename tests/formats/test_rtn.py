@@ -12,7 +12,14 @@ from torch import Tensor
 
 from lowbit.formats.layout import rtn
 from lowbit.formats.layout.packing import dequantize
-from lowbit.formats.layout.rtn import RATIOS, TINY, ScaleRule, pairwise_sum, quantize
+from lowbit.formats.layout.rtn import (
+    RATIOS,
+    TINY,
+    ScaleRule,
+    nearest_codes,
+    pairwise_sum,
+    quantize,
+)
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
 RULES: tuple[ScaleRule, ...] = ("signed", "positive", "absmax")
@@ -331,6 +338,14 @@ def test_pairwise_sum_order_is_fixed() -> None:
     for n in (1, 6, 7, 31, 128, 129):
         x = gaussian(3, n, seed=n) * 1e3
         assert pairwise_sum(x.clone()).flatten().tolist() == [add(row) for row in x.tolist()]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("group_size", [32, None], ids=["g32", "row"])
+def test_nearest_codes_are_those_of_the_same_scales(rule: ScaleRule, group_size: int | None) -> None:
+    w, scheme = gaussian(9, 96), Scheme(4, group_size)
+    codes, scale = quantize(w, scheme, rule)
+    assert torch.equal(nearest_codes(w, scale, scheme), codes)
 
 
 @pytest.mark.gpu

@@ -97,7 +97,7 @@ def test_group_sizes(run: Run, tmp_path: Path) -> None:
     assert (found["over"], found["quantized_at_load"]) == ("group_size", "int4")
     assert [each["at"] for each in found["points"]] == [32, 64, 128]
     sizes = [each["step_bytes"] for each in found["points"]]
-    # A scale and a zero of two bytes for each group; twice for the INT8 head, whose codes are halved.
+    # A scale and a zero of two bytes for each group; twice for the INT8 head: two planes of codes.
     codes = 6 * (256 * 256 * 2 + 256 * 256 + 3 * 768 * 256) + 2 * VOCABULARY * 256
     assert sizes[0] - sizes[1] == codes // 64 * 4
     assert sizes[1] - sizes[2] == codes // 128 * 4

@@ -1,4 +1,4 @@
-"""Weights quantized at load with scales that the inputs weight; oracle: transformers, FP64 errors."""
+"""Scales weighted by the power of the inputs, at load; oracles: transformers and FP64 errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -77,9 +77,8 @@ def uneven(make_model: Make) -> "PackedModel":
 
 def output_errors(folder: Path, power: dict[str, Tensor] | None) -> dict[str, float]:
     """Sum over a linear's weights of power times squared error, in FP64."""
-    method = "rtn" if power is None else "weighted"
     seen = power or input_power(open_model(folder), IDS, "cpu", torch.float32)
-    quantized = open_model(folder, "int4", 32, method, power)
+    quantized = open_model(folder, "int4", 32, power=power)
     exact = open_model(folder)
     errors = {}
     for module, scheme in quantized.schemes.items():

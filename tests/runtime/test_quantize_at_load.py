@@ -164,8 +164,8 @@ def test_refusals(make_model: Callable[..., "PackedModel"], tmp_path: Path) -> N
         open_model(packed.folder, "int4")
     assert str(e.value.hint).startswith("leave out --quantize")
     narrow = make_model(lambda role: None)
-    with pytest.raises(QuantizationError, match="`weighted` changes nothing in the recipe `int8`"):
-        open_model(narrow.folder, "int8", method="weighted")
+    with pytest.raises(QuantizationError, match="method `weighted` changes nothing"):
+        load(narrow.folder, device="cpu", quantize="int8", method="weighted")
     narrow.rewrite(lambda tensors: tensors.__delitem__("model.norm.weight"))
     with pytest.raises(FormatError, match=r"`model\.norm\.weight` is missing"):
         open_model(narrow.folder, "int4")
@@ -193,7 +193,7 @@ def test_groups_are_lowered_to_what_divides_a_row(make_model: Callable[..., "Pac
 
 def test_absmax_is_the_converters(tmp_path: Path, plain: "PackedModel") -> None:
     folder = convert(plain.folder, tmp_path / "packed", Recipe(rule="absmax")).folder
-    ours = open_model(plain.folder, "int4", method="absmax").checkpoint
+    ours = open_model(plain.folder, "int4", rule="absmax").checkpoint
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(ours.read(name), tensor), name
 
