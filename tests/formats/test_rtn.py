@@ -342,7 +342,9 @@ def test_pairwise_sum_order_is_fixed() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("group_size", [32, None], ids=["g32", "row"])
-def test_nearest_codes_are_those_of_the_same_scales(rule: ScaleRule, group_size: int | None) -> None:
+def test_nearest_codes_are_those_of_the_same_scales(
+    rule: ScaleRule, group_size: int | None
+) -> None:
     w, scheme = gaussian(9, 96), Scheme(4, group_size)
     codes, scale = quantize(w, scheme, rule)
     assert torch.equal(nearest_codes(w, scale, scheme), codes)
