@@ -1,5 +1,6 @@
 """Remarks about a report: its figures in sentences, and warnings."""
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -36,7 +37,8 @@ def noise_in_words(logits: LogitQuality) -> str:
         f"BF16 arithmetic alone moves the original by {words.kl(noise.kl_mean)} and changes "
         f"{words.percent(1 - noise.top1_agreement)} of its top tokens"
     )
-    if noise.kl_mean <= 0 or logits.kl_mean < 2 * noise.kl_mean:
+    comparable = noise.kl_mean > 0 and math.isfinite(logits.kl_mean)
+    if not comparable or logits.kl_mean < 2 * noise.kl_mean:
         return f"{text}."
     return f"{text}; packing moves it {logits.kl_mean / noise.kl_mean:,.0f} times as far."
 
