@@ -53,8 +53,8 @@ def plan(
     """Show the fate of every tensor of SRC, sizes, and time and memory of each method.
 
     Reads headers only, of a Hub id by range requests. A target needs the weights, whose
-    sensitivities are measured unless they are known. Times come from a short measurement of this
-    machine.
+    sensitivities are computed unless the cache has them. Times come from a short measurement of
+    this machine.
     """
     from lowbit.convert.calibrate.request import CalibrationRequest
     from lowbit.convert.cli.progress import progress_bars

@@ -1,4 +1,4 @@
-"""The recipe that a target asks for, from what a command was given."""
+"""From the options of a target to a recipe that meets it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,24 @@ from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.lookup import (
     Progress,
     Settings,
-    find_or_measure,
+    find_or_estimate,
     open_original,
     read_checked,
     rows_of,
 )
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
-from lowbit.convert.plan.sensitivity import variants_of
-from lowbit.convert.plan.sets import fused_sets
+from lowbit.convert.plan.sets import choices_of, fused_sets
 from lowbit.formats.hub.locate import locate
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRequest:
-    """Request of a budget.
+    """Budget and the sensitivities to meet it by.
 
     Attributes:
         target: the budget.
-        sensitivities: a file of them; None for those of the cache, measured where it has none.
+        sensitivities: file of sensitivities; None for the cache, computed where it has none.
     """
 
     target: Target
@@ -44,20 +43,23 @@ def meet_target(
     progress: Progress,
     note: Callable[[str], None] | None,
 ) -> Recipe:
-    """The recipe with the schemes chosen that fit a target, and what was chosen on stderr.
+    """Choose schemes that meet a target, and say on stderr which.
 
     Args:
         source: folder or Hub id, whose weights are fetched.
-        revision: of a Hub id.
-        recipe: what decides everything else.
+        revision: branch, tag or commit of a Hub id.
+        recipe: recipe for everything else.
         request: the target.
-        settings: how to measure.
+        settings: text, windows, group sizes and device of the sensitivities.
         max_shard_bytes: limit of an output file.
         progress: called with (phase, done, in all).
-        note: told what happens; None for silence.
+        note: called with lines for stderr; None for silence.
+
+    Returns:
+        The recipe with the schemes as overrides.
 
     Raises:
-        LowbitError: a target that cannot be met, and whatever stops a measurement or conversion.
+        LowbitError: a target that cannot be met, and whatever stops `find_or_estimate`.
     """
     folder = locate(source, revision).folder
     checkpoint = open_original(folder).checkpoint
@@ -67,9 +69,9 @@ def meet_target(
         return allocate(config, tensors, recipe, rows, request.target, max_shard_bytes)
 
     if request.sensitivities is None:
-        variants = variants_of(fused_sets(checkpoint.config, checkpoint.tensors), settings.groups)
-        allocated(rows_of(variants, [1.0] * len(variants)))  # a target out of reach is known now
-        found = find_or_measure(folder, settings, progress, note)
+        choices = choices_of(fused_sets(checkpoint.config, checkpoint.tensors), settings.groups)
+        allocated(rows_of(choices, [1.0] * len(choices)))  # a target out of reach is known now
+        found = find_or_estimate(folder, settings, progress, note)
         if found.failure is not None and note is not None:
             note(f"the sensitivities are not kept for another time: {found.failure}")
     else:

@@ -1,4 +1,4 @@
-"""A cache of sensitivities, so that nobody measures them twice."""
+"""Cache of sensitivities in files below the user's cache folder."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ ROOM_BYTES = 2_000_000  # the figures of the largest models, and their plot, tak
 
 
 def cache_file(identity: dict[str, Any]) -> Path:
-    """Place of the measurement with this identity, below XDG_CACHE_HOME or ~/.cache.
+    """Path of the figures with this identity, below XDG_CACHE_HOME or ~/.cache.
 
     Args:
         identity: all that the figures depend on, as JSON values.
@@ -40,7 +40,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Make sure, before a measurement, that `write_file` can write its figures.
+    """Make sure, before the computation, that `write_file` can write its figures.
 
     Raises:
         ResourceError: as `write_file`.
@@ -51,10 +51,10 @@ def check_file(path: Path) -> None:
 
 
 def hash_weights(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> str:
-    """The hash over all tensors that lowbit.json names as `weights_sha256`.
+    """Hash over all tensors, `weights_sha256` of lowbit.json.
 
     Args:
-        checkpoint: what to read.
+        checkpoint: the checkpoint to read.
         progress: called with (bytes done, bytes in all).
     """
     total, done = sum(info.nbytes for info in checkpoint.tensors.values()), 0

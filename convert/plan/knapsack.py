@@ -1,10 +1,10 @@
-"""The best choice of one option a set under a limit: the multiple-choice knapsack, exactly.
+"""Exact solution of the multiple-choice knapsack: one option a set, least loss under a size limit.
 
-Dynamic programming over the sets, whose states are pairs of size and loss that no other pair beats
-in both. A state also goes when its Lagrangian bound, loss + lambda (size - limit) plus the least
-reduced loss of the sets to come, exceeds a solution in hand: with lambda from the relaxed problem
-few survive (the bounds of D. Pisinger, A minimal algorithm for the multiple-choice knapsack
-problem, 1995). Losses are rounded to integers first, so that sums are exact.
+Dynamic programming over the sets. A state is a pair of size and loss that no other pair beats in
+both. A state is dropped when its Lagrangian bound, loss + lambda (size - limit) plus the least
+reduced loss of the remaining sets, exceeds a known solution; with lambda from the relaxed problem
+few states survive (D. Pisinger, A minimal algorithm for the multiple-choice knapsack problem,
+1995). Losses are rounded to integers first, so that sums are exact.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-UNITS = 1e12  # steps of a loss: far finer than any measurement
-NARROW = 512  # states a set in the first run, which only finds a good solution
+UNITS = 1e12  # steps of a loss of 1; sensitivities are far coarser
+NARROW = 512  # states a set in the first search, which only finds a good solution
 
 Ints = NDArray[np.int64]
 
@@ -25,8 +25,8 @@ class Option:
     """One choice for a set.
 
     Attributes:
-        size: in any integer unit.
-        loss: at least 0, finite.
+        size: size in any integer unit.
+        loss: loss, at least 0 and finite.
     """
 
     size: int
@@ -35,13 +35,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """The options of a set that no other option beats in both size and loss, by size.
+    """Options of a set that no other option beats in both size and loss, by rising size.
 
     Attributes:
-        indices: of the options as they were given.
-        least: the smallest size.
-        sizes: beyond the smallest, rising from 0.
-        losses: in UNITS, falling.
+        indices: positions of these options in the set as given.
+        least: smallest size.
+        sizes: sizes less the smallest, rising from 0.
+        losses: losses in UNITS, falling.
     """
 
     indices: Ints
@@ -51,14 +51,14 @@ class _Set:
 
 
 def choose(sets: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
-    """The number of the option to take of each set: least sum of losses with sizes <= limit.
+    """Choose one option of each set: least sum of losses with a sum of sizes <= limit.
 
     Args:
         sets: at least one option each.
-        limit: of the sum of sizes.
+        limit: largest sum of sizes.
 
     Returns:
-        One index a set; None where even the smallest options do not fit.
+        Index of the option for each set; None where even the smallest options do not fit.
     """
     pruned = [_undominated(options) for options in sets]
     room = limit - sum(one.least for one in pruned)
@@ -92,7 +92,7 @@ def _units(option: Option) -> int:
 
 
 def _lead(reduced: NDArray[np.float64]) -> float:
-    """By how much the best option of a set beats its second."""
+    """Reduced loss of a set's second-best option less that of its best."""
     if len(reduced) == 1:
         return float("inf")
     first, second = np.partition(reduced, 1)[:2]
@@ -102,7 +102,7 @@ def _lead(reduced: NDArray[np.float64]) -> float:
 def _relax(sets: Sequence[_Set], room: int) -> tuple[float, list[int]]:
     """Price of a unit of size in the relaxed problem, and a solution that fits.
 
-    Steps along the lower convex hulls, steepest first, until one does not fit.
+    Takes steps along the lower convex hulls, steepest first, until one does not fit.
     """
     picks = [0] * len(sets)
     steps = []
@@ -122,7 +122,7 @@ def _relax(sets: Sequence[_Set], room: int) -> tuple[float, list[int]]:
 
 
 def _hull(one: _Set) -> list[int]:
-    """Options on the lower convex hull."""
+    """Positions of the options on the lower convex hull."""
     hull: list[int] = []
     for b in range(len(one.sizes)):
         while len(hull) > 1 and _above(one, hull[-2], hull[-1], b):
@@ -145,15 +145,15 @@ def _search(
     start: list[int],
     width: int | None,
 ) -> list[int]:
-    """The best solution better than `start`, or `start`.
+    """Best solution, or `start` where none is better.
 
     Args:
-        sets: all of them.
-        order: in which they are added.
-        price: of a unit of size; any gives a valid bound.
+        sets: all sets.
+        order: order in which sets are added.
+        price: price of a unit of size; any price gives a valid bound.
         room: limit of the sum of sizes beyond the smallest.
         start: a solution that fits.
-        width: states kept a set, by their bound; all of them when None, which is exact.
+        width: number of states kept a set, those of the least bound; None keeps all: exact.
     """
     goal = sum(int(one.losses[pick]) for one, pick in zip(sets, start, strict=True))
     least = [float((sets[n].losses + price * sets[n].sizes).min()) for n in order]

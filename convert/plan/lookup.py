@@ -1,4 +1,4 @@
-"""Sensitivities of a checkpoint: from a file, from the cache, or measured and kept there."""
+"""Sensitivities of a checkpoint from a file or the cache, else computed and kept there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from lowbit.convert.original.model import load_side
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
-from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
-from lowbit.convert.plan.sensitivity import RULE, Variant, measure, variants_of
-from lowbit.convert.plan.sets import GROUPS, fused_sets
+from lowbit.convert.plan.rounding import RULE
+from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
+from lowbit.convert.plan.sensitivity import DRAWS, estimate
+from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
@@ -24,28 +25,25 @@ from lowbit.formats.safetensors.hashing import hash_file
 
 WINDOW = 512
 WINDOWS = 8
-MEMORY = 4_000_000_000
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a measurement of sensitivities.
+    """Settings of sensitivities.
 
     Attributes:
-        calib: text to measure on; the bundled calibration text when None.
-        windows: of the text, evenly spread over it.
-        groups: group sizes to measure.
+        calib: text to compute them on; the bundled calibration text when None.
+        windows: windows of the text, evenly spread over it.
+        groups: group sizes to choose from.
         device: `cpu` or `cuda`.
-        memory: bytes for hidden states.
     """
 
     calib: Path | None = None
     windows: int = WINDOWS
     groups: tuple[int, ...] = GROUPS
     device: str = "cpu"
-    memory: int = MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,10 @@ class Found:
     """Sensitivities and where they are.
 
     Attributes:
-        sensitivities: of the checkpoint.
-        file: that holds them.
-        is_new: True where they have just been measured.
-        failure: why they could not be kept in the file; to be told once they are shown.
+        sensitivities: figures of the checkpoint.
+        file: file that holds them.
+        is_new: True where they have just been computed.
+        failure: reason why they could not be kept in the file; to be told once they are shown.
     """
 
     sensitivities: Sensitivities
@@ -65,22 +63,22 @@ class Found:
     failure: ResourceError | None = None
 
 
-def find_or_measure(
+def find_or_estimate(
     folder: Path,
     settings: Settings,
     progress: Progress,
     note: Callable[[str], None] | None = None,
 ) -> Found:
-    """Look up, or measure, the cost of each precision of each fused set of an original.
+    """Look up, or compute, the cost of each precision of each fused set of an original.
 
-    The cache knows them by all that they depend on: weights, configuration, text, group sizes and
-    versions. The device is not part of that: devices differ by rounding alone.
+    The cache knows them by all that they depend on: weights, configuration, text, group sizes,
+    method and versions. The device is not part of that: devices differ by rounding alone.
 
     Args:
-        folder: of the original.
-        settings: how to measure.
+        folder: folder of the original.
+        settings: text, windows, group sizes and device.
         progress: called with ("source" or "sensitivity", done, in all).
-        note: told before a measurement that it begins.
+        note: told before the computation that it begins.
 
     Raises:
         LowbitError: for anything that a file, an option or the machine causes.
@@ -88,10 +86,10 @@ def find_or_measure(
     device = open_device(settings.device)
     weights = open_original(folder)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
-    variants = variants_of(sets, settings.groups)
+    choices = choices_of(sets, settings.groups)
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
     identity = _identity(weights, text, progress)
-    path = cache_file({**identity, "groups": sorted(settings.groups)})
+    path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
     if path.exists():
         return Found(read_sensitivities(path), path, is_new=False)
     try:
@@ -101,11 +99,10 @@ def find_or_measure(
         raise ResourceError(str(error), hint=hint) from error
     if note is not None:
         note(
-            f"measuring the sensitivity of {len(sets)} sets at {len(variants)} precisions on "
+            f"computing the sensitivity of {len(sets)} sets at {len(choices)} precisions on "
             f"{text.samples.numel():,} tokens of {text.name}"
         )
-    figures = _measure(weights, variants, text, device, settings.memory, progress)
-    rows = rows_of(variants, figures)
+    rows = rows_of(choices, _estimate(weights, choices, text, device, progress))
     found = Sensitivities(**identity, device=device.type, rows=rows)
     failure = attempt(lambda: write_file(path, found.to_bytes()))
     return Found(found, path, is_new=True, failure=failure)
@@ -126,9 +123,8 @@ def open_original(folder: Path) -> Weights:
     return weights
 
 
-def rows_of(variants: Sequence[Variant], figures: Sequence[float]) -> tuple[Row, ...]:
-    """Variants of one set each and their KL as rows of a record."""
-    pairs = [pair for variant in variants for pair in variant.schemes]
+def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, ...]:
+    """Rows of a record from choices and their KL."""
     return tuple(
         Row(
             name=fused.name,
@@ -139,12 +135,12 @@ def rows_of(variants: Sequence[Variant], figures: Sequence[float]) -> tuple[Row,
             size_bytes=fused.packed_bytes(scheme),
             kl=kl,
         )
-        for (fused, scheme), kl in zip(pairs, figures, strict=True)
+        for (fused, scheme), kl in zip(choices, figures, strict=True)
     )
 
 
 def read_checked(path: Path, folder: Path, progress: Progress) -> Found:
-    """Sensitivities from a file, made sure to be this checkpoint's.
+    """Sensitivities from a file, checked to be of this checkpoint.
 
     Raises:
         FormatError: the file is malformed, or of another checkpoint.
@@ -153,35 +149,31 @@ def read_checked(path: Path, folder: Path, progress: Progress) -> Found:
     digest = _hash(open_original(folder), progress)
     if found.weights_sha256 != digest:
         raise FormatError(
-            f"`{path}` was measured on weights {found.weights_sha256[:12]}, "
-            f"`{folder}` has {digest[:12]}",
-            hint="measure again with `lowbit-convert sensitivity`",
+            f"`{path}` is of weights {found.weights_sha256[:12]}, `{folder}` has {digest[:12]}",
+            hint="compute them again with `lowbit-convert sensitivity`",
         )
     return Found(found, path, is_new=False)
 
 
-def _measure(
+def _estimate(
     weights: Weights,
-    variants: list[Variant],
+    choices: Sequence[Choice],
     text: CalibrationText,
     device: torch.device,
-    memory: int,
     progress: Progress,
 ) -> list[float]:
-    with torch.inference_mode(), without_advice():
-        figures = measure(
+    with torch.no_grad(), without_advice():
+        return estimate(
             load_side(weights, text.samples.shape[1], device),
-            variants,
+            choices,
             text.samples,
             device,
-            memory,
             lambda done, total: progress("sensitivity", done, total),
         )
-    return figures.mean(1).tolist()
 
 
 def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> dict[str, Any]:
-    """All that the figures depend on, beside the choices measured."""
+    """All that the figures depend on besides the choices."""
     import transformers
 
     windows, window = text.samples.shape
@@ -195,6 +187,7 @@ def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> di
         "text_sha256": text.sha256,
         "window": window,
         "windows": windows,
+        "draws": DRAWS,
         "scale_rule": RULE,
     }
 

@@ -12,12 +12,12 @@ from lowbit.formats.layout.scheme import Scheme
 
 
 def overrides_for(sets: Sequence[FusedSet], wanted: Mapping[str, Scheme | None]) -> list[Override]:
-    """Overrides that give every set its scheme, whatever the recipe they are added to.
+    """Overrides that give every set its scheme, independent of the recipe they are added to.
 
-    First a pattern for every kind of set, of its most common scheme, then one for every exception.
+    A pattern for every kind of set with its most common scheme, then one for every exception.
 
     Args:
-        sets: all of a model.
+        sets: all sets of a model.
         wanted: scheme of every set by name, with a group size; None for as stored.
     """
     linears = [module for fused in sets for module in fused.modules]
@@ -49,13 +49,13 @@ def _override(pattern: str, scheme: Scheme | None) -> Override:
 
 
 def _kind_pattern(members: Sequence[FusedSet]) -> str:
-    """Matches the linears of all sets that differ by layer alone: `*.self_attn.[qkv]_proj`."""
+    """Pattern of the linears of sets that differ by layer alone: `*.self_attn.[qkv]_proj`."""
     first = members[0].modules
     return _join(first if len(members) == 1 else [f"*.{split_layer(name).rest}" for name in first])
 
 
 def _join(names: Sequence[str]) -> str:
-    """One pattern, perhaps of more, for names that differ in one place.
+    """One pattern for names that differ in one place; it may match others too.
 
     `mlp.gate_proj` and `mlp.up_proj` give `mlp.[gu]*_proj`.
     """
@@ -70,7 +70,7 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _shared(names: Sequence[str]) -> int:
-    """Characters that all names begin with."""
+    """Number of characters that all names begin with."""
     columns = zip(*names, strict=False)  # as long as the shortest
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 

@@ -1,4 +1,4 @@
-"""Measured sensitivities as a JSON file."""
+"""Sensitivities of a checkpoint as a JSON file."""
 
 import json
 import math
@@ -13,22 +13,23 @@ from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.records import parse_object, record, records
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
-SCHEMA = 1
+SCHEMA = 2  # 1 held the KL of one quantized model a row
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One choice for one set.
+    """One scheme for one fused set.
 
     Attributes:
-        name: of the fused set.
+        name: name of the fused set.
         modules: its linears.
-        weights: how many it has.
-        bits: of its codes.
+        weights: number of its weights.
+        bits: bits of a code.
         group_size: weights that share a scale.
-        size_bytes: of its packed tensors, scales included.
-        kl: mean KL divergence from the original, in nats a token, where only this set is
-            quantized; infinite where the model then gives no finite logits.
+        size_bytes: bytes of its packed tensors, scales included.
+        kl: mean KL divergence from the original, in nats a token, with only this set quantized
+            round-to-nearest: estimated to second order, measured for the head; infinite where a
+            rounded weight is not finite.
     """
 
     name: str
@@ -47,20 +48,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """KL that each precision of each set costs, and the model and text it was measured on.
+    """KL that each precision of each set costs, with the model and the text they are of.
 
     Attributes:
-        lowbit_version: of this tool.
-        torch_version: which computed.
-        transformers_version: whose modules computed.
+        lowbit_version: version of this tool.
+        torch_version: version of torch.
+        transformers_version: version of transformers, whose modules computed.
         device: `cpu` or `cuda`.
-        config_sha256: of the original's config.json.
-        weights_sha256: of all of the original's tensors, as in lowbit.json.
-        text_name: for people.
-        text_sha256: of the text.
+        config_sha256: hash of the original's config.json.
+        weights_sha256: hash of all tensors of the original, as in lowbit.json.
+        text_name: name of the text, for people.
+        text_sha256: hash of the text.
         window: tokens of a window.
-        windows: how many were taken of the text.
-        scale_rule: how scales were chosen.
+        windows: number of windows taken of the text.
+        draws: tokens drawn from the model's distribution at each position.
+        scale_rule: rule by which scales were chosen.
         rows: in the order of the forward pass.
     """
 
@@ -74,23 +76,24 @@ class Sensitivities:
     text_sha256: str
     window: int
     windows: int
+    draws: int
     scale_rule: str
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file; infinity becomes null."""
+        """Content of the file; infinity becomes null."""
         content = asdict(self)
         for row in content["rows"]:
             row["kl"] = row["kl"] if math.isfinite(row["kl"]) else None
         return {"schema": SCHEMA, **content}
 
     def to_bytes(self) -> bytes:
-        """The file itself."""
+        """Bytes of the file."""
         return (json.dumps(self.to_json(), indent=1) + "\n").encode()
 
 
 def by_set(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of every set, by its name."""
+    """Rows of every set, by the set's name."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.name, []).append(row)
@@ -104,7 +107,7 @@ def read_sensitivities(path: Path) -> Sensitivities:
         FormatError: malformed, or of a schema this release does not know.
         RequestError: the file cannot be read.
     """
-    hint = "measure again with `lowbit-convert sensitivity`"
+    hint = "compute them again with `lowbit-convert sensitivity`"
     raw = read_user_file(path, "sensitivities")
     content = parse_object(raw, path, "schema", SCHEMA, hint)
     content["rows"] = records(Row, content.get("rows"), f"{path}: rows")

@@ -1,4 +1,4 @@
-"""The fused sets of a model: what gets one scheme, and what each scheme makes of its size."""
+"""Fused sets of a model, each of which gets one scheme, and their sizes under a scheme."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,8 @@ from lowbit.formats.safetensors.checkpoint import TensorInfo
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
 
+Choice = tuple["FusedSet", Scheme]
+
 
 @dataclass(frozen=True, slots=True)
 class FusedSet:
@@ -26,8 +28,8 @@ class FusedSet:
         name: of the fused set; of the module where it stands alone.
         modules: its linears.
         shapes: of their weights, [N, K] each; K is the same for all.
-        stored_bytes: of their weights in the source; a tied head's are the embedding's.
-        shared: whether they stay in the file even when quantized, as a tied head's do.
+        stored_bytes: bytes of their weights in the source; of the embedding for a tied head.
+        shared: True where they stay in the file even when quantized, as a tied head's do.
     """
 
     name: str
@@ -48,7 +50,7 @@ class FusedSet:
 
     @property
     def kind(self) -> str:
-        """Its name inside a layer: `self_attn.qkv`."""
+        """Name inside its layer: `self_attn.qkv`."""
         return split_layer(self.name).rest
 
     def packed_bytes(self, scheme: Scheme | None) -> int:
@@ -66,14 +68,14 @@ class FusedSet:
         )
 
     def file_bytes(self, scheme: Scheme | None) -> int:
-        """Bytes that it adds to a file: a tied head adds none unless it is quantized."""
+        """Bytes that the set adds to a file; a tied head adds none unless it is quantized."""
         return 0 if self.shared and scheme is None else self.packed_bytes(scheme)
 
 
 def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[FusedSet]:
-    """The sets of decoder and head in the order of the forward pass.
+    """Fused sets of decoder and head in the order of the forward pass.
 
-    What only drafts (multi-token prediction) is not among them.
+    Linears of multi-token prediction, which only draft, are left out.
 
     Args:
         config: content of config.json.
@@ -109,13 +111,22 @@ def fused_sets(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
 
 
 def schemes_of(fused: FusedSet, groups: Sequence[int]) -> list[Scheme]:
-    """The schemes to choose from: 4 and 8 bits with every group size that divides K.
+    """Schemes to choose from: 4 and 8 bits with every group size that divides K.
 
     Raises:
-        QuantizationError: none does.
+        QuantizationError: no group size divides K.
     """
     K = fused.shapes[0][1]
     if not any(K % group == 0 for group in groups):
         sizes = ", ".join(map(str, groups))
         raise QuantizationError(f"`{fused.name}`: none of the group sizes {sizes} divides K = {K}")
     return [Scheme(bits, group) for bits in BITS for group in groups if K % group == 0]
+
+
+def choices_of(sets: Sequence[FusedSet], groups: Sequence[int]) -> list[Choice]:
+    """Every set with every scheme to choose from.
+
+    Raises:
+        QuantizationError: no group size divides the K of a set.
+    """
+    return [(fused, scheme) for fused in sets for scheme in schemes_of(fused, groups)]

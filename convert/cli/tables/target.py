@@ -16,14 +16,14 @@ BITS = 4
 
 
 def sensitivities(found: Found) -> None:
-    """Show the worst and the least sensitive sets, and where the rest is."""
+    """Show the most and the least sensitive sets, and the file with the rest."""
     console = results()
     record = found.sensitivities
     ranked = _ranked(record)
     sizes = sorted({row.group_size for row in record.rows}, reverse=True)
     columns = [f"INT{bits} g{group}" for bits in (4, 8) for group in sizes]
     table = plain_table(
-        "mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
+        "estimated mean KL (nats a token) with one set quantized", ("set",), ("weights", *columns)
     )
     shown = ranked[:WORST]
     rest = ranked[WORST:]
@@ -39,7 +39,7 @@ def sensitivities(found: Found) -> None:
         styled(
             (
                 f"on {record.windows} windows of {record.window} tokens of {record.text_name}; "
-                f"{'measured now' if found.is_new else 'known'}"
+                f"{'computed now' if found.is_new else 'known'}"
                 f"{'' if found.failure else f': {found.file}'}",
                 "dim",
             )
@@ -48,13 +48,13 @@ def sensitivities(found: Found) -> None:
 
 
 def _short(name: str) -> str:
-    """`0.mlp.gate_up`: the number of the layer and what follows."""
+    """Number of the layer and what follows: `0.mlp.gate_up`."""
     _, layer, kind = split_layer(name)
     return kind if layer is None else f"{layer}.{kind}"
 
 
 def _ranked(record: Sensitivities) -> list[tuple[str, list[Row]]]:
-    """Sets and their rows, the most sensitive at INT4 and the largest groups first."""
+    """Sets and their rows by falling KL at INT4 with the largest group size."""
 
     def key(pair: tuple[str, list[Row]]) -> float:
         narrow = [row for row in pair[1] if row.bits == BITS]
@@ -69,18 +69,18 @@ def _figures(rows: list[Row], columns: list[str]) -> list[str]:
 
 
 def sensitivities_json(found: Found) -> dict[str, Any]:
-    """The object of `sensitivity --json`."""
-    return {**found.sensitivities.to_json(), "file": str(found.file), "measured": found.is_new}
+    """Object of `sensitivity --json`."""
+    return {**found.sensitivities.to_json(), "file": str(found.file), "computed": found.is_new}
 
 
 def allocation(chosen: Allocation, found: Found) -> None:
-    """Say what was chosen, from which sensitivities; the result itself is shown later."""
-    origin = "measured now, kept in" if found.is_new else "from"
+    """Note the schemes chosen and the file of the sensitivities."""
+    origin = "computed now, kept in" if found.is_new else "from"
     note(f"sensitivities {origin} {found.file}")
     counts = Counter(str(scheme or "as stored") for scheme in chosen.schemes.values())
     parts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     note(
         f"chosen for {len(chosen.schemes)} sets: {parts}; "
         f"{chosen.plan.bits_per_weight:.3f} bits per weight, weight files "
-        f"{words.size(chosen.plan.output_bytes)}, sum of KL {words.kl(chosen.kl)}"
+        f"{words.size(chosen.plan.output_bytes)}, estimated KL {words.kl(chosen.kl)}"
     )

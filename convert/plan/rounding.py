@@ -1,0 +1,45 @@
+"""Weights rounded to a scheme and read back."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.original.threads import ordered
+from lowbit.convert.original.walk import blocks
+from lowbit.formats.layout.packing import dequantize
+from lowbit.formats.layout.rtn import ScaleRule, quantize
+from lowbit.formats.layout.scheme import Scheme
+
+RULE: ScaleRule = "signed"
+BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # rounded at a time, by every CPU thread
+
+
+def rounding_error(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Rounded weight less the weight itself: [N, K] float32."""
+    return dequantize(*quantize(weight, scheme, RULE)).sub_(weight)
+
+
+def row_blocks(weight: Tensor) -> Iterable[slice]:
+    """Rows of a weight [N, K] to round at a time."""
+    return blocks(len(weight), max(1, BLOCK_WEIGHTS[weight.device.type] // weight.shape[1]))
+
+
+def for_each(
+    pool: ThreadPoolExecutor | None, function: Callable[[slice], object], parts: Iterable[slice]
+) -> None:
+    """Call a function on every part, on all threads of a pool, without gradients."""
+    for _ in ordered(pool, function, parts):
+        pass
+
+
+def rounding_error_on(pool: ThreadPoolExecutor | None, weight: Tensor, scheme: Scheme) -> Tensor:
+    """`rounding_error` on all threads of a pool."""
+    out = torch.empty_like(weight)
+
+    def fill(rows: slice) -> None:
+        out[rows] = rounding_error(weight[rows], scheme)
+
+    for_each(pool, fill, row_blocks(weight))
+    return out
