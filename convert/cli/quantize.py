@@ -43,7 +43,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     Examples:
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+distill --report
-      lowbit-convert Qwen/Qwen3-8B qwen3-8b-5bit --target-bpw 5
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-6bit --target-bpw 6
     """,
 )
 @source_argument

@@ -1,4 +1,4 @@
-"""The options of a budget."""
+"""Options of a budget."""
 
 import functools
 import re
@@ -29,12 +29,12 @@ def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 
 
 def parse_limit(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Bytes, as `parse_size`; None where left out."""
+    """Bytes, given as for `parse_size`; None where left out."""
     return None if text is None else parse_size(ctx, param, text)
 
 
 def target_options(command: Command) -> Command:
-    """The options that make a `TargetRequest`, which the command gets as `target`."""
+    """Add the options of a budget; the command gets a `TargetRequest` as `target`."""
 
     @functools.wraps(command)
     def run(
@@ -52,11 +52,11 @@ def target_options(command: Command) -> Command:
 def make_target(
     bits: Fraction | None, size: int | None, sensitivities: Path | None
 ) -> "TargetRequest | None":
-    """The target that the options describe; None where there is none.
+    """Target that the options describe; None where there is none.
 
     Raises:
         click.UsageError: options that contradict each other.
-        Failure: the file holds no sensitivities, which is said before anything is fetched.
+        Failure: the file holds no sensitivities; raised before anything is fetched.
     """
     if bits is not None and size is not None:
         raise click.UsageError("--target-bpw and --target-size are two ways to give one target.")
@@ -81,21 +81,21 @@ _options = with_options(
         "--target-bpw",
         callback=parse_bits,
         metavar="BITS",
-        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, so that "
-        "decoder and head have at most BITS bits per weight and lose least. Modules that --bits "
-        "or --lm-head name keep what these say.",
+        help="Choose 4 bits, 8 bits or as stored for each fused set, and its group size, with the "
+        "least loss at BITS bits per weight: all weight files, embedding included, over the "
+        "model's parameters. Modules that --bits or --lm-head name keep the scheme given there.",
     ),
     click.option(
         "--target-size",
         callback=parse_limit,
         metavar="SIZE",
-        help="Choose in the same way, so that the weight files have at most this size.",
+        help="Choose in the same way, with weight files of at most this size.",
     ),
     click.option(
         "--sensitivities",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        show_default="the cache, else measured now",
-        help="For a target: the file that `sensitivity --out` wrote.",
+        show_default="the cache, else computed now",
+        help="For a target: a file that `sensitivity --out` wrote.",
     ),
 )

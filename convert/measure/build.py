@@ -10,17 +10,14 @@ from typing import Any
 from lowbit.convert.measure.command import command_of
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.formats.architectures import is_tied, part_of, tensor_table
-from lowbit.formats.errors import CheckpointError
+from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.formats.architectures import is_carried, is_tied, part_of, tensor_table
 from lowbit.formats.file_names import REPORT_FILES
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.manifest import MANIFEST_FILE, read_manifest
-from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, ZERO_POINT
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from lowbit.formats.tasks import manifest_sha256
-
-STORED = (PACKED, SCALE, SHAPE, ZERO_POINT)  # in place of a packed linear's weight
 
 
 def build_report(
@@ -92,10 +89,10 @@ def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
     total = sum(size for name, size in files.items() if name not in REPORT_FILES)
     original = _source_tensor_bytes(folder, source)
     if original is None:
-        return Sizes(total, None, bits_per_weight(checkpoint))
+        return Sizes(total, None, weight_bits(checkpoint))
     packed = sum(info.nbytes for info in checkpoint.tensors.values())
     source_bytes = total - files.get(MANIFEST_FILE, 0) - packed + original
-    return Sizes(total, source_bytes, bits_per_weight(checkpoint))
+    return Sizes(total, source_bytes, weight_bits(checkpoint))
 
 
 def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
@@ -110,27 +107,31 @@ def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
     )
 
 
-def bits_per_weight(checkpoint: Checkpoint) -> float:
-    """Stored bits of the decoder's linears, scales and shapes included, over their weights.
+def weight_bits(checkpoint: Checkpoint) -> float:
+    """Bits of a folder's weight files over the model's parameters.
 
-    The head is one of them, tied or not; what only drafts (multi-token prediction) is not.
+    Where lowbit.json is absent, the parameters are those of config.json, in which a head that was
+    untied to be packed counts apart from the embedding.
 
     Raises:
-        CheckpointError: a linear of the model is missing.
+        CheckpointError, FormatError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
+    names = {info.file for info in checkpoint.tensors.values()}
+    size = sum((checkpoint.folder / name).stat().st_size for name in names)
+    manifest = read_manifest(checkpoint.folder)
+    if manifest is not None:
+        rows = manifest.source_tensors
+        return bits_per_weight(size, count_parameters((r.name, r.shape, r.fate) for r in rows))
     table = tensor_table(checkpoint.config, checkpoint.tensors)
-    tied = is_tied(checkpoint.config)
-    embedding = next(spec.name for spec in table if spec.role == "embedding")
-    bits = count = 0
-    for spec in table:
-        if not spec.quantizable or spec.role == "mtp":
-            continue
-        name = embedding if spec.role == "head" and tied else spec.name
-        parts = [name, *(f"{spec.module}.{suffix}" for suffix in STORED)]
-        found = [checkpoint.tensors[part].nbytes for part in parts if part in checkpoint.tensors]
-        if not found:
-            raise CheckpointError(f"`{checkpoint.folder.name}` lacks `{spec.name}`")
-        bits += 8 * sum(found)
-        count += spec.shape[0] * spec.shape[1]
-    return bits / count
+    count = sum(
+        math.prod(spec.shape)
+        for spec in table
+        if not (is_tied(checkpoint.config) and spec.role == "head")
+    )
+    count += sum(
+        math.prod(info.shape)
+        for name, info in checkpoint.tensors.items()
+        if is_carried(checkpoint.config, name)
+    )
+    return bits_per_weight(size, count)

@@ -207,7 +207,7 @@ class Sizes:
     Attributes:
         folder_bytes: all its files, reports aside.
         source_bytes: the same folder with the source's tensors; None where they are not known.
-        bits_per_weight: of the quantizable linears, head included, scales counted.
+        bits_per_weight: bits of the weight files over the model's parameters.
     """
 
     folder_bytes: int

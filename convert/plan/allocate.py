@@ -23,15 +23,40 @@ Schemes = Mapping[str, Scheme | None]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A budget; exactly one of the two is given.
+    """A budget for the weight files, headers included; exactly one of the two is given.
 
     Attributes:
-        bits_per_weight: of decoder and head, scales included, as `Plan.bits_per_weight`.
-        size_bytes: of the weight files, headers included, as `Plan.output_bytes`.
+        bits_per_weight: limit of `Plan.bits_per_weight`.
+        size_bytes: limit of `Plan.output_bytes`.
     """
 
     bits_per_weight: Fraction | None = None
     size_bytes: int | None = None
+
+    def limit(self, parameters: int) -> int:
+        """Bytes that the weight files of a model with so many parameters may have."""
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return math.floor((self.bits_per_weight or Fraction(0)) * parameters / 8)
+
+    def refusal(self, least: int, most: int, parameters: int) -> str:
+        """Message that the budget cannot be met.
+
+        Args:
+            least: bytes of the smallest choice.
+            most: bytes of the model as stored.
+            parameters: number of weights of the model.
+        """
+        if self.bits_per_weight is None:
+            return (
+                f"{self.size_bytes:,} bytes cannot be met: the smallest choice takes {least:,}, "
+                f"the model as stored {most:,}"
+            )
+        low, high = (math.ceil(8000 * size / parameters) / 1000 for size in (least, most))
+        return (
+            f"{float(self.bits_per_weight):g} bits per weight cannot be met: the smallest choice "
+            f"has {low:g}, the model as stored {high:g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +64,10 @@ class Allocation:
     """Result of a choice under a budget.
 
     Attributes:
-        recipe: an ordinary recipe that says so.
-        plan: of the conversion with it.
-        schemes: of every set, None for as stored.
-        kl: sum of the sets' measured KL; what the whole model's would be if they did not interact.
+        recipe: an ordinary recipe with the schemes as overrides.
+        plan: plan of the conversion with that recipe.
+        schemes: scheme of every set by name, None for as stored.
+        kl: sum of the sets' KL; the whole model's, if errors of different sets were independent.
     """
 
     recipe: Recipe
@@ -53,7 +78,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """One scheme for a set, and its measured KL; 0 for the only one of a set that is fixed."""
+    """One scheme for a set, and its KL; 0 for the only one of a set that is fixed."""
 
     scheme: Scheme | None
     kl: float
@@ -67,17 +92,16 @@ def allocate(
     target: Target,
     max_shard_bytes: int,
 ) -> Allocation:
-    """The choice of schemes with the least sum of measured KL that the budget allows.
+    """Choose the schemes with the least sum of KL that the budget allows.
 
-    Sets that the recipe's overrides or its head option name keep what those say; so does what
-    only drafts (multi-token prediction). The headers of the files are counted as those of the
-    choice itself.
+    Sets that the recipe's overrides or its head option name keep the scheme given there; so do
+    linears of multi-token prediction. The budget counts the headers of the files of that choice.
 
     Args:
         config: content of config.json.
         tensors: headers of the checkpoint.
-        recipe: what decides everything else.
-        rows: measured sensitivities of this checkpoint.
+        recipe: recipe for everything else.
+        rows: sensitivities of this checkpoint.
         target: the budget.
         max_shard_bytes: limit of an output file.
 
@@ -92,11 +116,7 @@ def allocate(
         chosen = replace(recipe, overrides=(*recipe.overrides, *overrides_for(sets, schemes)))
         return make_plan(config, tensors, chosen, max_shard_bytes)
 
-    if target.size_bytes is None:
-        schemes = _under_bits(sets, candidates, target.bits_per_weight or Fraction(0))
-        plan = plan_of(schemes)
-    else:
-        plan, schemes = _under_bytes(sets, candidates, target.size_bytes, plan_of)
+    plan, schemes = _under_bytes(sets, candidates, target, plan_of)
     kl = sum(
         next(one.kl for one in given if one.scheme == schemes[fused.name])
         for fused, given in zip(sets, candidates, strict=True)
@@ -127,8 +147,8 @@ def _candidates(
             continue
         if fused.name not in measured:
             raise FormatError(
-                f"`{fused.name}` has no measured sensitivity",
-                hint="measure again with `lowbit-convert sensitivity`",
+                f"`{fused.name}` has no sensitivity",
+                hint="compute them again with `lowbit-convert sensitivity`",
             )
         given = [row for row in measured[fused.name] if math.isfinite(row.kl)]
         found.append([_Candidate(None, 0.0), *(_Candidate(row.scheme, row.kl) for row in given)])
@@ -152,66 +172,44 @@ def _one_scheme(recipe: Recipe, members: Sequence[TensorSpec]) -> Scheme | None:
     return schemes.pop()
 
 
-def _under_bits(
-    sets: Sequence[FusedSet], candidates: Sequence[Sequence[_Candidate]], target: Fraction
-) -> Schemes:
-    """The best choice whose bits of decoder and head, over their weights, stay below a target."""
-    weights = sum(fused.weights for fused in sets)
-    sizes = _sizes(sets, candidates, FusedSet.packed_bytes)
-    schemes = _best(sets, candidates, sizes, math.floor(target * weights / 8))
-    if schemes is None or not any(schemes.values()):
-        bounds = (sum(map(min, sizes)), sum(fused.packed_bytes(None) for fused in sets))
-        least, most = (8 * size / weights for size in bounds)
-        raise QuantizationError(
-            f"{float(target):g} bits per weight cannot be met: the smallest choice has "
-            f"{math.ceil(1000 * least) / 1000:g}, the model as stored {most:g}",
-            hint="give a target between the two",
-        )
-    return schemes
-
-
 def _under_bytes(
     sets: Sequence[FusedSet],
     candidates: Sequence[Sequence[_Candidate]],
-    target: int,
+    target: Target,
     plan_of: Callable[[Schemes], Plan],
 ) -> tuple[Plan, Schemes]:
-    """The best choice whose files, headers included, take at most `target` bytes."""
-    sizes = _sizes(sets, candidates, FusedSet.file_bytes)
+    """Best choice whose files, headers included, keep to the budget.
+
+    Raises:
+        QuantizationError: no choice fits, or the model as stored fits.
+    """
+    sizes = [
+        [fused.file_bytes(one.scheme) for one in given]
+        for fused, given in zip(sets, candidates, strict=True)
+    ]
     smallest = {
         fused.name: min(given, key=lambda one: fused.file_bytes(one.scheme)).scheme
         for fused, given in zip(sets, candidates, strict=True)
     }
     smallest_plan = plan_of(smallest)
-    rest = smallest_plan.output_bytes - sum(map(min, sizes))  # of all that is not to choose
-    room = target - rest
+    rest = smallest_plan.output_bytes - sum(map(min, sizes))  # bytes of all other tensors
+    limit = target.limit(smallest_plan.written_parameters)
+    room = limit - rest
     while True:
         schemes = _best(sets, candidates, sizes, room)
         if schemes is None or not any(schemes.values()):
             break
         plan = plan_of(schemes)
-        excess = plan.output_bytes - target
+        excess = plan.output_bytes - limit
         if excess <= 0:
             return plan, schemes
         # Headers longer than the smallest choice's: the next best with as much less.
         room = sum(fused.file_bytes(schemes[fused.name]) for fused in sets) - excess
     stored = rest + sum(fused.file_bytes(None) for fused in sets)
     raise QuantizationError(
-        f"{target:,} bytes cannot be met: the smallest choice takes "
-        f"{smallest_plan.output_bytes:,}, the model as stored {stored:,}",
+        target.refusal(smallest_plan.output_bytes, stored, smallest_plan.written_parameters),
         hint="give a target between the two",
     )
-
-
-def _sizes(
-    sets: Sequence[FusedSet],
-    candidates: Sequence[Sequence[_Candidate]],
-    size_of: Callable[[FusedSet, Scheme | None], int],
-) -> list[list[int]]:
-    return [
-        [size_of(fused, one.scheme) for one in given]
-        for fused, given in zip(sets, candidates, strict=True)
-    ]
 
 
 def _best(
@@ -220,7 +218,7 @@ def _best(
     sizes: Sequence[Sequence[int]],
     limit: int,
 ) -> Schemes | None:
-    """The scheme of every set, by its name."""
+    """Best scheme of every set by name, with a sum of sizes of at most `limit`."""
     options = [
         [Option(size, one.kl) for size, one in zip(row, given, strict=True)]
         for row, given in zip(sizes, candidates, strict=True)

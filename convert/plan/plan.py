@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import (
     Part,
@@ -115,14 +116,13 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of the decoder's linears, head included, over their weights."""
-        bits = weights = 0
-        for step in self.steps:
-            decodes = part_of(self.config, step.source.name) == "decoder"
-            if decodes and step.module is not None and step.fate != "dropped":
-                bits += 8 * step.output_bytes
-                weights += math.prod(step.source.shape)
-        return bits / weights if weights else 0.0
+        """Bits of the weight files over the parameters they hold."""
+        return bits_per_weight(self.output_bytes, self.written_parameters)
+
+    @property
+    def written_parameters(self) -> int:
+        """Weights of the source that are in the result, a tied head's counted once."""
+        return count_parameters((s.source.name, s.source.shape, s.fate) for s in self.steps)
 
     def digest(self) -> str:
         """Identifies recipe, source headers, layout and release: equal in a resumed run."""

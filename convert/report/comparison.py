@@ -47,7 +47,7 @@ class FolderRow:
         method: `gptq`, `absmax`; `another tool` where lowbit.json does not say.
         schemes: of the linears, `INT4 g128, INT8 g128`.
         folder_bytes: all its files, reports aside.
-        bits_per_weight: of the quantizable linears, head included, scales counted.
+        bits_per_weight: bits of the weight files over the model's parameters.
         kl_mean: nats per token.
         kl_error: standard error of `kl_mean`; None where the windows are too few.
         difference: mean KL minus the first row's, with its paired standard error; None in the first

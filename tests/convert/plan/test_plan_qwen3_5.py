@@ -111,22 +111,32 @@ def test_no_tensor_is_unexplained(size: str, recipe: str) -> None:
 def test_bits_per_weight_by_arithmetic(size: str, base: Base) -> None:
     bits = weights = 0
     for name, info in headers(size).items():
-        head = name.endswith("language_model.embed_tokens.weight") and size in ("0.8B", "2B", "4B")
-        wanted = expected_bits("lm_head.weight" if head else name, base)
+        count = math.prod(info.shape)
+        weights += count
+        wanted = expected_bits(name, base)
+        if wanted is None:
+            bits += 8 * info.nbytes
+        if name.endswith("language_model.embed_tokens.weight") and size in ("0.8B", "2B", "4B"):
+            wanted = 8  # the tied head, beside the embedding
         if wanted is not None:
-            count = math.prod(info.shape)
             bits += count * wanted + count // 128 * 16 + 2 * 64
-            weights += count
     plan = plan_of(size, Recipe(base))
+    bits += 8 * sum(len(shard.header) for shard in plan.shards)
     assert plan.bits_per_weight == pytest.approx(bits / weights, rel=1e-12)
 
 
 def test_a_few_figures_in_full() -> None:
     figures = {size: plan_of(size, Recipe()) for size in ("0.8B", "27B")}
     assert {size: round(plan.bits_per_weight, 3) for size, plan in figures.items()} == {
-        "0.8B": 5.680,
-        "27B": 4.560,
+        "0.8B": 11.782,
+        "27B": 5.459,
     }
+
+
+def test_a_dropped_vision_tower_counts_on_neither_side() -> None:
+    whole, text = plan_of("2B", Recipe()), plan_of("2B", Recipe(drop_vision=True))
+    assert text.written_parameters == sum(whole.parameters.values()) - whole.parameters["vision"]
+    assert text.bits_per_weight < whole.bits_per_weight
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -221,7 +231,7 @@ def test_text_only_checkpoint(nested: bool) -> None:
     content = config("2B") if nested else config("2B")["text_config"]
     plan = make_plan(content, renamed(headers("2B")), Recipe())
     assert list(plan.parameters) == ["decoder"]
-    assert plan.bits_per_weight == plan_of("2B", Recipe()).bits_per_weight
+    assert plan.written_parameters == plan.parameters["decoder"]
     assert ignored(plan) == ["re:.*linear_attn[.]in_proj_[ab]$"]
     with pytest.raises(QuantizationError, match="has no vision tower to drop"):
         make_plan(content, renamed(headers("2B")), Recipe(drop_vision=True))
