@@ -1,163 +1,172 @@
-"""Bits where they count, against the same bits everywhere: mean KL on a text, all in one table.
+"""Schemes chosen by sensitivity against one scheme everywhere, at equal bytes: mean KL on a text.
 
 python examples/budget_table.py
-python examples/budget_table.py --model MODEL --target-bpw 4.5 --calib FILE --eval-text FILE
+python examples/budget_table.py Qwen3-8B --device cuda --method gptq --group-size 128
 
-Sensitivities are measured on the calibration text (or taken from the cache), choices made from
-them: under the target of bits per weight, and under the size in bytes that this choice has, which
-is another matter where the head is tied and stays in the file beside its quantized form. Both and
-every uniform choice are then judged on the evaluation text. `paired` is the difference to the
-choice of the same budget and its standard error over windows. Ends with 1 where a uniform choice
-of the same or smaller size is better.
+For every group size, the model is converted to uniform INT4 and to the choice of `--target-size`
+with the size of those files. Both folders are measured against the original on the evaluation
+text. `paired` is the uniform folder's mean KL less the chosen one's with its standard error over
+windows. The head of uniform INT4 is INT8; where it is tied to the embedding, also as stored. The
+smallest choice there is has no alternative at its size, and gives a difference of 0. Ends with 1
+where a uniform folder is better by two standard errors.
+
+The bundled models know short stories alone. Without MODEL, the last fifth of the evaluation text
+is therefore the calibration text, and is not evaluated.
 """
 
 import argparse
+import itertools
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
-from lowbit.convert.original.calibration_text import read_calibration
-from lowbit.convert.original.model import load_side
-from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import open_weights
+from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.measure.paired import Difference, paired_difference
+from lowbit.convert.measure.record import LogitQuality
+from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.allocate import Target, allocate
-from lowbit.convert.plan.lookup import Settings, find_or_measure
+from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Head, Override, Recipe
-from lowbit.convert.plan.sensitivity import Variant, measure
-from lowbit.convert.plan.sets import GROUPS, FusedSet, fused_sets
-from lowbit.formats.shell.tables import plain_table, results, styled
+from lowbit.convert.plan.sets import GROUPS
+from lowbit.formats.architectures import is_tied
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.shell.tables import plain_table, results
 
 HERE = Path(__file__).parent
 MODELS = (HERE / "models" / "tiny-qwen3", HERE / "models" / "tiny-qwen3.5")
-HEADS: tuple[Head, ...] = ("int4", "int8", "bf16")
-EVERYTHING = 1 << 30  # windows
-MEMORY = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A choice and what it gives."""
+class Pair:
+    """A uniform folder and a chosen one of its size."""
 
     name: str
-    plan: Plan
-    kl: Tensor  # of every window
+    plans: tuple[Plan, Plan]
+    logits: tuple[LogitQuality, LogitQuality]
 
     @property
-    def mean(self) -> float:
-        return float(self.kl.mean())
+    def difference(self) -> Difference | None:
+        """Mean KL of the uniform folder less that of the chosen one."""
+        return paired_difference(self.logits[1], self.logits[0])
+
+    @property
+    def is_lost(self) -> bool:
+        found = self.difference
+        return found is not None and found.mean < -2 * found.standard_error
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, action="append", help="folder (repeatable)")
-    parser.add_argument("--target-bpw", type=Fraction, default=Fraction(5), metavar="BITS")
+    parser.add_argument("models", type=Path, nargs="*", help="folders; default: bundled")
+    parser.add_argument("--group-size", type=int, action="append", choices=GROUPS)
+    parser.add_argument("--method", type=Method.parse, default=Method(), help="as of quantize")
     parser.add_argument("--calib", type=Path, metavar="FILE", help="default: the bundled mix")
+    parser.add_argument("--calib-samples", type=int, default=128, help="windows, for --method")
     parser.add_argument(
         "--eval-text", type=Path, default=HERE / "data" / "stories-eval.txt", metavar="FILE"
     )
-    parser.add_argument("--windows", type=int, default=EVERYTHING, help="of it, default: all")
+    parser.add_argument("--characters", type=int, default=1 << 30, help="of it, default: all")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--keep", type=Path, help="folder for the results, else deleted")
     return parser.parse_args()
 
 
-def uniform_recipes() -> dict[str, Recipe]:
-    """The same bits and group size in all layers, with every kind of head."""
-    return {
-        f"uniform INT{bits} g{group}, head {head.upper()}": Recipe(
-            group_size=group, head=head, overrides=(Override("*.layers.*", bits),)
-        )
-        for bits in (4, 8)
-        for group in GROUPS
-        for head in HEADS
-    }
+def uniform_recipes(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, Recipe, Plan]]:
+    """INT4 everywhere, by name, for every group size that fits the model."""
+    checkpoint = open_original(model).checkpoint
+    heads: tuple[Head, ...] = ("bf16", "int8") if is_tied(checkpoint.config) else ("int8",)
+    for group, head in itertools.product(options.group_size or GROUPS, heads):
+        four = (Override("*.layers.*", 4),)
+        recipe = Recipe(group_size=group, head=head, overrides=four, method=options.method)
+        try:
+            plan = make_plan(checkpoint.config, checkpoint.tensors, recipe)
+        except QuantizationError as error:
+            print(f"{model.name}: {error}", file=sys.stderr)
+            continue
+        yield f"INT4 g{group}, head {head.upper()}", recipe, plan
 
 
-def variant(plan: Plan, sets: Sequence[FusedSet]) -> Variant:
-    """All sets of a plan that it quantizes."""
-    schemes = ((fused, plan.schemes.get(fused.modules[0])) for fused in sets)
-    return Variant(tuple((fused, scheme) for fused, scheme in schemes if scheme is not None))
-
-
-def judge(model: Path, options: argparse.Namespace) -> list[Row]:
-    """The choices under the target and under its size, then every uniform one that fits either."""
-    weights = open_weights(model)
-    config, tensors = weights.checkpoint.config, weights.checkpoint.tensors
-    sets = fused_sets(config, tensors)
+def judge(
+    model: Path, options: argparse.Namespace, calib: Path | None, text: Text, folder: Path
+) -> Iterator[Pair]:
+    """Convert and measure a uniform model and the choice of its size, for every uniform one."""
+    checkpoint = open_original(model).checkpoint
+    start = time.monotonic()
     with progress_bars() as progress:
-        settings = Settings(calib=options.calib, device=options.device)
-        rows = find_or_measure(model, settings, progress).sensitivities.rows
-
-        def plan_under(target: Target) -> Plan:
-            return allocate(config, tensors, Recipe(), rows, target, DEFAULT_SHARD_BYTES).plan
-
-        bits = plan_under(Target(bits_per_weight=options.target_bpw))
-        size = plan_under(Target(size_bytes=bits.output_bytes))
-        plans = {
-            f"--target-bpw {float(options.target_bpw):g}": bits,
-            f"--target-size {bits.output_bytes}": size,
-        }
-        for name, recipe in uniform_recipes().items():
-            plan = make_plan(config, tensors, recipe)
-            fits_bits = plan.bits_per_weight <= bits.bits_per_weight
-            if fits_bits or plan.output_bytes <= bits.output_bytes:
-                plans[name] = plan
-        text = read_calibration(options.eval_text, model, length=512, limit=options.windows)
-        device = torch.device(options.device)
-        with torch.inference_mode(), without_advice():
-            kl = measure(
-                load_side(weights, text.samples.shape[1], device),
-                [variant(plan, sets) for plan in plans.values()],
-                text.samples,
-                device,
-                MEMORY,
-                lambda done, total: progress("logits", done, total),
-            )
-    return [Row(name, plan, row) for (name, plan), row in zip(plans.items(), kl, strict=True)]
-
-
-def show(model: Path, rows: Sequence[Row]) -> bool:
-    """Print a table; whether both choices beat every uniform one of their size."""
-    bits, size, *uniform = rows
-    windows = len(bits.kl)
-    table = plain_table(
-        f"{model.name}, {windows} windows",
-        ("choice",),
-        ("bits per weight", "weight file", "mean KL", "paired"),
-    )
-    for row in sorted(rows, key=lambda row: row.mean):
-        # A choice is compared under the budget that it fits.
-        rival = bits if row.plan.bits_per_weight <= bits.plan.bits_per_weight else size
-        difference = row.kl - rival.kl
-        error = float(difference.std() / windows**0.5) if windows > 1 else float("nan")
-        paired = "" if row is rival else f"{float(difference.mean()):+.5f} ± {error:.5f}"
-        table.add_row(
-            styled((row.name, "bold" if row is bits or row is size else "")),
-            f"{row.plan.bits_per_weight:.3f}",
-            f"{row.plan.output_bytes:,}",
-            f"{row.mean:.5f}",
-            paired,
+        found = find_or_estimate(model, Settings(calib=calib, device=options.device), progress)
+    if found.is_new:
+        print(f"sensitivities: {time.monotonic() - start:.1f} s", file=sys.stderr)
+    request = CalibrationRequest(calib, options.calib_samples)
+    for number, (name, recipe, uniform) in enumerate(uniform_recipes(model, options)):
+        chosen = allocate(
+            checkpoint.config,
+            checkpoint.tensors,
+            Recipe(method=options.method),
+            found.sensitivities.rows,
+            Target(size_bytes=uniform.output_bytes),
+            DEFAULT_SHARD_BYTES,
         )
+        logits = []
+        for kind, made in (("uniform", recipe), ("chosen", chosen.recipe)):
+            out = folder / f"{model.name}-{number}-{kind}"
+            given = request if options.method.calibrated else None
+            convert(model, out, made, device=options.device, calibration=given)
+            logits.append(measure_logits(model, out, [text], options.device).logits)
+            if options.keep is None:
+                shutil.rmtree(out)
+        yield Pair(name, (uniform, chosen.plan), (logits[0], logits[1]))
+
+
+def show(model: Path, pairs: list[Pair]) -> None:
+    """Print a table."""
+    figures = ("bits per weight", "weight files", "mean KL", "paired")
+    table = plain_table(model.name, ("schemes",), figures)
+    for pair in pairs:
+        difference = pair.difference
+        paired = (
+            ""
+            if difference is None
+            else f"{difference.mean:+.5f} ± {difference.standard_error:.5f}"
+        )
+        names = (pair.name, "chosen at this size")
+        for name, plan, logits, shown in zip(
+            names, pair.plans, pair.logits, ("", paired), strict=True
+        ):
+            size = f"{plan.output_bytes:,}"
+            table.add_row(name, f"{plan.bits_per_weight:.3f}", size, f"{logits.kl_mean:.5f}", shown)
     results().print(table)
-    by_bits = [row for row in uniform if row.plan.bits_per_weight <= bits.plan.bits_per_weight]
-    by_size = [row for row in uniform if row.plan.output_bytes <= size.plan.output_bytes]
-    return all(row.mean > bits.mean for row in by_bits) and all(
-        row.mean > size.mean for row in by_size
-    )
 
 
 def main() -> int:
     options = parse()
-    better = [show(model, judge(model, options)) for model in options.model or MODELS]
-    return 0 if all(better) else 1
+    content = options.eval_text.read_text(encoding="utf-8")
+    seen = len(content) if options.models else len(content) * 4 // 5
+    text = Text(
+        options.eval_text.name, options.eval_text.name, content[:seen][: options.characters]
+    )
+    lost = False
+    for model in options.models or MODELS:
+        with tempfile.TemporaryDirectory() as temporary:
+            calib = options.calib
+            if calib is None and not options.models:
+                calib = Path(temporary) / "calibration.txt"
+                calib.write_text(content[seen:], encoding="utf-8")
+            folder = options.keep or Path(temporary)
+            pairs = list(judge(model, options, calib, text, folder))
+        show(model, pairs)
+        lost |= any(pair.is_lost for pair in pairs)
+    return 1 if lost else 0
 
 
 if __name__ == "__main__":
