@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--eval-text", type=Path, default=HERE / "data" / "stories-eval.txt", metavar="FILE"
     )
-    parser.add_argument("--characters", type=int, default=1 << 30, help="of it, default: all")
+    parser.add_argument("--characters", type=int, default=60_000, help="of it, from the first")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--keep", type=Path, help="folder for the results, else deleted")
     return parser.parse_args()
