@@ -6,7 +6,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
 from lowbit.convert.calibrate.gptq import factorize
 from lowbit.convert.calibrate.linear import gptq
-from lowbit.convert.calibrate.moments import Moments
+from lowbit.convert.calibrate.moments import Moments, quieted
 from lowbit.formats.layout.scheme import Scheme
 
 K, SCHEME = 128, Scheme(4, 32)
@@ -62,3 +62,13 @@ def test_nothing_held_out() -> None:
     learned = moments(*inputs(512, 7))
     expected = factorize(learned.damped(DAMPINGS[0]))
     assert torch.equal(fitting_factor(w, SCHEME, "signed", learned, None).U, expected.U)
+
+
+def test_no_token_is_louder_than_the_median() -> None:
+    x = torch.randn(101, K, generator=torch.Generator().manual_seed(8))
+    x[0] *= 1000
+    x[1] = 0
+    power = (x * quieted(x)).square().sum(1)
+    torch.testing.assert_close(power.max(), x.square().sum(1).median())
+    below = x.square().sum(1) < power.max()
+    assert torch.equal(x[below], (x * quieted(x))[below])
