@@ -65,10 +65,11 @@ CONFIG = {
     "layer_types": ["full_attention"] * 2,
     "eos_token_id": 258,
 }
+REPORT = ("--report", "--eval-text", "{text}")
 # Folder to damage, command, and its arguments.
 COMMANDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("source", "convert", ("{folder}", "{out}")),
-    ("source", "convert", ("{folder}", "{out}", "--report", "--eval-text", "{text}")),
+    ("source", "convert", ("{folder}", "{out}", "--method", "rtn")),
+    ("source", "convert", ("{folder}", "{out}", "--method", "rtn", *REPORT)),
     ("source", "convert", ("plan", "{folder}")),
     ("source", "convert", ("inspect", "{folder}")),
     ("source", "run", ("{folder}", "Hi", "--quantize", "int4", "--max-new-tokens", "4")),
@@ -121,7 +122,8 @@ def make_bench(folder: Path) -> Bench:
     made.save(str(source / "tokenizer.json"))
     text.write_text(TEXT)
     packed = folder / "packed"
-    command = (str(source), str(packed), "--report", "--eval-text", str(text))
+    plain = ("--method", "rtn", "--report", "--eval-text", str(text))
+    command = (str(source), str(packed), *plain)
     ended = run(command, "convert", folder)
     if ended.code != 0:
         raise SystemExit(f"the undamaged model cannot be converted: {ended.output}")

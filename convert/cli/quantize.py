@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,7 @@ def quantize(
     Interrupted, the same command continues after the last finished tensor or layer.
     """
     from lowbit.convert.calibrate.request import CalibrationRequest
-    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.progress import announced, progress_bars
     from lowbit.convert.cli.publishing import publish_folder
     from lowbit.convert.cli.tables import conversion as render
     from lowbit.convert.cli.tables import published as render_published
@@ -169,7 +170,6 @@ def quantize(
                 progress=progress,
             )
         if done is None:
-            announce(ahead, told)
             conversion = convert(
                 source,
                 out,
@@ -180,7 +180,7 @@ def quantize(
                 max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
                 calibration=calibration,
-                progress=progress,
+                progress=announced(progress, partial(announce, ahead, told)),
             )
             done = Finished(conversion, None)
         conversion = done.conversion
