@@ -194,7 +194,7 @@ def test_heat_map_shows_every_set_once() -> None:
     root = ElementTree.fromstring(heat_map(record))
     titles = [element.text for element in root.iter() if element.tag.endswith("title")]
     assert titles == [
-        "Mean KL (nats a token) with one set at INT4 g128",
+        "Estimated mean KL (nats a token) with one set at INT4 g128",
         "model.layers.0.mlp.gate_up INT4 g128: 0.100",
         "model.layers.1.mlp.gate_up INT4 g128: 0.00",
         "model.layers.2.mlp.gate_up INT4 g128: ∞",
