@@ -245,7 +245,7 @@ def test_errors_come_before_long_work(
     for work in (
         "convert.pipeline.conversion.make_plan",
         "convert.pipeline.prospect.make_plan",
-        "convert.plan.lookup.load_side",
+        "convert.plan.lookup.load_layered_model",
         "convert.measure.compare.open_weights",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",

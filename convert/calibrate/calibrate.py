@@ -28,7 +28,7 @@ from lowbit.convert.calibrate.store import (
 )
 from lowbit.convert.calibrate.windows import Windows, begin
 from lowbit.convert.original.layer import Layer, run
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads
 from lowbit.convert.original.walk import load_layer
@@ -54,9 +54,9 @@ class Task:
     rule: ScaleRule
     schemes: Mapping[str, Scheme]
 
-    def of_layer(self, side: Side, number: int) -> dict[str, Scheme]:
+    def of_layer(self, model: LayeredModel, number: int) -> dict[str, Scheme]:
         """Schemes of one decoder layer's linears, by their name within it."""
-        prefix = f"{side.prefix}layers.{number}."
+        prefix = f"{model.prefix}layers.{number}."
         return {
             module.removeprefix(prefix): scheme
             for module, scheme in self.schemes.items()
@@ -65,7 +65,7 @@ class Task:
 
 
 def calibrate(
-    side: Side,
+    model: LayeredModel,
     samples: Tensor,
     task: Task,
     store: Store,
@@ -77,8 +77,8 @@ def calibrate(
     Layers that the store holds already are only passed through.
 
     Args:
-        side: the original.
-        samples: [windows, T] int64 token ids; side's arguments are for sequences of T.
+        model: the original.
+        samples: [windows, T] int64 token ids; model's arguments are for sequences of T.
         task: what to do.
         store: of finished layers.
         device: where to compute.
@@ -88,14 +88,14 @@ def calibrate(
         QuantizationError: activations are not finite.
         CheckpointError: the source cannot be read.
     """
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in side.layers]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with alone_on_threads(device) as pool, tensor_cores(device), _background() as later:
         chooser = Chooser(task.method, task.rule, device, pool)
-        windows = begin(side, samples, device, chooser.from_original)
+        windows = begin(model, samples, device, chooser.from_original)
         saved: Future[None] | None = None
-        for number, module in enumerate(_layers(side, device, later)):
+        for number, module in enumerate(_layers(model, device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(side, number, module, windows, task, chooser, store)
+            chosen, error = _layer(model, number, module, windows, task, chooser, store)
             if saved is not None:
                 saved.result()  # its error, if it has one; and one layer waits at a time
             if error is not None:
@@ -104,17 +104,17 @@ def calibrate(
         if saved is not None:
             saved.result()
         progress("calibrate", sum(sizes), sum(sizes))
-        norm = _load_norm(side, device)
+        norm = _load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
         if "lm_head" in task.schemes and store.load_head(task.schemes) is None:
-            head = chooser.head(side, task.schemes["lm_head"], windows)
+            head = chooser.head(model, task.schemes["lm_head"], windows)
             store.save(HEAD, {"lm_head": head}, task.schemes, None)
         if task.method.distill:
             original = windows.original
             del windows
             distill_layers(
-                side,
+                model,
                 samples,
                 original,
                 task.schemes,
@@ -124,13 +124,13 @@ def calibrate(
                 pool,
                 lambda done, total: progress("distill", done, total),
             )
-    layers = range(len(side.layers))
+    layers = range(len(model.layers))
     distilled = map(distilled_name, layers) if task.method.distill else ()
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
 
 
 def _layer(
-    side: Side,
+    model: LayeredModel,
     number: int,
     module: torch.nn.Module,
     windows: Windows,
@@ -143,12 +143,12 @@ def _layer(
     Returns:
         The linears by module name, and their error; None where the store has them.
     """
-    prefix = f"{side.prefix}layers.{number}."
-    original = Layer(module, side.arguments[number])
-    layer = Layer(copy.deepcopy(module), side.arguments[number])
+    prefix = f"{model.prefix}layers.{number}."
+    original = Layer(module, model.arguments[number])
+    layer = Layer(copy.deepcopy(module), model.arguments[number])
     chosen, error = store.load(layer_name(number), task.schemes), None
     if chosen is None:
-        schemes = task.of_layer(side, number)
+        schemes = task.of_layer(model, number)
         found, error = chooser.layer(number, layer, original, schemes, windows)
         chosen = {f"{prefix}{name}": linear for name, linear in found.items()}
     else:
@@ -171,20 +171,20 @@ def _background() -> Iterator[ThreadPoolExecutor]:
 
 
 def _layers(
-    side: Side, device: torch.device, later: ThreadPoolExecutor
+    model: LayeredModel, device: torch.device, later: ThreadPoolExecutor
 ) -> Iterator[torch.nn.Module]:
     """Decoder layers with their weights, each read while the one before it is used."""
-    ahead = later.submit(load_layer, side, 0, device)
-    for number in range(1, len(side.layers) + 1):
+    ahead = later.submit(load_layer, model, 0, device)
+    for number in range(1, len(model.layers) + 1):
         module = ahead.result()
-        if number < len(side.layers):
-            ahead = later.submit(load_layer, side, number, device)
+        if number < len(model.layers):
+            ahead = later.submit(load_layer, model, number, device)
         yield module
 
 
-def _load_norm(side: Side, device: torch.device) -> Layer:
+def _load_norm(model: LayeredModel, device: torch.device) -> Layer:
     """The final norm with its weight."""
-    weight = side.weights.read(f"{side.prefix}norm.weight", (side.hidden_size,), device)
-    norm = copy.deepcopy(side.norm).requires_grad_(False)
+    weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), device)
+    norm = copy.deepcopy(model.norm).requires_grad_(False)
     norm.load_state_dict({"weight": weight}, assign=True)
     return Layer(norm, {})

@@ -18,7 +18,7 @@ from lowbit.convert.calibrate.moments import Moments, head_moments, input_power,
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer, run, stages
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import full_precision
 from lowbit.convert.plan.method import Method
 from lowbit.formats.errors import QuantizationError
@@ -179,15 +179,15 @@ class Chooser:
             return weighted(w, scheme, self.rule, moments.H.diagonal())
         return gptq(w, scheme, self.rule, moments, factor)
 
-    def head(self, side: Side, scheme: Scheme, windows: Windows) -> Chosen:
+    def head(self, model: LayeredModel, scheme: Scheme, windows: Windows) -> Chosen:
         """Choose the head in blocks of rows.
 
         Args:
-            side: the original.
+            model: the original.
             scheme: of the head.
             windows: states after the final norm.
         """
-        blocks = side.weights.rows(side.head, HEAD_ROWS[self.device.type], self.device)
+        blocks = model.weights.rows(model.head, HEAD_ROWS[self.device.type], self.device)
         if self.method.codes == "rtn":
             return _joined([nearest(rows, scheme, self.rule) for _, rows in blocks])
         moments = head_moments(windows, self.device)

@@ -11,7 +11,7 @@ from lowbit.convert.calibrate.distill import STEPS, Fixed, Head, Student, distil
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.store import Store, distilled_name, layer_name
 from lowbit.convert.original.layer import Layer
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed, load_layer
 from lowbit.formats.layout.scheme import Scheme
 
@@ -21,7 +21,7 @@ SHARE = 2  # one part of so many of a GPU's memory may be positions
 
 
 def distill_layers(
-    side: Side,
+    model: LayeredModel,
     samples: Tensor,
     states: Tensor,
     schemes: Mapping[str, Scheme],
@@ -34,7 +34,7 @@ def distill_layers(
     """Learn every quantized linear of the decoder against the original's logits, into the store.
 
     Args:
-        side: the original.
+        model: the original.
         samples: [windows, T] int64 token ids.
         states: the original's, after the final norm, [windows, T, h] float32.
         schemes: of all quantized linears, by module name.
@@ -46,28 +46,28 @@ def distill_layers(
     """
     layers: list[Layer] = []
     linears: list[dict[str, Fixed | Learned]] = []
-    for number in range(len(side.layers)):
-        layer = Layer(load_layer(side, number, device), side.arguments[number])
+    for number in range(len(model.layers)):
+        layer = Layer(load_layer(model, number, device), model.arguments[number])
         found = store.load(distilled_name(number), schemes)
         chosen = found or store.load(layer_name(number), schemes) or {}
-        prefix = f"{side.prefix}layers.{number}."
+        prefix = f"{model.prefix}layers.{number}."
         row = {m.removeprefix(prefix): Fixed.of(c, schemes[m], device) for m, c in chosen.items()}
         layer.put(dict.fromkeys(row, torch.empty(0)))  # the packed ones take their place
         layers.append(layer)
         linears.append({**row})
-    original = side.weights.read(side.head, (side.vocabulary, side.hidden_size), device)
+    original = model.weights.read(model.head, (model.vocabulary, model.hidden_size), device)
     head = store.load_head(schemes) if "lm_head" in schemes else None
     packed = original if head is None else head.weight.to(device)
     student = Student(layers, linears, Head(norm.module, original, packed), pool)
-    hidden = embed(side, samples, torch.device("cpu"))
+    hidden = embed(model, samples, torch.device("cpu"))
     phases = _phases([_weights(row) for row in linears], _limit(device))
     for place, phase in enumerate(phases):
         if all(store.load(distilled_name(number), schemes) is not None for number in phase):
             continue
-        _learn(side, phase, schemes, linears, store, device)
+        _learn(model, phase, schemes, linears, store, device)
         advance = partial(_advance, progress, STEPS * place, STEPS * len(phases))
         helped = distill(student, hidden, states, device, advance)
-        _keep(side, phase, schemes, linears, store, device, helped)
+        _keep(model, phase, schemes, linears, store, device, helped)
 
 
 def _advance(progress: Callable[[int, int], None], before: int, total: int, step: int) -> None:
@@ -101,7 +101,7 @@ def _phases(weights: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _learn(
-    side: Side,
+    model: LayeredModel,
     phase: Sequence[int],
     schemes: Mapping[str, Scheme],
     linears: Sequence[dict[str, Fixed | Learned]],
@@ -110,15 +110,15 @@ def _learn(
 ) -> None:
     """Begin to learn the linears of some layers."""
     for number in phase:
-        prefix = f"{side.prefix}layers.{number}."
+        prefix = f"{model.prefix}layers.{number}."
         for module, chosen in (store.load(layer_name(number), schemes) or {}).items():
-            w = side.weights.read(f"{module}.weight", tuple(chosen.codes.shape), device)
+            w = model.weights.read(f"{module}.weight", tuple(chosen.codes.shape), device)
             begun = Learned.begin(chosen, w, schemes[module], device)
             linears[number][module.removeprefix(prefix)] = begun
 
 
 def _keep(
-    side: Side,
+    model: LayeredModel,
     phase: Sequence[int],
     schemes: Mapping[str, Scheme],
     linears: Sequence[dict[str, Fixed | Learned]],
@@ -128,7 +128,7 @@ def _keep(
 ) -> None:
     """Store what some layers have become, or what they were if learning did not help."""
     for number in phase:
-        prefix = f"{side.prefix}layers.{number}."
+        prefix = f"{model.prefix}layers.{number}."
         chosen = store.load(layer_name(number), schemes) or {}
         for name, linear in linears[number].items():
             if helped and isinstance(linear, Learned):

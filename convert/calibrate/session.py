@@ -11,7 +11,7 @@ from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
 from lowbit.convert.calibrate.request import on_record
 from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.original.calibration_text import CalibrationText
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.plan import Plan
@@ -50,13 +50,15 @@ class Session:
         """
         store = Store(folder, self.digest)
         with without_advice():
-            side = load_side(open_weights(self.source), self.text.samples.shape[1], self.device)
+            model = load_layered_model(
+                open_weights(self.source), self.text.samples.shape[1], self.device
+            )
             task = Task(
                 self.plan.recipe.method,
                 self.plan.recipe.rule,
                 {module: scheme for module, scheme in self.plan.schemes.items() if scheme},
             )
-            return calibrate(side, self.text.samples, task, store, self.device, progress)
+            return calibrate(model, self.text.samples, task, store, self.device, progress)
 
 
 def begin(plan: Plan, source: Path, text: CalibrationText, device: torch.device) -> Session:

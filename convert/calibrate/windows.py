@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.held_out import count_held
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed
 from lowbit.formats.machine.free_memory import free_bytes
 
@@ -44,11 +44,13 @@ class Windows:
         return slice(self.learned if self.holds_out else 0, len(self.hidden))
 
 
-def begin(side: Side, samples: Tensor, device: torch.device, from_original: bool) -> Windows:
+def begin(
+    model: LayeredModel, samples: Tensor, device: torch.device, from_original: bool
+) -> Windows:
     """Embed the calibration text, on the device where it fits besides the rest.
 
     Args:
-        side: the original.
+        model: the original.
         samples: [windows, T] int64 token ids.
         device: where to compute.
         from_original: keep the original's states only, for both sets.
@@ -57,9 +59,9 @@ def begin(side: Side, samples: Tensor, device: torch.device, from_original: bool
         CheckpointError: a token id beyond the vocabulary.
     """
     sets = 1 if from_original else 2
-    need = sets * samples.numel() * side.hidden_size * 4
+    need = sets * samples.numel() * model.hidden_size * 4
     free = None if device.type == "cpu" else free_bytes(device.type)
     place = device if free is not None and need * SHARE <= free else torch.device("cpu")
-    hidden = embed(side, samples, place)
+    hidden = embed(model, samples, place)
     original = hidden if from_original else hidden.clone()
     return Windows(hidden, original, len(samples) - count_held(len(samples)))

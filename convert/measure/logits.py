@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
 from lowbit.convert.measure.outputs import Call, output_error, recorded_linears
 from lowbit.convert.original.blocks import BlockMap, block_map
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import (
     HEAD_ROWS,
     HEAD_TOKENS,
@@ -30,7 +30,7 @@ from lowbit.formats.errors import CheckpointError
 
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
 
-Sides = tuple[Side, Side]  # original and packed
+Models = tuple[LayeredModel, LayeredModel]  # original and packed
 Advance = Callable[[int], None]  # weights times tokens done since the last call
 
 
@@ -50,28 +50,28 @@ class Comparison:
 
 
 def compare(
-    sides: Sides,
+    models: Models,
     windows: Tensor,
     device: torch.device,
     advance: Advance,
     noisy: int = 0,
     watched: int = 0,
 ) -> Comparison:
-    """Per-token figures of the packed side against the original.
+    """Per-token figures of the packed model against the original.
 
     Args:
-        sides: original and packed, loaded for windows of T tokens.
+        models: original and packed, loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
         device: where to compute.
         advance: told of work done, `work` in all.
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
     """
-    original, packed = sides
+    original, packed = models
     schemes = packed.weights.packed_schemes()
     errors: dict[str, float] = {}
     with block_map(device) as each:
-        hidden = [embed(side, windows, device) for side in sides]
+        hidden = [embed(model, windows, device) for model in models]
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
             calls = _original_layer(original, number, hidden[0], rounded, watched, each)
@@ -83,23 +83,23 @@ def compare(
             calls.clear()
             pass_through(layer, packed.arguments[number], hidden[1], each)
             advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
-        figures, noise = _compare_heads(sides, windows, hidden, rounded, each, advance)
+        figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
     return Comparison(figures, noise, errors)
 
 
-def work(side: Side, windows: Tensor, noisy: int = 0) -> int:
+def work(model: LayeredModel, windows: Tensor, noisy: int = 0) -> int:
     """Total work that `compare` reports as progress, in weights times tokens."""
-    layers = sum(_weights(layer) for layer in side.layers)
-    weights = layers + side.vocabulary * side.hidden_size
+    layers = sum(_weights(layer) for layer in model.layers)
+    weights = layers + model.vocabulary * model.hidden_size
     return weights * (2 * windows.numel() + windows[:noisy].numel())
 
 
 def _original_layer(
-    side: Side, number: int, hidden: Tensor, rounded: Tensor, watched: int, each: BlockMap
+    model: LayeredModel, number: int, hidden: Tensor, rounded: Tensor, watched: int, each: BlockMap
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
-    layer = load_layer(side, number, hidden.device)
-    arguments = side.arguments[number]
+    layer = load_layer(model, number, hidden.device)
+    arguments = model.arguments[number]
     with recorded_linears(layer) as calls:
         pass_through(layer, arguments, hidden[:watched], each)
     pass_through(layer, arguments, hidden[watched:], each)
@@ -109,20 +109,20 @@ def _original_layer(
 
 
 def _compare_heads(
-    sides: Sides,
+    models: Models,
     windows: Tensor,
     hidden: list[Tensor],
     rounded: Tensor,
     each: BlockMap,
     advance: Advance,
 ) -> tuple[TokenFigures, TokenFigures | None]:
-    for index, side in enumerate(sides):
-        hidden[index] = scored_states(side, hidden[index])  # not both sets twice
-    a, b, c = *hidden, scored_states(sides[0], rounded)
+    for index, model in enumerate(models):
+        hidden[index] = scored_states(model, hidden[index])  # not both sets twice
+    a, b, c = *hidden, scored_states(models[0], rounded)
     device = a.device
     labels = windows[:, 1:].reshape(-1).to(device)
     sums, noise = LogitSums(labels), LogitSums(labels[: len(c)])
-    for first, head_a, head_b in _head_blocks(sides, device):
+    for first, head_a, head_b in _head_blocks(models, device):
         add = partial(_add_logits, sums, first, (a, b), (head_a, head_b))
         each(add, blocks(len(labels), HEAD_TOKENS[device.type]))
         add = partial(_add_logits, noise, first, (a, c), (head_a, head_a.to(torch.bfloat16)))
@@ -144,29 +144,29 @@ def _add_logits(
         sums.add(here, first_row, a[part], b[part])
 
 
-def scored_states(side: Side, hidden: Tensor) -> Tensor:
+def scored_states(model: LayeredModel, hidden: Tensor) -> Tensor:
     """Inputs of the head for the tokens that have a successor: [windows * (T - 1), h].
 
     Overwrites hidden.
     """
-    name = f"{side.prefix}norm.weight"
-    weight = side.weights.read(name, (side.hidden_size,), hidden.device).to(hidden.dtype)
+    name = f"{model.prefix}norm.weight"
+    weight = model.weights.read(name, (model.hidden_size,), hidden.device).to(hidden.dtype)
     for window in hidden:
-        window.copy_(torch.func.functional_call(side.norm, {"weight": weight}, (window,)))
+        window.copy_(torch.func.functional_call(model.norm, {"weight": weight}, (window,)))
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
-def _head_blocks(sides: Sides, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _head_blocks(models: Models, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Rows of both heads, block by block: number of the first, [rows, h] float32 twice."""
-    expected = (sides[0].vocabulary, sides[0].hidden_size)
-    for side in sides:
-        shape = side.weights.shape(side.head)
+    expected = (models[0].vocabulary, models[0].hidden_size)
+    for model in models:
+        shape = model.weights.shape(model.head)
         if shape != expected:
             raise CheckpointError(
-                f"`{side.weights.name}`: `{side.head}` has shape {list(shape)}, "
+                f"`{model.weights.name}`: `{model.head}` has shape {list(shape)}, "
                 f"expected {list(expected)}"
             )
-    streams = (side.weights.rows(side.head, HEAD_ROWS, device) for side in sides)
+    streams = (model.weights.rows(model.head, HEAD_ROWS, device) for model in models)
     for (first, a), (_, b) in zip(*streams, strict=True):
         yield first, a, b
 

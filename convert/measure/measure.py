@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.flips import find_flips
-from lowbit.convert.measure.logits import Comparison, Sides, compare, work
+from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
     TokenFigures,
     histogram,
@@ -23,7 +23,7 @@ from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.formats.errors import CheckpointError, QuantizationError
@@ -91,14 +91,14 @@ def measure_logits(
         tokens = windows.numel() + long.numel()
         note(f"comparing logits of {tokens:,} tokens, in at most {need / 1e9:.2f} GB of memory")
     with torch.inference_mode(), without_advice():
-        sides = _load(weights, windows.shape[1], place)
-        meter = _Meter(work(sides[0], windows, noisy) + work(sides[0], long), progress)
-        found = compare(sides, windows, place, meter.add, noisy, watched)
+        models = _load(weights, windows.shape[1], place)
+        meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
+        found = compare(models, windows, place, meter.add, noisy, watched)
         _check_finite(found.figures, source, packed)
         far: tuple[Position, ...] = ()
         if len(long):
-            sides = _load(weights, long.shape[1], place)
-            figures = compare(sides, long, place, meter.add).figures
+            models = _load(weights, long.shape[1], place)
+            figures = compare(models, long, place, meter.add).figures
             _check_finite(figures, source, packed)
             far = positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
@@ -115,8 +115,8 @@ def _shape(windows: Tensor) -> tuple[int, int]:
     return windows.shape[0], windows.shape[1]
 
 
-def _load(weights: tuple[Weights, Weights], window: int, device: torch.device) -> Sides:
-    original, packed = (load_side(side, window, device) for side in weights)
+def _load(weights: tuple[Weights, Weights], window: int, device: torch.device) -> Models:
+    original, packed = (load_layered_model(model, window, device) for model in weights)
     for what, a, b in (
         ("layers", len(original.layers), len(packed.layers)),
         ("rows of vocabulary", original.vocabulary, packed.vocabulary),

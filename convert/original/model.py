@@ -13,8 +13,8 @@ from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two models: where its weights are, and its modules without storage.
+class LayeredModel:
+    """A model to run layer by layer: where its weights are, and its modules without storage.
 
     Attributes:
         weights: of the checkpoint.
@@ -45,7 +45,7 @@ class Side:
         return self.weights.shape(self.embedding)[1]
 
 
-def load_side(weights: Weights, window: int, device: torch.device) -> Side:
+def load_layered_model(weights: Weights, window: int, device: torch.device) -> LayeredModel:
     """A model's modules without storage, and what they are called with.
 
     Args:
@@ -60,16 +60,16 @@ def load_side(weights: Weights, window: int, device: torch.device) -> Side:
 
     config = _read_config(weights)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        built = AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa", dtype=torch.float32
         ).eval()
-    decoder = model.model
+    decoder = built.model
     # Its frequencies are computed when it is built, and so would have no storage either.
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     layers, norm = tuple(decoder.layers), decoder.norm
     prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
     tied = is_tied(weights.checkpoint.config)
-    return Side(
+    return LayeredModel(
         weights=weights,
         layers=layers,
         arguments=_layer_arguments(decoder, window, device),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.evaluation_text import WINDOW
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.formats.errors import CheckpointError
 
 HEAD_ROWS = 4096  # of the vocabulary at a time
@@ -17,30 +17,30 @@ HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # a block, of which every CPU thread h
 BATCH_TOKENS = {"cpu": WINDOW, "cuda": 8192}  # through a layer at a time, for each CPU thread
 
 
-def embed(side: Side, windows: Tensor, device: torch.device) -> Tensor:
+def embed(model: LayeredModel, windows: Tensor, device: torch.device) -> Tensor:
     """Hidden states before the first layer: [windows, T, h] float32.
 
     Raises:
         CheckpointError: a token id beyond the vocabulary.
     """
-    if int(windows.max()) >= side.vocabulary:
+    if int(windows.max()) >= model.vocabulary:
         raise CheckpointError(
             f"the tokenizer gives token {int(windows.max())}, "
-            f"`{side.weights.name}` has a vocabulary of {side.vocabulary}"
+            f"`{model.weights.name}` has a vocabulary of {model.vocabulary}"
         )
     flat = windows.reshape(-1).to(device)
-    out = torch.empty(len(flat), side.hidden_size, device=device)
-    for first, rows in side.weights.rows(side.embedding, HEAD_ROWS, device):
+    out = torch.empty(len(flat), model.hidden_size, device=device)
+    for first, rows in model.weights.rows(model.embedding, HEAD_ROWS, device):
         here = ((flat >= first) & (flat < first + len(rows))).nonzero()[:, 0]
         out[here] = rows[flat[here] - first]
     return out.view(*windows.shape, -1)
 
 
-def load_layer(side: Side, number: int, device: torch.device) -> torch.nn.Module:
+def load_layer(model: LayeredModel, number: int, device: torch.device) -> torch.nn.Module:
     """A decoder layer with its weights, in FP32."""
-    layer = copy.deepcopy(side.layers[number]).requires_grad_(False)
+    layer = copy.deepcopy(model.layers[number]).requires_grad_(False)
     weights = {
-        name: side.weights.read(f"{side.prefix}layers.{number}.{name}", tuple(w.shape), device)
+        name: model.weights.read(f"{model.prefix}layers.{number}.{name}", tuple(w.shape), device)
         for name, w in layer.state_dict().items()
     }
     layer.load_state_dict(weights, assign=True)

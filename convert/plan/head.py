@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.plan.rounding import for_each, rounding_error_on
 from lowbit.formats.errors import QuantizationError
@@ -36,7 +36,7 @@ class HeadPass:
 
 
 def pass_head(
-    side: Side,
+    model: LayeredModel,
     final: Tensor,
     schemes: Sequence[Scheme],
     draws: int,
@@ -45,7 +45,7 @@ def pass_head(
     """Measure every scheme of the head and draw tokens from the original's distribution.
 
     Args:
-        side: the original.
+        model: the original.
         final: [tokens, h] float32, output of the final norm.
         schemes: of the head.
         draws: tokens drawn at each position, independently.
@@ -54,11 +54,11 @@ def pass_head(
     Raises:
         QuantizationError: the original gives NaN or infinite logits.
     """
-    work = _Work(final, _log_partition(side, final, pool), len(schemes), draws)
+    work = _Work(final, _log_partition(model, final, pool), len(schemes), draws)
     parts = HEAD_TOKENS[final.device.type]
-    for first, rows in side.weights.rows(side.head, HEAD_ROWS, final.device):
+    for first, rows in model.weights.rows(model.head, HEAD_ROWS, final.device):
         errors = [rounding_error_on(pool, rows, scheme) for scheme in schemes]
-        is_last = first + len(rows) == side.vocabulary
+        is_last = first + len(rows) == model.vocabulary
 
         def add(
             tokens: slice,
@@ -114,14 +114,14 @@ class _Work:
         return [float(mean) for mean in torch.where(means.isfinite(), means, torch.inf)]
 
 
-def _log_partition(side: Side, final: Tensor, pool: ThreadPoolExecutor | None) -> Tensor:
+def _log_partition(model: LayeredModel, final: Tensor, pool: ThreadPoolExecutor | None) -> Tensor:
     """Log of the sum of exp(logits) of every token: [tokens] float64.
 
     Raises:
         QuantizationError: it is not finite.
     """
     log_z = torch.full((len(final),), -torch.inf, dtype=torch.float64, device=final.device)
-    for _, rows in side.weights.rows(side.head, HEAD_ROWS, final.device):
+    for _, rows in model.weights.rows(model.head, HEAD_ROWS, final.device):
 
         def add(tokens: slice, rows: Tensor = rows) -> None:
             part = (final[tokens] @ rows.T).logsumexp(1).double()
@@ -131,6 +131,6 @@ def _log_partition(side: Side, final: Tensor, pool: ThreadPoolExecutor | None) -
     bad = int((~log_z.isfinite()).sum())
     if bad:
         raise QuantizationError(
-            f"`{side.weights.name}`: {bad} of {len(log_z)} tokens have NaN or infinite logits"
+            f"`{model.weights.name}`: {bad} of {len(log_z)} tokens have NaN or infinite logits"
         )
     return log_z

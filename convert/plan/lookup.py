@@ -10,7 +10,7 @@ import torch
 
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
@@ -164,7 +164,7 @@ def _estimate(
 ) -> list[float]:
     with torch.no_grad(), without_advice():
         return estimate(
-            load_side(weights, text.samples.shape[1], device),
+            load_layered_model(weights, text.samples.shape[1], device),
             choices,
             text.samples,
             device,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lowbit.convert.original.backward import LinearTrace, TracedLayer, traced
 from lowbit.convert.original.blocks import block_map
-from lowbit.convert.original.model import Side
+from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import tensor_cores
 from lowbit.convert.original.threads import alone_on_threads, ordered
 from lowbit.convert.original.walk import embed, load_layer, pass_through
@@ -45,7 +45,7 @@ Pool = ThreadPoolExecutor | None
 
 
 def estimate(
-    side: Side,
+    model: LayeredModel,
     choices: Sequence[Choice],
     windows: Tensor,
     device: torch.device,
@@ -57,7 +57,7 @@ def estimate(
     device one layer in FP32 twice, with the activations of a window (of one a thread on the CPU).
 
     Args:
-        side: the original; call without gradients, outside of inference mode.
+        model: the original; call without gradients, outside of inference mode.
         choices: any sets at any schemes.
         windows: [windows, T] int64 token ids; the last token of a window is not scored.
         device: where to compute.
@@ -71,20 +71,20 @@ def estimate(
         CheckpointError: weights or tokens that do not fit the model.
         QuantizationError: the original gives NaN or infinite logits.
     """
-    meter = _Meter(side, progress)
+    meter = _Meter(model, progress)
     with tensor_cores(device):
-        entering, last = _forward(side, windows, device, meter)
+        entering, last = _forward(model, windows, device, meter)
         with alone_on_threads(device) as pool:
             head = [(fused, scheme) for fused, scheme in choices if fused.layer is None]
-            above, kl = _head(side, last, [scheme for _, scheme in head], pool)
+            above, kl = _head(model, last, [scheme for _, scheme in head], pool)
             meter.add_head()
             costs = dict(zip(head, kl, strict=True))
             scored = DRAWS * windows[:, 1:].numel()
-            for number in reversed(range(len(side.layers))):
-                layer = load_layer(side, number, device)
+            for number in reversed(range(len(model.layers))):
+                layer = load_layer(model, number, device)
                 here = [choice for choice in choices if choice[0].layer == number]
                 names = [split_layer(m).rest for fused, _ in here for m in fused.modules]
-                with traced(layer, side.arguments[number], list(dict.fromkeys(names))) as run:
+                with traced(layer, model.arguments[number], list(dict.fromkeys(names))) as run:
                     squares, above = _backward(run, layer, entering.pop(), above, pool)
                 for choice in here:
                     costs[choice] = _cost(layer, choice, squares, pool) / (2 * scored)
@@ -93,30 +93,30 @@ def estimate(
 
 
 def _forward(
-    side: Side, windows: Tensor, device: torch.device, meter: "_Meter"
+    model: LayeredModel, windows: Tensor, device: torch.device, meter: "_Meter"
 ) -> tuple[list[Tensor], Tensor]:
     """Inputs of every layer, on the CPU, and the output of the last: [windows, T, h]."""
     entering = []
     with block_map(device) as each:
-        hidden = embed(side, windows, device)
-        for number in range(len(side.layers)):
+        hidden = embed(model, windows, device)
+        for number in range(len(model.layers)):
             entering.append(hidden.to("cpu", KEPT_DTYPE, copy=True))  # the pass is in place
-            layer = load_layer(side, number, device)
-            pass_through(layer, side.arguments[number], hidden, each)
+            layer = load_layer(model, number, device)
+            pass_through(layer, model.arguments[number], hidden, each)
             meter.add_layer(number, FORWARD_WORK)
     return entering, hidden
 
 
 def _head(
-    side: Side, last: Tensor, schemes: Sequence[Scheme], pool: Pool
+    model: LayeredModel, last: Tensor, schemes: Sequence[Scheme], pool: Pool
 ) -> tuple[Tensor, tuple[float, ...]]:
     """Gradients by the last layer's output, [draws, windows, T, h], and KL of every scheme."""
-    weight = side.weights.read(f"{side.prefix}norm.weight", (side.hidden_size,), last.device)
+    weight = model.weights.read(f"{model.prefix}norm.weight", (model.hidden_size,), last.device)
     with torch.enable_grad():
         hidden = last.detach().requires_grad_(True)
-        final = torch.func.functional_call(side.norm, {"weight": weight}, (hidden,))
+        final = torch.func.functional_call(model.norm, {"weight": weight}, (hidden,))
     scored = final.detach()[:, :-1]
-    found = pass_head(side, scored.flatten(0, 1), schemes, DRAWS, pool)
+    found = pass_head(model, scored.flatten(0, 1), schemes, DRAWS, pool)
     above = torch.zeros(DRAWS, *final.shape, device=final.device)
     above[:, :, :-1] = found.gradients.view(DRAWS, *scored.shape)
     for one in above:
@@ -183,9 +183,9 @@ def _cost(layer: torch.nn.Module, choice: Choice, squares: dict[str, Tensor], po
 class _Meter:
     """Adds up work, in weights, and reports it."""
 
-    def __init__(self, side: Side, progress: Progress) -> None:
-        self._sizes = [sum(w.numel() for w in layer.parameters()) for layer in side.layers]
-        self._head = HEAD_WORK * side.hidden_size * side.vocabulary
+    def __init__(self, model: LayeredModel, progress: Progress) -> None:
+        self._sizes = [sum(w.numel() for w in layer.parameters()) for layer in model.layers]
+        self._head = HEAD_WORK * model.hidden_size * model.vocabulary
         self._total = (FORWARD_WORK + BACKWARD_WORK) * sum(self._sizes) + self._head
         self._done, self._progress = 0, progress
 

@@ -14,7 +14,7 @@ from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
 from lowbit.convert.original.layer import Layer, stages
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.pipeline.conversion import Conversion, convert
@@ -231,8 +231,8 @@ def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:
         ],
     }
     for (folder, number), wanted in expected.items():
-        side = load_side(open_weights(folder), 8, torch.device("cpu"))
-        layer = Layer(load_layer(side, number, torch.device("cpu")), side.arguments[number])
+        model = load_layered_model(open_weights(folder), 8, torch.device("cpu"))
+        layer = Layer(load_layer(model, number, torch.device("cpu")), model.arguments[number])
         names = [name for stage in wanted for name in stage]
         assert stages(layer, torch.randn(1, 8, 256), names) == wanted
 

@@ -11,7 +11,7 @@ from lowbit.convert.calibrate.gradient import Adam, layer_gradient
 from lowbit.convert.calibrate.learned import POSITION_RATE, Learned
 from lowbit.convert.calibrate.linear import Chosen, nearest
 from lowbit.convert.original.layer import Layer
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.threads import alone_on_threads, ordered
 from lowbit.convert.original.walk import load_layer
 from lowbit.convert.original.weights import open_weights
@@ -24,8 +24,8 @@ NAMES = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
 @pytest.fixture
 def layer(tiny: Path) -> Layer:
     """The second decoder layer, for windows of 16 tokens."""
-    side = load_side(open_weights(tiny), 16, CPU)
-    return Layer(load_layer(side, 1, CPU), side.arguments[1])
+    model = load_layered_model(open_weights(tiny), 16, CPU)
+    return Layer(load_layer(model, 1, CPU), model.arguments[1])
 
 
 def test_gradients_are_those_of_autograd(layer: Layer) -> None:
@@ -68,8 +68,8 @@ def test_divergence_and_its_gradient() -> None:
 
 def test_a_step_follows_the_gradient_of_every_scale_and_position(tiny: Path) -> None:
     """Two of three layers learned, through norm and head, against autograd on the same chain."""
-    side = load_side(open_weights(tiny), 16, CPU)
-    layers = [Layer(load_layer(side, n, CPU), side.arguments[n]) for n in range(3)]
+    model = load_layered_model(open_weights(tiny), 16, CPU)
+    layers = [Layer(load_layer(model, n, CPU), model.arguments[n]) for n in range(3)]
     scheme = Scheme(4, 64)
     linears: list[dict[str, Fixed | Learned]] = []
     for number, layer in enumerate(layers):

@@ -15,7 +15,7 @@ from lowbit.convert.measure.logits import scored_states
 from lowbit.convert.original import walk
 from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.evaluation_text import Text, tokenize
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
 from lowbit.formats.errors import (
@@ -44,14 +44,14 @@ def windows_of(folder: Path, text: str) -> Tensor:
 
 def block_logits(folder: Path, windows: Tensor) -> Tensor:
     """Logits of every token but the last of each window, one layer at a time."""
-    side = load_side(open_weights(folder), windows.shape[1], CPU)
+    model = load_layered_model(open_weights(folder), windows.shape[1], CPU)
     with torch.inference_mode(), block_map(CPU) as each:
-        hidden = embed(side, windows, CPU)
-        for number in range(len(side.layers)):
-            layer = load_layer(side, number, CPU)
-            pass_through(layer, side.arguments[number], hidden, each)
-        states = scored_states(side, hidden)
-        head = torch.cat([rows for _, rows in side.weights.rows(side.head, 1000, CPU)])
+        hidden = embed(model, windows, CPU)
+        for number in range(len(model.layers)):
+            layer = load_layer(model, number, CPU)
+            pass_through(layer, model.arguments[number], hidden, each)
+        states = scored_states(model, hidden)
+        head = torch.cat([rows for _, rows in model.weights.rows(model.head, 1000, CPU)])
         return (states @ head.T).view(len(windows), -1, len(head))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.convert.original.backward import LinearTrace
 from lowbit.convert.original.calibration_text import read_calibration
-from lowbit.convert.original.model import load_side
+from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan import rounding, sensitivity
@@ -45,8 +45,8 @@ def windows(folder: Path, count: int = 4) -> Tensor:
 def estimated(folder: Path, choices: Sequence[Choice]) -> list[float]:
     ids = windows(folder)
     with torch.no_grad(), without_advice():
-        side = load_side(open_weights(folder), T, CPU)
-        return estimate(side, choices, ids, CPU, lambda done, total: None)
+        model = load_layered_model(open_weights(folder), T, CPU)
+        return estimate(model, choices, ids, CPU, lambda done, total: None)
 
 
 def measured(folder: Path, choices: Sequence[Choice]) -> list[float]:
@@ -160,9 +160,9 @@ def test_labels_follow_the_distribution(tmp_path: Path, make_model: "MakeModel")
     draws = 16000
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)) * 2
     with torch.no_grad(), alone_on_threads(CPU) as pool:
-        side = load_side(open_weights(folder), T, CPU)
-        found = pass_head(side, x, [], draws, pool).gradients  # [draws, tokens, h]
-        W = side.weights.read("lm_head.weight", (5000, 128), CPU)
+        model = load_layered_model(open_weights(folder), T, CPU)
+        found = pass_head(model, x, [], draws, pool).gradients  # [draws, tokens, h]
+        W = model.weights.read("lm_head.weight", (5000, 128), CPU)
     p = (x @ W.T).softmax(-1)
     for token in range(3):
         centered = W - p[token] @ W
@@ -191,9 +191,9 @@ def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
     folder = make_model(tmp_path / "model")
     seen = [(0, 1)]
     with torch.no_grad():
-        side = load_side(open_weights(folder), T, CPU)
+        model = load_layered_model(open_weights(folder), T, CPU)
         choices = choices_of(sets_of(folder), (64,))
-        estimate(side, choices, windows(folder), CPU, lambda *now: seen.append(now))
+        estimate(model, choices, windows(folder), CPU, lambda *now: seen.append(now))
     done = [done for done, _ in seen]
     assert done == sorted(done)
     assert seen[-1][0] == seen[-1][1]
