@@ -12,7 +12,7 @@ from lowbit.convert.calibrate.gptq import (
     refitted_scales,
 )
 from lowbit.convert.calibrate.moments import Moments
-from lowbit.convert.calibrate.search import search_on
+from lowbit.convert.plan.search import search_on
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize, weighted_scales
 from lowbit.formats.layout.scheme import Scheme

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.search import search_on
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.plan.plan import Plan, Step
+from lowbit.convert.plan.search import search_on
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import OutputTensor
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack, unpack

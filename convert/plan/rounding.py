@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.original.threads import ordered
 from lowbit.convert.original.walk import blocks
+from lowbit.convert.plan.search import search_on
 from lowbit.formats.layout.packing import dequantize
 from lowbit.formats.layout.rtn import ScaleRule, quantize
 from lowbit.formats.layout.scheme import Scheme
@@ -18,7 +19,8 @@ BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # rounded at a time, by every
 
 def rounding_error(weight: Tensor, scheme: Scheme) -> Tensor:
     """Rounded weight less the weight itself: [N, K] float32."""
-    return dequantize(*quantize(weight, scheme, RULE)).sub_(weight)
+    codes, scale = quantize(weight, scheme, RULE, search_on(weight.device, scheme))
+    return dequantize(codes, scale).sub_(weight)
 
 
 def row_blocks(weight: Tensor) -> Iterable[slice]:

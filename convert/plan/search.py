@@ -11,6 +11,6 @@ def search_on(device: torch.device, scheme: Scheme) -> Search | None:
     G = scheme.group_size
     if device.type == "cpu" or G is None or G & (G - 1):
         return None
-    from lowbit.convert.calibrate import search_cuda
+    from lowbit.convert.plan import search_cuda
 
     return search_cuda.search

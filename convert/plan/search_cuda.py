@@ -15,11 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.convert.calibrate.columns_cuda import rounded
 from lowbit.formats.layout.rtn import SCALE_DTYPE, ratio_factors
 
 ELEMENTS = 4096  # of a program
 WARPS = 4
+# Adding and subtracting 1.5 * 2^23 rounds half to even, as torch.round does, for |x| < 2^22.
+ROUND: tl.constexpr = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def rounded(x, code_min, code_max):
+    """The nearest code, ties to even."""
+    # Clamped first: beyond 2^22 the sum would not round to a whole number.
+    x = tl.minimum(tl.maximum(x, code_min - 1.0), code_max + 1.0)
+    x = (x + ROUND) - ROUND
+    return tl.minimum(tl.maximum(x, code_min), code_max)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.search_cuda import search
+from lowbit.convert.plan.search_cuda import search
 from lowbit.formats.layout.rtn import TINY, quantize, search_scales, weighted_scales
 from lowbit.formats.layout.scheme import Scheme
 
