@@ -203,7 +203,7 @@ def test_progress_ends_at_all(tmp_path: Path, make_model: "MakeModel") -> None:
 def test_a_scheme_without_finite_weights_is_infinitely_bad(
     tmp_path: Path, make_model: "MakeModel", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def overflowing(w: Tensor, scheme: Scheme, rule: str) -> tuple[Tensor, Tensor]:
+    def overflowing(w: Tensor, scheme: Scheme, *_: object) -> tuple[Tensor, Tensor]:
         codes, scale = quantize(w, scheme)
         return codes, scale * torch.inf if scheme.bits == 4 else scale
 
