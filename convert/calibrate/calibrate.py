@@ -91,7 +91,7 @@ def calibrate(
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     with alone_on_threads(device) as pool, tensor_cores(device), _background() as later:
         chooser = Chooser(task.method, task.rule, device, pool)
-        windows = begin(model, samples, device, chooser.from_original)
+        windows = begin(model, samples, device, task.method.from_original)
         saved: Future[None] | None = None
         for number, module in enumerate(_layers(model, device, later)):
             progress("calibrate", sum(sizes[:number]), sum(sizes))
@@ -167,7 +167,7 @@ def _background() -> Iterator[ThreadPoolExecutor]:
         try:
             yield later
         finally:
-            later.shutdown(wait=True, cancel_futures=True)
+            later.shutdown(wait=True)  # a finished layer is written, come what may
 
 
 def _layers(

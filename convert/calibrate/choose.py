@@ -44,11 +44,6 @@ class Chooser:
     device: torch.device
     pool: ThreadPoolExecutor | None
 
-    @property
-    def from_original(self) -> bool:
-        """Whether the original's states alone decide: weighted scales, which need one pass."""
-        return self.method.codes == "weighted" and not self.method.autoround
-
     def layer(
         self,
         number: int,
@@ -70,7 +65,7 @@ class Chooser:
             QuantizationError: activations are not finite.
         """
         before = windows.original[windows.held].clone()
-        alone = self.from_original
+        alone = self.method.from_original
         found = {} if alone else self._sequential(layer, original, schemes, windows)
         if alone:
             power = input_power(original, list(schemes), windows.original, self.device, self.pool)
@@ -96,12 +91,17 @@ class Chooser:
         plain = {n: nearest(original.weight(n).data, s, self.rule) for n, s in schemes.items()}
         rtn, chosen = error(plain), error(found)
         del plain
+        if not math.isfinite(chosen):
+            raise QuantizationError(
+                f"layer {number} gives values that are not finite once it is quantized",
+                hint="try another --calib text, or --method rtn",
+            )
         if self.method.autoround and schemes:
             better = self._learned(layer, original, schemes, found, windows)
             if (learned := error(better)) < chosen:
                 found, chosen = better, learned
         seen = None
-        if not alone:
+        if not alone and windows.holds_out:
             count = len(after)
             seen = error(found, windows.hidden[:count], windows.original[:count])
         layer.put({name: linear.weight for name, linear in found.items()})

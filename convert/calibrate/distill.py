@@ -21,12 +21,11 @@ from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.linear import Chosen
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.threads import ordered
-from lowbit.convert.original.walk import blocks
+from lowbit.convert.original.walk import HEAD_TOKENS, blocks
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.scheme import Scheme
 
 STEPS = 300
-HEAD_TOKENS = {"cpu": 256, "cuda": 2048}  # whose logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)

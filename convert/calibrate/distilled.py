@@ -13,11 +13,8 @@ from lowbit.convert.calibrate.store import Store, distilled_name, layer_name
 from lowbit.convert.original.layer import Layer
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed, load_layer
+from lowbit.convert.plan.calibration_cost import learned_together
 from lowbit.formats.layout.scheme import Scheme
-
-LEARNED_WEIGHTS = 1 << 30  # at a time on a CPU
-LEARNED_BYTES = 8  # of a weight while it is learned: its position, and the gradient
-SHARE = 2  # one part of so many of a GPU's memory may be positions
 
 
 def distill_layers(
@@ -60,7 +57,7 @@ def distill_layers(
     packed = original if head is None else head.weight.to(device)
     student = Student(layers, linears, Head(norm.module, original, packed), pool)
     hidden = embed(model, samples, torch.device("cpu"))
-    phases = _phases([_weights(row) for row in linears], _limit(device))
+    phases = _phases([_weights(row) for row in linears], learned_together(device.type))
     for place, phase in enumerate(phases):
         if all(store.load(distilled_name(number), schemes) is not None for number in phase):
             continue
@@ -76,13 +73,6 @@ def _advance(progress: Callable[[int, int], None], before: int, total: int, step
 
 def _weights(linears: Mapping[str, Fixed | Learned]) -> int:
     return sum(len(row.words) * row.K for row in linears.values() if isinstance(row, Fixed))
-
-
-def _limit(device: torch.device) -> int:
-    """Weights to learn at a time; it depends on the machine, not on what else runs there."""
-    if device.type == "cpu":
-        return LEARNED_WEIGHTS
-    return torch.cuda.get_device_properties(device).total_memory // (SHARE * LEARNED_BYTES)
 
 
 def _phases(weights: Sequence[int], limit: int) -> list[list[int]]:

@@ -12,6 +12,15 @@ BATCH_TOKENS = 2048  # of a step
 SHARE = 16  # one window of so many
 
 
+def shuffled(samples: Tensor) -> Tensor:
+    """Windows in random order, the same in every run, so that those held out come from all texts.
+
+    Args:
+        samples: [windows, T] int64 token ids.
+    """
+    return samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
+
+
 def count_held(windows: int) -> int:
     """Number of windows to hold out: one of `SHARE`, none of few."""
     return windows // SHARE

@@ -126,7 +126,10 @@ def quieted(x: Tensor) -> Tensor:
         x: [tokens, K] inputs of a linear in the original.
     """
     power = x.square().sum(-1, keepdim=True)
-    return (power.median() / power.clamp(min=LEAST_POWER)).clamp(max=1).sqrt()
+    loud = power[power > 0]
+    if not len(loud):
+        return torch.ones_like(power)
+    return (loud.median() / power.clamp(min=LEAST_POWER)).clamp(max=1).sqrt()
 
 
 def head_moments(windows: Windows, device: torch.device) -> Moments:

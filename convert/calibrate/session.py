@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lowbit.convert.calibrate.calibrate import Progress, Task, calibrate
+from lowbit.convert.calibrate.held_out import shuffled
 from lowbit.convert.calibrate.request import on_record
 from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.original.calibration_text import CalibrationText
@@ -58,7 +59,7 @@ class Session:
                 self.plan.recipe.rule,
                 {module: scheme for module, scheme in self.plan.schemes.items() if scheme},
             )
-            return calibrate(model, self.text.samples, task, store, self.device, progress)
+            return calibrate(model, shuffled(self.text.samples), task, store, self.device, progress)
 
 
 def begin(plan: Plan, source: Path, text: CalibrationText, device: torch.device) -> Session:

@@ -1,21 +1,21 @@
-"""What calibration has chosen so far: a file a decoder layer, beside the half-made shards.
+"""Finished layers of a calibration: a file for each, beside the half-made shards.
 
 A file is there whole or not at all, so that an interrupted calibration goes on after the last
 finished layer. Codes are kept packed.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from lowbit.convert.calibrate.linear import Chosen
+from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.layout.packing import pack, unpack
 from lowbit.formats.layout.scheme import Scheme
 
@@ -24,12 +24,12 @@ HEAD = "head"
 
 
 def layer_name(number: int) -> str:
-    """Of a decoder layer's file."""
+    """File name of a decoder layer."""
     return f"layer-{number:03d}"
 
 
 def distilled_name(number: int) -> str:
-    """Of the file of a layer that was trained again after all others had been chosen."""
+    """File name of a distilled layer."""
     return f"distilled-{number:03d}"
 
 
@@ -44,7 +44,8 @@ class LayerError:
         layer: number, from 0.
         rtn: with this layer's linears rounded to nearest.
         chosen: with the codes chosen.
-        learned: as `chosen`, on as many windows that were learned from; None with `weighted`.
+        learned: as `chosen`, on as many windows that were learned from; None with `weighted`, and
+            where the windows are too few to hold any out: the others are of all windows then.
     """
 
     layer: int
@@ -137,16 +138,12 @@ class Store:
         return self.folder / f"{PREFIX}{name}.safetensors"
 
     def _write(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        path = self._path(name)
-        partial = path.with_suffix(".partial")
         metadata = {"digest": self.digest, "facts": json.dumps(facts)}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, partial, metadata)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.rename(path)
+        content = {key: value.contiguous() for key, value in tensors.items()}
+        replace_file(self._path(name), serialize(content, metadata))
 
     def _facts(self, path: Path) -> dict[str, Any] | None:
-        """What a file says besides its tensors, None where there is none of this calibration."""
+        """Facts of a file besides its tensors; None where this calibration has no such file."""
         if not path.exists():
             return None
         try:

@@ -8,9 +8,8 @@ from torch import Tensor
 from lowbit.convert.calibrate.held_out import count_held
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import embed
+from lowbit.convert.plan.calibration_cost import STATES_SHARE
 from lowbit.formats.machine.free_memory import free_bytes
-
-SHARE = 3  # of free GPU memory, one part of so many at most is hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,9 @@ def begin(
         CheckpointError: a token id beyond the vocabulary.
     """
     sets = 1 if from_original else 2
-    need = sets * samples.numel() * model.hidden_size * 4
+    need = sets * samples.numel() * model.hidden_size * 4 * 5 // 4  # what the allocator keeps, too
     free = None if device.type == "cpu" else free_bytes(device.type)
-    place = device if free is not None and need * SHARE <= free else torch.device("cpu")
+    place = device if free is not None and need * STATES_SHARE <= free else torch.device("cpu")
     hidden = embed(model, samples, place)
     original = hidden if from_original else hidden.clone()
     return Windows(hidden, original, len(samples) - count_held(len(samples)))

@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 
 from lowbit.convert.original.layer import BATCH_TOKENS
-from lowbit.convert.plan.choice_of_method import WEIGHTED
+from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
@@ -55,6 +55,7 @@ NORMAL_ELEMENTS = 1 << 26  # of the normal equations of the scales of some rows
 NORMAL_BYTES = 12  # for each: equations, factors and a copy
 SMALL_GROUP = 64  # weights that share a scale in those equations
 PRODUCTS_BYTES = 4 << 30  # of batches' moments that threads hold at a time
+LOGIT_BYTES = 20  # for each logit of distill: five tensors at a time
 BASE_BYTES = 700 << 20  # interpreter, torch and transformers
 LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
@@ -186,10 +187,15 @@ def calibration_seconds(
         device: `cpu` or `cuda`.
         rate: operations a second of plain products there.
     """
-    together = DISTILL_WEIGHTS
-    if device != "cpu":
-        together = torch.cuda.get_device_properties(device).total_memory // DISTILL_BYTES
-    return calibration_flops(shapes, method, windows, together) / (rate * SHARE[device])
+    flops = calibration_flops(shapes, method, windows, learned_together(device))
+    return flops / (rate * SHARE[device])
+
+
+def learned_together(device: str) -> int:
+    """Weights that distill learns in a phase; it depends on the machine, not on its load."""
+    if device == "cpu":
+        return DISTILL_WEIGHTS
+    return torch.cuda.get_device_properties(device).total_memory // DISTILL_BYTES
 
 
 def calibration_memory(
@@ -219,11 +225,14 @@ def calibration_memory(
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
         work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
     if method.distill:
-        learned = min(shapes.weights, DISTILL_WEIGHTS)
+        learned = min(shapes.weights, learned_together(device))
         head = 8 * shapes.vocabulary * shapes.hidden
+        head += LOGIT_BYTES * HEAD_TOKENS[device] * shapes.vocabulary
         states = 4 * STEP_TOKENS * shapes.hidden * (len(shapes.layers) + 1)
         work = max(work, shapes.weights + 4 * learned + AUTOROUND_BYTES * largest + head + states)
-    sets = 1 if method == WEIGHTED else 2  # of hidden states: the original's, the quantized model's
+    sets = (
+        1 if method.from_original else 2
+    )  # of hidden states: the original's, the quantized model's
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4
     work, states = work * 5 // 4, window * windows.count
     if device == "cpu":

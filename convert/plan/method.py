@@ -45,6 +45,11 @@ class Method:
         return cls(codes, "autoround" in steps, "distill" in steps)
 
     @property
+    def from_original(self) -> bool:
+        """True where the original's states alone decide: weighted scales, which need one pass."""
+        return self.codes == "weighted" and not self.autoround
+
+    @property
     def calibrated(self) -> bool:
         """Tell whether it needs a text."""
         return self != RTN
