@@ -57,7 +57,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What turns hidden states into logits, of both models.
+    """The final norm and the heads of both models, which turn hidden states into logits.
 
     Attributes:
         norm: the final norm's module, with its weights.
@@ -87,7 +87,7 @@ class Student:
     pool: ThreadPoolExecutor | None
 
     def states(self, hidden: Tensor) -> list[Tensor]:
-        """What goes into each layer, and what comes out of the last: [windows, T, h] each."""
+        """Input of each layer, then the output of the last: [windows, T, h] each."""
         found = [hidden]
         size = 1 if self.pool else len(hidden)
         for number in range(len(self.layers)):

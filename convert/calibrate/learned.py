@@ -82,5 +82,5 @@ class Learned:
         )
 
     def chosen(self) -> Chosen:
-        """What it has become."""
+        """Codes and scales after the last step."""
         return Chosen(self.codes().flatten(1).to(torch.int8), self.stored_scale()[:, :, 0])

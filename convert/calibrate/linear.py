@@ -20,7 +20,7 @@ from lowbit.formats.layout.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What becomes of a linear.
+    """Codes and scales of a linear.
 
     Attributes:
         codes: [N, K] int8.
@@ -52,7 +52,7 @@ def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Chose
 def compensated(
     w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: Factor
 ) -> tuple[Tensor, Chosen]:
-    """What `gptq` polishes: the weights to approximate, [N, K], and first codes and scales."""
+    """The start of `gptq`: the weights to approximate, [N, K], and first codes and scales."""
     target = moments.target(w, factor)
     search = search_on(w.device, scheme)
     scale = weighted_scales(target, scheme, rule, factor.importance, search)

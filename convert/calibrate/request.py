@@ -1,4 +1,4 @@
-"""What a user asks of a calibration, and what of it goes on record."""
+"""The calibration that a user asks for, and its record in lowbit.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ class CalibrationRequest:
 
 
 def on_record(text: CalibrationText, device: torch.device) -> Calibration:
-    """What lowbit.json says of a calibration."""
+    """The record of a calibration in lowbit.json."""
     import transformers
 
     on_cpu = device.type == "cpu"

@@ -35,7 +35,7 @@ def distilled_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """How far a layer's output is from the original's, on windows that nothing was learned from.
+    """Error of a layer's output against the original's, on windows held out.
 
     Relative to what the original's layer adds to its input, root of mean squares. Errors of the
     layers before are part of it, except with `weighted`, which looks at each layer alone.

@@ -34,7 +34,7 @@ class Windows:
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are windows that nothing is learned from."""
+        """True if there are windows that nothing is learned from."""
         return self.learned < len(self.hidden)
 
     @property

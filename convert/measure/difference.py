@@ -1,4 +1,4 @@
-"""What differs between two packed checkpoints: configuration, recipe, and every tensor."""
+"""Differences between two packed checkpoints: configuration, recipe, and every tensor."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether a reader would see no difference."""
+        """True if a reader would see no difference."""
         return not (self.config or self.only_a or self.only_b or self.linears or self.others)
 
 
@@ -131,7 +131,7 @@ def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Entry, ...]:
 
 
 def _same_bytes(weights: tuple[Weights, Weights], name: str) -> bool:
-    """Whether a tensor is stored alike on both sides."""
+    """True if a tensor is stored alike on both sides."""
     first, second = (side.checkpoint for side in weights)
     info, other = first.tensors[name], second.tensors[name]
     if (info.dtype, info.shape) != (other.dtype, other.shape):
@@ -150,7 +150,7 @@ def _compare(
     module: str,
     name: str,
 ) -> LinearDifference | None:
-    """How a linear differs; None where it does not."""
+    """The difference of a linear; None where there is none."""
     schemes = [side.schemes.get(module) for side in packed]
     scheme = schemes[0] if schemes[0] == schemes[1] else None
     stored = [name] if schemes == [None, None] else [f"{module}.{PACKED}", f"{module}.{SCALE}"]

@@ -1,4 +1,4 @@
-"""What a packed checkpoint holds, as a tree of modules; of one on the Hub from headers alone."""
+"""Contents of a packed checkpoint as a tree of modules; headers suffice for one on the Hub."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -83,12 +83,12 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
     def tensors(self) -> int:
-        """How many the files hold."""
+        """Number of tensors in the files."""
         return sum(entry.tensors for entry in self.entries)
 
 

@@ -34,7 +34,7 @@ Render = Callable[[list[Turn]], str]
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """What a model is calibrated on.
+    """Windows of text that a model is calibrated on.
 
     Attributes:
         name: shown in the report.

@@ -97,7 +97,7 @@ def stages(layer: Layer, window: Tensor, linears: Sequence[str]) -> list[tuple[s
 
 
 class _Reached(Exception):  # noqa: N818  # no error: the rest of the layer is not needed
-    """What the linear was called with."""
+    """Raised with the input of the linear that was reached."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

@@ -1,4 +1,4 @@
-"""Whether a packed folder follows from its source and recipe: quantized again, and compared."""
+"""Check that a packed folder follows from its source and recipe by quantizing again."""
 
 import hashlib
 import tempfile

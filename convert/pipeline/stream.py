@@ -64,7 +64,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a block became: parts of output tensors by name, on the CPU."""
+    """A finished block: parts of output tensors by name, on the CPU."""
 
     block: _Block
     parts: tuple[tuple[str, Tensor], ...]
