@@ -130,6 +130,10 @@ def quantize(
     made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)
+    if target is not None and _given("group_size"):
+        raise click.UsageError(
+            "--group-size has no effect with a target, which chooses group sizes; use --bits."
+        )
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
     goes_on = may_go_on(out, overwrite, report, repo is not None)
@@ -240,12 +244,7 @@ def _explained_measuring(out: Path) -> Iterator[None]:
 
 def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> None:
     """Refuse calibration options where the method reads no text."""
-    context = click.get_current_context()
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in CALIBRATION
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in CALIBRATION if _given(name)]
     if calib is not None and target is None:
         given.insert(0, "--calib")
     if given:
@@ -253,3 +252,9 @@ def _check_calibration(calib: Path | None, target: "TargetRequest | None") -> No
         raise click.UsageError(
             f"{' and '.join(given)} {verb} for calibrated methods; name one with --method."
         )
+
+
+def _given(name: str) -> bool:
+    """True for a parameter that the user has given."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT

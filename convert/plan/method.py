@@ -40,7 +40,8 @@ class Method:
         if steps not in ([], ["autoround"], ["distill"], ["autoround", "distill"]):
             raise QuantizationError(
                 f"method `{text}` is not known",
-                hint="rtn, weighted or gptq, then +autoround, then +distill, as in gptq+distill",
+                hint="auto, absmax, rtn, weighted or gptq; the last three may be followed by "
+                "+autoround, then +distill, as in gptq+distill",
             )
         return cls(codes, "autoround" in steps, "distill" in steps)
 

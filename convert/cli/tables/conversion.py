@@ -63,7 +63,9 @@ def _files(found: Reported) -> None:
 
 def _calibration(done: Conversion) -> Table:
     """Errors of each calibrated layer beside those of rounding to nearest."""
-    title = f"layer errors, {done.plan.recipe.method} against round-to-nearest"
+    method = done.plan.recipe.method
+    when = "layer errors before distillation" if method.distill else "layer errors"
+    title = f"{when}, {method} against round-to-nearest"
     table = plain_table(title, ("layer",), ("rtn", "chosen", "change"))
     for row in done.calibration:
         change = f"{row.chosen / row.rtn - 1:+.0%}" if row.rtn else ""

@@ -12,12 +12,17 @@ from lowbit.convert.report.words import size
 from lowbit.formats.shell.duration import about
 from lowbit.formats.shell.tables import plain_table
 
+FEW_TOKENS = 10_000  # of a calibration text, below which codes follow chance
+
 
 def announce(ahead: Prospect, note: Callable[[str], None] | None) -> None:
     """Say by which method, where and how long; None for silence."""
     if note is None:
         return
     note(method_line(ahead))
+    tokens = ahead.windows.count * ahead.windows.length
+    if ahead.recipe.method.calibrated and tokens < FEW_TOKENS:
+        note(f"! {tokens:,} tokens of calibration text are few; use {FEW_TOKENS:,} or more")
     groups = smaller_groups(ahead.plan)
     if groups is not None:
         note(groups)
