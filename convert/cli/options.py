@@ -129,8 +129,8 @@ recipe_options = with_options(
         "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
         "up for errors. These and rtn may be followed by +autoround, which learns rounding and "
         "scales layer by layer, and +distill, which learns from the original's predictions: "
-        "gptq+distill is the best and the slowest. auto: rtn where all linears have 8 bits or more, else gptq, "
-        "or weighted where gptq would take longer than 15 minutes on a CPU.",
+        "gptq+distill is the best and the slowest. auto: rtn where all linears have 8 bits or "
+        "more, else gptq, or weighted where gptq would take longer than 15 minutes on a CPU.",
     ),
     click.option(
         "--lm-head",
