@@ -160,7 +160,7 @@ def read(file: str) -> str:
 
 
 def settings(arguments: argparse.Namespace, texts: Mapping[str, str]) -> dict[str, Any]:
-    """All that the figures depend on besides models and tools."""
+    """Settings that the figures depend on, less models and tools."""
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     return {
         "device": arguments.device,

@@ -72,7 +72,7 @@ def measure(reference: Reference, source: Path, folder: Path) -> tuple[dict[str,
 
 
 def run_layers(model: Any, windows: Tensor) -> Tensor:
-    """What the head is given: [windows, T, h]."""
+    """Inputs of the head: [windows, T, h]."""
     outputs = (model.base_model(batch, use_cache=False) for batch in windows.split(4))
     return torch.cat([output.last_hidden_state for output in outputs])
 

@@ -167,7 +167,7 @@ def load_model(
 
 
 def _note_quantized(model: "Model", base: "Base", group_size: int, method: "Method") -> None:
-    """What became of the weights; and which got smaller groups than asked for."""
+    """One line on the weights quantized at load, and one on those with smaller groups."""
     schemes = [scheme for scheme in model.opened.schemes.values() if scheme is not None]
     smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != group_size)
     if smaller:

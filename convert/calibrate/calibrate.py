@@ -42,7 +42,7 @@ Progress = Callable[[Phase, int, int], None]  # phase, done, in all
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """All that decides what is chosen, besides the original's weights and the text.
+    """Method, scale rule and schemes of a calibration.
 
     Attributes:
         method: the steps.

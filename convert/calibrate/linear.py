@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lowbit.convert.calibrate.gptq import (
@@ -14,7 +13,7 @@ from lowbit.convert.calibrate.gptq import (
 from lowbit.convert.calibrate.moments import Moments
 from lowbit.convert.plan.search import search_on
 from lowbit.formats.layout.packing import dequantize
-from lowbit.formats.layout.rtn import ScaleRule, quantize, weighted_scales
+from lowbit.formats.layout.rtn import ScaleRule, nearest_codes, quantize, weighted_scales
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -44,9 +43,7 @@ def nearest(w: Tensor, scheme: Scheme, rule: ScaleRule) -> Chosen:
 def weighted(w: Tensor, scheme: Scheme, rule: ScaleRule, power: Tensor) -> Chosen:
     """Round-to-nearest with scales searched by the error times the input's power, [K]."""
     scale = weighted_scales(w, scheme, rule, power, search_on(w.device, scheme))
-    groups = w.view(len(w), scale.shape[1], -1)
-    q = groups.div(scale.float()[:, :, None]).round_().clamp_(scheme.code_min, scheme.code_max)
-    return Chosen(q.view(w.shape).to(torch.int8), scale)
+    return Chosen(nearest_codes(w, scale, scheme), scale)
 
 
 def compensated(
@@ -64,5 +61,4 @@ def gptq(w: Tensor, scheme: Scheme, rule: ScaleRule, moments: Moments, factor: F
     """Compensated codes of what makes up for the errors before, polished."""
     target, found = compensated(w, scheme, rule, moments, factor)
     codes = polished_codes(target, found.codes, found.scale, scheme, factor)
-    scale = found.scale
-    return Chosen(codes, refitted_scales(target, codes, scale, factor))
+    return Chosen(codes, refitted_scales(target, codes, found.scale, factor))

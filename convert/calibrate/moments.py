@@ -172,12 +172,17 @@ def _sums(
 
 
 def _means(sums: tuple[Tensor, Tensor], linear: str, tokens: int) -> Moments:
-    if not all(bool(total.isfinite().all()) for total in sums):
+    for total in sums:
+        _check_finite(total, linear)
+    return Moments(sums[0].div_(tokens), sums[1].div_(tokens))
+
+
+def _check_finite(total: Tensor, linear: str) -> None:
+    if not bool(total.isfinite().all()):
         raise QuantizationError(
             f"`{linear}` sees values that are not finite on the calibration text",
             hint="try another --calib text; the checkpoint may be damaged",
         )
-    return Moments(sums[0].div_(tokens), sums[1].div_(tokens))
 
 
 def input_power(
@@ -211,10 +216,6 @@ def input_power(
                 totals[name] = totals[name].add_(square) if name in totals else square
     tokens = hidden.shape[0] * hidden.shape[1]
     for name, total in totals.items():
-        if not bool(total.isfinite().all()):
-            raise QuantizationError(
-                f"`{name}` sees values that are not finite on the calibration text",
-                hint="try another --calib text; the checkpoint may be damaged",
-            )
+        _check_finite(total, name)
         total /= tokens
     return totals

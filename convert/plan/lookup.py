@@ -173,7 +173,7 @@ def _estimate(
 
 
 def _identity(weights: Weights, text: CalibrationText, progress: Progress) -> dict[str, Any]:
-    """All that the figures depend on besides the choices."""
+    """Identity of a measurement, less the choices."""
     import transformers
 
     windows, window = text.samples.shape

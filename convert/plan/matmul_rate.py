@@ -11,7 +11,6 @@ from lowbit.convert.original.threads import alone_on_threads
 SECONDS = 0.05
 TOKENS = {"cpu": 256, "cuda": 8192}  # rows of the left factor
 MOST_COLUMNS = {"cpu": 2048, "cuda": 8192}  # of either side of the weight: creation takes time, too
-DTYPES = {"cpu": torch.float32, "cuda": torch.float32}  # of calibration; TF32 on a GPU
 
 
 def matmul_rate(device: torch.device, N: int, K: int) -> float:
@@ -27,10 +26,10 @@ def matmul_rate(device: torch.device, N: int, K: int) -> float:
     Returns:
         two operations for each multiplication and addition.
     """
-    kind, dtype = device.type, DTYPES[device.type]
+    kind = device.type
     N, K = min(N, MOST_COLUMNS[kind]), min(K, MOST_COLUMNS[kind])
-    x = torch.full((TOKENS[kind], K), 0.5, dtype=dtype, device=device)
-    weight = torch.full((N, K), 0.5, dtype=dtype, device=device)
+    x = torch.full((TOKENS[kind], K), 0.5, device=device)
+    weight = torch.full((N, K), 0.5, device=device)
     flops = 2 * TOKENS[kind] * N * K
 
     def multiply() -> None:

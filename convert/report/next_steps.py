@@ -60,7 +60,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     ]
     budget = report.sizes.bits_per_weight + MORE_BITS
     if few and budget <= MOST_BITS:
-        found.append(f"--target-bpw {budget:.1f} (bits where they are measured to count)")
+        found.append(f"--target-bpw {budget:.1f} (bits where they are estimated to count)")
     return tuple(found)
 
 

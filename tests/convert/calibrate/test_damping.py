@@ -13,7 +13,7 @@ K, SCHEME = 128, Scheme(4, 32)
 
 
 def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """What a quantized model and its original give: correlated, and not quite the same."""
+    """Inputs from a quantized model and from its original, correlated and not quite the same."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(K, K, generator=torch.Generator().manual_seed(1)) / K**0.5 + torch.eye(K)
     y = torch.randn(tokens, K, generator=generator) @ mix

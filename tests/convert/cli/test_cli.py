@@ -59,7 +59,8 @@ def test_quantize(cli: "Cli", model: Path, tmp_path: Path, hashes: "Hashes") -> 
     assert said.exit_code == 0
     first, report = said.stderr.splitlines()
     assert first == (
-        "rtn on 1 core, a few seconds; --method weighted: a few seconds, the loss typically halved"
+        "rtn on 1 core, a few seconds; --method weighted: a few seconds, "
+        "the loss typically a third lower"
     )
     assert report == f"report: {tmp_path / 'b' / 'quality.html'}"
     assert "bits per weight" in said.stdout
