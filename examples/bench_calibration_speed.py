@@ -5,7 +5,8 @@
 One environment has to hold all three tools (see bench_real_models.py). A checkpoint of a real
 model's shape is written for each number of layers, and converted by every method in a process of
 its own: the same 256 windows of 512 tokens of lowbit's bundled text, linears INT4 in groups of 128,
-symmetric, the head and the embedding untouched, all other settings the tool's defaults.
+symmetric, the head and the embedding untouched, all other settings the tool's defaults. Of Qwen3.5,
+as in bench_real_models.py, some are INT8 or untouched; numbers of layers are multiples of 4 there.
 
 Seconds are those of the whole process, from its start to the written folder, imports and all. Where
 several numbers of layers are given, what the most take longer than the fewest is the cost of a
@@ -22,13 +23,15 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import bench_real_models
 import make_random_checkpoint
 import peers_quantize
 import torch
 from bench_real_models import PEERS, Row, release
-from make_random_checkpoint import SIZES
+from make_random_checkpoint import HYBRID_SIZES, SIZES
+from peers_quantize import UNTOUCHED
 from rich.console import Console
 from safetensors import safe_open
 
@@ -37,7 +40,6 @@ from lowbit.convert.original.calibration_text import bundled_texts
 OURS = ("weighted", "gptq")
 METHODS = (*OURS, *PEERS)
 TRIAL = {"tiny": (128, 256, 2, 2, 1, False)}  # a shape to try this script with
-LINEARS = 7  # of a layer
 LENGTH = 512
 GROUP = 128
 HEADER = ("tool", "method", "layers", "seconds", "seconds a layer", "whole model")
@@ -69,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("size", choices=[*SIZES, *TRIAL])
+    parser.add_argument("size", choices=[*SIZES, *HYBRID_SIZES, *TRIAL])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3], metavar="N")
     parser.add_argument(
         "--methods",
@@ -107,7 +109,7 @@ def bench(arguments: argparse.Namespace, work: Path) -> list[Cost]:
             console.print(f"[bold]{tool} {row.method}[/bold], {layers} layers", soft_wrap=True)
             run(arguments, row, method, source, work)
             rows.append(row)
-            extrapolate(rows, row, (SIZES | TRIAL)[arguments.size][2])
+            extrapolate(rows, row, shapes(arguments.size)[2])
             console.print(*row.cells(), row.error or "", soft_wrap=True)
             if arguments.json:  # after every row: a peer may take hours
                 arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -120,8 +122,9 @@ def make(size: str, layers: int, folder: Path) -> None:
 
     Random norms of 0.02 would leave next to nothing of the inputs of linears.
     """
-    hidden, inner, _, heads, kv_heads, tied = (SIZES | TRIAL)[size]
-    SIZES[folder.name] = hidden, inner, layers, heads, kv_heads, tied
+    hidden, inner, _, *others = shapes(size)
+    sizes = HYBRID_SIZES if size in HYBRID_SIZES else SIZES
+    sizes[folder.name] = (hidden, inner, layers, *others)
     make_random_checkpoint.main.callback(folder.name, folder, 0)
     for path in folder.glob("*.safetensors"):
         with path.open("r+b") as file:
@@ -133,6 +136,11 @@ def make(size: str, layers: int, folder: Path) -> None:
                     file.write(struct.pack("<H", 0x3F80) * ((end - start) // 2))  # BF16
 
 
+def shapes(size: str) -> tuple[Any, ...]:
+    """Hidden size, inner size, layers and the rest of a size."""
+    return (SIZES | HYBRID_SIZES | TRIAL)[size]
+
+
 def run(arguments: argparse.Namespace, row: Cost, method: str, source: Path, work: Path) -> None:
     """Fill in a row, by a process of its own."""
     out, figures = work / "out", work / "figures.json"
@@ -142,8 +150,9 @@ def run(arguments: argparse.Namespace, row: Cost, method: str, source: Path, wor
     bench_real_models.run(row, command, arguments.device)
     if row.error is None:
         found = packed(out)
-        if found != row.layers * LINEARS:
-            row.error = f"{found} linears are packed, expected {row.layers * LINEARS}"
+        expected = linears(source)
+        if found != expected:
+            row.error = f"{found} linears are packed, expected {expected}"
         if arguments.device == "cuda":
             row.gpu_needed = json.loads(figures.read_text())
     shutil.rmtree(out, ignore_errors=True)
@@ -170,6 +179,19 @@ def convert(
     finally:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         figures.write_text(json.dumps(peak))
+
+
+def linears(source: Path) -> int:
+    """Linears of a checkpoint's layers that everybody packs."""
+    count = 0
+    for path in source.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if ".layers." in name]  # noqa: SIM118
+            shapes = {
+                name.removesuffix(".weight"): file.get_slice(name).get_shape() for name in names
+            }
+        count += sum(len(s) == 2 and not n.endswith(UNTOUCHED) for n, s in shapes.items())
+    return count
 
 
 def packed(folder: Path) -> int:

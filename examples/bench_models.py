@@ -88,7 +88,9 @@ def weight_bytes(size: str, bits: int) -> float:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench_models needs an NVIDIA GPU")
-    sizes = sys.argv[1:] or [size for size in (*SIZES, *HYBRID_SIZES) if size != "14B"]
+    sizes = sys.argv[1:] or [
+        size for size in (*SIZES, *HYBRID_SIZES) if size not in ("14B", "3.5-27B")
+    ]
     unknown = [size for size in sizes if size not in (*SIZES, *HYBRID_SIZES)]
     if unknown:
         raise SystemExit(f"bench_models: no size {unknown[0]}")

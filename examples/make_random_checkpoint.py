@@ -31,6 +31,7 @@ HYBRID_SIZES = {
     "3.5-2B": (2048, 6144, 24, 8, 2, 16, True),
     "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
     "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
+    "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
 }
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them

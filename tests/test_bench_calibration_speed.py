@@ -27,7 +27,8 @@ def test_norms_are_one_and_matrices_random(script: ModuleType, tmp_path: Path) -
     assert len(norms) == 2 * 4 + 1
     assert all(torch.equal(norm, torch.ones_like(norm)) for norm in norms)
     matrices = [tensor for tensor in tensors.values() if tensor.dim() == 2]
-    assert len(matrices) == 2 * script.LINEARS + 2
+    assert len(matrices) == 2 * 7 + 2
+    assert script.linears(tmp_path / "tiny-2") == 2 * 7
     assert all(0.019 < matrix.float().std() < 0.021 for matrix in matrices)
 
 

@@ -137,6 +137,27 @@ def test_same_bytes_again(calibrated: Make, tiny: Path, hashes: "Hashes", method
     assert hashes(calibrated(tiny, method, "b").folder) == first
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny", "hybrid"])
+@pytest.mark.parametrize("method", ["gptq", "gptq+autoround+distill"])
+def test_same_bytes_again_on_a_gpu(
+    tmp_path: Path,
+    text: Path,
+    request: pytest.FixtureRequest,
+    hashes: "Hashes",
+    model: str,
+    method: str,
+) -> None:
+    recipe = Recipe(method=Method.parse(method))
+    calibration = CalibrationRequest(text, SAMPLES, LENGTH)
+    source: Path = request.getfixturevalue(model)
+    first, second = (
+        hashes(convert(source, tmp_path / n, recipe, device="cuda", calibration=calibration).folder)
+        for n in ("a", "b")
+    )
+    assert first == second
+
+
 def test_resumes_after_any_layer(
     calibrated: Make,
     tiny: Path,
