@@ -28,8 +28,10 @@ AUTO = "auto"  # of --method and --device
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
-def parse_size(ctx: click.Context, param: click.Parameter, text: str) -> int:
-    """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number."""
+def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Bytes, given as `2GB`, `500MB`, `1.5GiB` or a plain number; None where left out."""
+    if text is None:
+        return None
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size; write it like 2GB or 500MB.")
@@ -127,10 +129,13 @@ recipe_options = with_options(
         metavar="METHOD",
         help="rtn searches for the best scales; absmax takes |w|max, faster and worse. Calibrated "
         "on a text, weighted weighs that search by the inputs, and gptq chooses codes that make "
-        "up for errors. These and rtn may be followed by +autoround, which learns rounding and "
-        "scales layer by layer, and +distill, which learns from the original's predictions: "
-        "gptq+distill is the best and the slowest. auto: rtn where all linears have 8 bits or "
-        "more, else gptq, or weighted where gptq would take longer than 15 minutes on a CPU.",
+        "up for errors. gptq+rotate first turns the hidden states into another basis: the same "
+        "model, with weights that are easier to quantize; adapters trained on SRC do not fit it. "
+        "These and rtn may be followed by +autoround, which learns rounding and scales layer by "
+        "layer (gptq+rotate+autoround is the best), and +distill, which learns from the "
+        "original's predictions. auto: rtn where all linears have 8 bits or more, else gptq+rotate "
+        "(gptq where a head for multi-token prediction forbids it), or weighted where that would "
+        "take longer than 15 minutes on a CPU.",
     ),
     click.option(
         "--lm-head",

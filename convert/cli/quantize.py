@@ -57,8 +57,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     "--max-ram",
     callback=parse_size,
     metavar="SIZE",
-    default="2GB",
-    show_default=True,
+    show_default="2GB, more where CUDA alone takes that",
     help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
     "needs a decoder layer in FP32 and the text's activations.",
 )
@@ -80,7 +79,7 @@ def quantize(
     out: Path,
     target: "TargetRequest | None",
     device: str,
-    max_ram: int,
+    max_ram: int | None,
     max_shard_size: int,
     revision: str | None,
     overwrite: bool,

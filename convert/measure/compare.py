@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.weights import WeightQuality, WeightSums
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied
 from lowbit.formats.errors import CheckpointError
 
@@ -32,7 +33,7 @@ def measure_weights(
         ResourceError: a GPU is asked for where there is none.
     """
     place = open_device(device)
-    originals, quantized = open_weights(source), open_weights(packed)
+    originals, quantized = open_pair(source, packed)
     schemes = quantized.packed_schemes()
     if not schemes:
         raise CheckpointError(f"`{packed}` holds no packed linear")
@@ -66,6 +67,7 @@ def _size(weights: Weights, module: str) -> int:
 def _source_name(originals: Weights, module: str) -> str:
     """The weight that a packed linear was made from; a tied head is the embedding."""
     tensors = originals.checkpoint.tensors
-    if module.endswith("lm_head") and is_tied(originals.checkpoint.config):
+    tied = is_tied(originals.checkpoint.config) and originals.rotation is None
+    if module.endswith("lm_head") and tied:
         return next((n for n in tensors if n.endswith("embed_tokens.weight")), f"{module}.weight")
     return f"{module}.weight"

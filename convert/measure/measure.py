@@ -19,13 +19,14 @@ from lowbit.convert.measure.metrics import (
     positions,
     window_series,
 )
+from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.weights import Weights
 from lowbit.formats.errors import CheckpointError, QuantizationError
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
@@ -77,7 +78,7 @@ def measure_logits(
         UnsupportedModelError: transformers has no causal language model for the checkpoint.
     """
     place = open_device(device)
-    weights = open_weights(source), open_weights(packed)
+    weights = open_pair(source, packed)
     context = _context(weights[0])
     cut = tokenize(source, texts, context)
     windows, long = torch.cat([text.windows for text in cut]), cut[0].long_windows(context)

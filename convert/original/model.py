@@ -68,7 +68,8 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
     layers, norm = tuple(decoder.layers), decoder.norm
     prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
-    tied = is_tied(weights.checkpoint.config)
+    # A rotated head takes over the final norm's gain, and so is no longer the embedding.
+    tied = is_tied(weights.checkpoint.config) and weights.rotation is None
     return LayeredModel(
         weights=weights,
         layers=layers,

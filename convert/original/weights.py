@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.rotation import Rotation
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.packing import (
@@ -33,10 +34,12 @@ class Weights:
     Attributes:
         checkpoint: headers of the folder.
         quantization: how its linears are packed; None where none is.
+        rotation: of its residual stream; None to read the weights as they are.
     """
 
     checkpoint: Checkpoint
     quantization: QuantizationConfig | None
+    rotation: Rotation | None = None
 
     @property
     def name(self) -> str:
@@ -60,6 +63,8 @@ class Weights:
             CheckpointError: the checkpoint has no such weight.
         """
         tensors = self.checkpoint.tensors
+        if self.rotation is not None:
+            name = self.rotation.source(name)
         if name in tensors:
             return tensors[name].shape
         module = name.removesuffix(".weight")
@@ -85,6 +90,9 @@ class Weights:
             raise CheckpointError(
                 f"`{self.name}`: `{name}` has shape {list(found)}, expected {list(shape)}"
             )
+        if self.rotation is not None:
+            self._check_dtype(self.rotation.source(name))
+            return self.rotation.whole(name, device)
         if name in self.checkpoint.tensors:
             self._check_dtype(name)
             return self.checkpoint.read(name).to(device).to(torch.float32)
@@ -98,6 +106,12 @@ class Weights:
         Raises:
             CheckpointError, FormatError: as `read`.
         """
+        if self.rotation is not None:
+            source = self.rotation.source(name)
+            self._check_dtype(source)
+            for start, block in self.checkpoint.rows(source, count):
+                yield start, self.rotation.rows(name, start, block, device)
+            return
         if name in self.checkpoint.tensors:
             self._check_dtype(name)
             for start, block in self.checkpoint.rows(name, count):

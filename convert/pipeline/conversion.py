@@ -13,6 +13,7 @@ from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.device import open_device
+from lowbit.convert.original.rotation import rotation_of
 from lowbit.convert.pipeline.calibration import begin_calibration
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -25,7 +26,7 @@ from lowbit.convert.pipeline.folder import (
 from lowbit.convert.pipeline.journal import Finished, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import stream
-from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements
+from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import read_config
@@ -94,7 +95,7 @@ def convert(
     *,
     revision: str | None = None,
     device: str = "cpu",
-    max_ram: int = DEFAULT_MAX_RAM,
+    max_ram: int | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     calibration: CalibrationRequest | None = None,
@@ -112,7 +113,8 @@ def convert(
             never chosen here, as `--method auto` of the command does.
         revision: branch, tag or commit of a Hub id.
         device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
-        max_ram: resident memory not to exceed, in bytes.
+        max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB more than the
+            process holds already.
         max_shard_bytes: limit of a weight file.
         overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
             written here or was changed since; and forget an interrupted conversion that began with
@@ -136,7 +138,9 @@ def convert(
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
     load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
     files = check_small_files(location.folder)
-    elements = block_elements(max_ram, core_count(), target)
+    rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
+    held = 0 if rotation is None else rotation.held_bytes(target)
+    elements = block_elements(max_ram, core_count(), target, held)
     session = None
     if plan.recipe.method.calibrated:
         request = calibration or CalibrationRequest()
@@ -159,7 +163,16 @@ def convert(
             report("convert", done, total)
 
         stream(
-            plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
+            plan,
+            checkpoint,
+            partial,
+            journal.append,
+            todo,
+            elements,
+            target,
+            advance,
+            calibrated,
+            rotation,
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
         record = None if session is None else session.record

@@ -10,10 +10,11 @@ from lowbit.convert.calibrate.session import begin
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
+from lowbit.convert.original.rotation import rotation_of
 from lowbit.convert.pipeline.folder import small_files
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.pipeline.stream import stream
-from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements
+from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import FormatError
@@ -79,9 +80,13 @@ def check_derived(
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(folder), progress)
-        elements = block_elements(DEFAULT_MAX_RAM, core_count(), target)
+        rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
+        held = 0 if rotation is None else rotation.held_bytes(target)
+        elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
-        stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
+        stream(
+            plan, checkpoint, None, compare, steps, elements, target, advance, calibrated, rotation
+        )
     return None
 
 

@@ -8,7 +8,7 @@ import torch
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
 from lowbit.convert.pipeline.prospect import Prospect, look_ahead
-from lowbit.convert.plan.memory import DEFAULT_MAX_RAM, block_elements, peak_estimate
+from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.plan import Plan, runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config
@@ -99,7 +99,7 @@ def preview(
         load_generation_config(folder, sizes_of.vocab_size)  # checks it
     context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = core_count()
-    elements = block_elements(DEFAULT_MAX_RAM, workers, torch.device("cpu"))
+    elements = block_elements(None, workers, torch.device("cpu"))
     return Preview(
         source=source,
         prospect=ahead,

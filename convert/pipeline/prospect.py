@@ -22,18 +22,19 @@ from lowbit.convert.plan.calibration_cost import (
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
-    GAINS,
     GPTQ,
-    METHODS,
     WEIGHTED,
     Gain,
     automatic_method,
+    gain_of,
+    methods,
     needs_no_calibration,
 )
 from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.hub.locate import locate
@@ -71,7 +72,8 @@ class Prospect:
         plan: of the recipe.
         device: where it will compute.
         windows: of the calibration text, estimated from its size.
-        estimates: of `METHODS`, and of the recipe's own where it is none of them.
+        estimates: of `methods`, and of the recipe's own where it is none of them.
+        rotatable: the checkpoint can be rotated.
     """
 
     recipe: Recipe
@@ -79,6 +81,7 @@ class Prospect:
     device: torch.device
     windows: Windows
     estimates: tuple[Estimate, ...]
+    rotatable: bool
 
     @property
     def estimate(self) -> Estimate:
@@ -91,7 +94,7 @@ class Prospect:
         method = self.recipe.method
         if needs_no_calibration(self.plan.schemes) or self.recipe.rule == "absmax":
             return None
-        return GAINS.get(method)
+        return gain_of(method, self.rotatable)
 
     def of(self, method: Method) -> Estimate:
         """The estimate for one of the methods."""
@@ -141,17 +144,18 @@ def look_ahead(
         memory = calibration_memory(shapes, method, windows, place.type, threads)
         return Estimate(method, rounding + seconds, memory)
 
-    estimates = [estimate(method) for method in METHODS]
+    rotatable = why_not_rotated(config, plan.schemes) is None
+    estimates = [estimate(method) for method in methods(rotatable)]
     if automatic:
-        gptq_seconds = estimates[METHODS.index(GPTQ)].seconds
-        method = automatic_method(plan.schemes, place.type, gptq_seconds)
-        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, GPTQ):
+        method = automatic_method(plan.schemes, place.type, estimate(GPTQ).seconds, rotatable)
+        best = replace(GPTQ, rotate=rotatable)
+        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best):
             method = begun
         recipe = replace(recipe, method=method)
         plan = replace(plan, recipe=recipe)
-    elif recipe.method not in METHODS:
+    elif all(recipe.method != row.method for row in estimates):
         estimates.append(estimate(recipe.method))
-    return Prospect(recipe, plan, place, windows, tuple(estimates))
+    return Prospect(recipe, plan, place, windows, tuple(estimates), rotatable)
 
 
 def look_ahead_at(

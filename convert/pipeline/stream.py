@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
+from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.search import search_on
@@ -82,6 +83,7 @@ def stream(
     device: torch.device,
     progress: Progress,
     calibrated: Calibrated | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
     """Carry out steps of a plan into the shards of `folder`.
 
@@ -95,6 +97,7 @@ def stream(
         device: where codes are computed; the result does not depend on it.
         progress: called with the source bytes done.
         calibrated: linears whose codes are chosen already.
+        rotation: of the source; None to take its weights as they are.
 
     Raises:
         QuantizationError: a tensor holds NaN or Inf.
@@ -132,7 +135,14 @@ def stream(
         read = _overlap(reader, lambda task: _read(source, task), tasks)
         hashed = _overlap(hasher, _hash_source, read)
         rule = plan.recipe.rule
-        make = partial(_make, source=source, rule=rule, device=device, calibrated=calibrated)
+        make = partial(
+            _make,
+            source=source,
+            rule=rule,
+            device=device,
+            calibrated=calibrated,
+            rotation=rotation,
+        )
         for made in _overlap(workers, make, hashed):
             writes.append(writer.submit(put, made))
             while len(writes) > READ_AHEAD:
@@ -216,6 +226,7 @@ def _make(
     rule: ScaleRule,
     device: torch.device,
     calibrated: Calibrated | None,
+    rotation: Rotation | None,
 ) -> _Made:
     """Quantize, pack and measure the rows of a block, or pass them on."""
     step = block.work.step
@@ -223,13 +234,18 @@ def _make(
     if block.rows.dtype in FLOATS and not torch.isfinite(block.rows.sum(dtype=torch.float32)):
         _check_finite(block, source)
     sums = WeightSums()
+    name = step.source.name if step.module is None else f"{step.module}.weight"
+    rows = block.rows
+    if rotation is not None and name in rotation.roles:
+        rows = rotation.rows(name, block.start, rows, device)
     if step.scheme is None:
-        copied = tuple((name, block.rows) for name, _, _ in step.outputs)
+        rows = rows.to(step.source.dtype).cpu()
+        copied = tuple((name, rows) for name, _, _ in step.outputs)
         return _Made(block, copied, sums, (0.0, 0.0))
-    w = block.rows.to(device)
+    w = rows.to(device)
     if calibrated is not None and step.module is not None and step.module in calibrated.files:
-        rows = (block.start, block.start + len(w))
-        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *rows)
+        place = (block.start, block.start + len(w))
+        chosen = calibrated.rows(step.module, step.scheme, w.shape[1], *place)
         codes, scale = (part.to(device) for part in chosen)
     else:
         search = search_on(device, step.scheme)

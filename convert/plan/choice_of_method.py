@@ -4,13 +4,13 @@ All limits and claims about methods are here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.layout.scheme import Scheme
 
-WEIGHTED, GPTQ, DISTILLED = Method("weighted"), Method("gptq"), Method("gptq", distill=True)
-METHODS = (RTN, WEIGHTED, GPTQ, DISTILLED)  # that estimates are shown for, best last
+WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
+ROTATED = replace(GPTQ, rotate=True)
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8
@@ -23,35 +23,51 @@ class Gain:
     Attributes:
         method: the better one.
         words: what it brings.
-        evidence: measurements behind the words; mean KL at INT4.
     """
 
     method: Method
     words: str
-    evidence: str
 
 
-GAINS: Mapping[Method, Gain] = {
-    RTN: Gain(
-        WEIGHTED,
-        "the loss typically a third lower",
-        "WikiText, SmolLM2-135M g64 0.428 to 0.246, Qwen2.5-Coder-0.5B g128 0.219 to 0.160",
-    ),
-    WEIGHTED: Gain(
-        GPTQ,
-        "the loss typically halved",
-        "WikiText, SmolLM2-135M g64 0.246 to 0.110, Qwen2.5-Coder-0.5B g128 0.160 to 0.062",
-    ),
-    GPTQ: Gain(
-        DISTILLED,
-        "the loss typically a fifth lower",
-        "bundled Qwen3 0.0084 to 0.0069, bundled Qwen3.5 0.0081 to 0.0064",
-    ),
-}
+# Mean KL on WikiText at INT4 of SmolLM2-135M in groups of 64, Qwen2.5-Coder-0.5B and -1.5B in
+# groups of 128 (README):
+#     rtn .427 .219 .145, weighted .243 .161 .097, gptq .114 .064 .058, gptq+rotate .110 .042 .049,
+#     gptq+autoround .105 .053 .050
+TO_WEIGHTED = "the loss typically a third lower"
+TO_GPTQ = "the loss typically halved"
+TO_ROTATED = "the loss typically a sixth lower"
+TO_AUTOROUND = "the loss typically a tenth lower"
+
+
+def methods(rotatable: bool) -> tuple[Method, ...]:
+    """The methods that estimates are shown for, best last.
+
+    Args:
+        rotatable: the checkpoint can be rotated.
+    """
+    best = replace(GPTQ, rotate=rotatable)
+    return RTN, WEIGHTED, best, replace(best, autoround=True)
+
+
+def gain_of(method: Method, rotatable: bool) -> Gain | None:
+    """The step to a better method; None where none is known.
+
+    Args:
+        method: the one to be used.
+        rotatable: the checkpoint can be rotated.
+    """
+    best = replace(GPTQ, rotate=rotatable)
+    if method == RTN:
+        return Gain(WEIGHTED, TO_WEIGHTED)
+    if method == WEIGHTED:
+        return Gain(best, TO_GPTQ)
+    if method == best:
+        return Gain(replace(best, autoround=True), TO_AUTOROUND)
+    return Gain(ROTATED, TO_ROTATED) if method == GPTQ else None
 
 
 def automatic_method(
-    schemes: Mapping[str, Scheme | None], device: str, gptq_seconds: float
+    schemes: Mapping[str, Scheme | None], device: str, gptq_seconds: float, rotatable: bool
 ) -> Method:
     """The method that `auto` stands for.
 
@@ -59,11 +75,12 @@ def automatic_method(
         schemes: of all linears.
         device: `cpu` or `cuda`.
         gptq_seconds: estimated time of gptq there.
+        rotatable: the checkpoint can be rotated.
     """
     if needs_no_calibration(schemes):
         return RTN
     if device == "cuda" or gptq_seconds <= LONGEST_SECONDS:
-        return GPTQ
+        return replace(GPTQ, rotate=rotatable)
     return WEIGHTED
 
 

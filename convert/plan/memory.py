@@ -9,6 +9,7 @@ import torch
 from lowbit.formats.errors import ResourceError
 
 DEFAULT_MAX_RAM = 2_000_000_000
+LEAST_ROOM = 500_000_000  # by default, beside what a process holds that has done other work before
 
 # Bytes per weight of a block: the 12 blocks of FP32 rows that `stream` may hold between its stages,
 # and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words; on a GPU
@@ -17,6 +18,7 @@ QUEUED_BYTES = 4 * 12
 WORKER_BYTES = 4 + 32
 CUDA_WORKER_BYTES = 4 + 4
 SLACK_BYTES = 96 << 20  # what the allocator keeps, hashes, thread stacks, code paged in
+CUDA_SLACK_BYTES = 500 << 20  # libraries and kernels that a GPU's first work loads
 CPU_ELEMENTS = 1 << 20
 CUDA_ELEMENTS = 1 << 24
 LEAST_ELEMENTS = 1 << 16  # one row of the widest known model, with room
@@ -28,21 +30,32 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def block_elements(max_ram: int, workers: int, device: torch.device) -> int:
+def block_elements(max_ram: int | None, workers: int, device: torch.device, held: int = 0) -> int:
     """Weights to work on at once so that the process stays below `max_ram` bytes.
+
+    Args:
+        max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` more than the process
+            holds where that is more.
+        workers: threads that quantize.
+        device: where they do.
+        held: bytes that are needed beside the blocks.
 
     Raises:
         ResourceError: the interpreter and torch alone leave too little.
     """
-    base = resident_bytes() + SLACK_BYTES
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.zeros(1, device=device)  # CUDA's own memory is there before it is counted
+        held += CUDA_SLACK_BYTES
+    base = resident_bytes() + SLACK_BYTES + held
+    limit = max(DEFAULT_MAX_RAM, base + LEAST_ROOM) if max_ram is None else max_ram
     each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
     most = CUDA_ELEMENTS if on_gpu else CPU_ELEMENTS
-    elements = min(most, (max_ram - base) // each)
+    elements = min(most, (limit - base) // each)
     if elements < LEAST_ELEMENTS:
         least = base + LEAST_ELEMENTS * each
         raise ResourceError(
-            f"--max-ram {max_ram / 1e9:.2f} GB is too little: the process needs "
+            f"--max-ram {limit / 1e9:.2f} GB is too little: the process needs "
             f"{least / 1e9:.2f} GB before it holds a weight",
             hint=f"give at least {math.ceil(least / 1e8 + 0.2) / 10}GB",
         )

@@ -15,17 +15,19 @@ class Method:
     Attributes:
         codes: round-to-nearest, the same with scales weighted by the inputs' power, or codes that
             make up for one another's errors.
+        rotate: True where the residual stream is rotated before; gptq alone gains by it.
         autoround: True where rounding and scales are then learned, layer by layer.
         distill: True where all scales are at last trained against the original's logits.
     """
 
     codes: Codes = "rtn"
+    rotate: bool = False
     autoround: bool = False
     distill: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Read `gptq`, `gptq+distill`, `weighted+autoround+distill`, ...
+        """Read `gptq`, `gptq+rotate`, `weighted+autoround+distill`, ...
 
         Raises:
             QuantizationError: an unknown step, or steps that do not follow one another.
@@ -37,13 +39,15 @@ class Method:
                 codes = name
                 steps = steps[1:]
                 break
+        rotate = codes == "gptq" and steps[:1] == ["rotate"]
+        steps = steps[1:] if rotate else steps
         if steps not in ([], ["autoround"], ["distill"], ["autoround", "distill"]):
             raise QuantizationError(
                 f"method `{text}` is not known",
                 hint="auto, absmax, rtn, weighted or gptq; the last three may be followed by "
-                "+autoround, then +distill, as in gptq+distill",
+                "+autoround, then +distill, gptq by +rotate before them, as in gptq+rotate",
             )
-        return cls(codes, "autoround" in steps, "distill" in steps)
+        return cls(codes, rotate, "autoround" in steps, "distill" in steps)
 
     @property
     def from_original(self) -> bool:
@@ -57,7 +61,7 @@ class Method:
 
     def __str__(self) -> str:
         """Text that `parse` reads; `rtn` is left out before other steps."""
-        learned = [name for name in ("autoround", "distill") if getattr(self, name)]
+        learned = [name for name in ("rotate", "autoround", "distill") if getattr(self, name)]
         first = [] if self.codes == "rtn" and learned else [self.codes]
         return "+".join([*first, *learned])
 

@@ -13,6 +13,7 @@ import torch
 
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
     is_carried,
@@ -174,6 +175,12 @@ def make_plan(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
     schemes = recipe.schemes(table)
+    obstacle = why_not_rotated(config, schemes) if recipe.method.rotate else None
+    if obstacle is not None:
+        raise QuantizationError(
+            f"method `{recipe.method}`: this model cannot be rotated: {obstacle}",
+            hint="leave out +rotate",
+        )
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
     steps = _steps(table, tensors, tied, schemes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.choice_of_method import GAINS, GPTQ, WEIGHTED
+from lowbit.convert.plan.choice_of_method import TO_AUTOROUND, TO_GPTQ
 from lowbit.convert.report.linears import main_bits
 
 MORE_BITS = 1.0  # of the budget that is proposed
@@ -33,9 +33,10 @@ class Step:
 
 
 STEPS = (
-    Step("--method", ("rtn", "absmax"), "gptq", "same size, the loss typically a third"),
-    Step("--method", ("weighted",), "gptq", f"same size, {GAINS[WEIGHTED].words}"),
-    Step("--method", ("gptq",), "gptq+distill", f"same size, slow, {GAINS[GPTQ].words}"),
+    Step("--method", ("rtn", "absmax"), "auto", "same size, the loss typically a third"),
+    Step("--method", ("weighted",), "gptq", f"same size, {TO_GPTQ}"),
+    Step("--method", ("gptq",), "gptq+autoround", f"same size, {TO_AUTOROUND}"),
+    Step("--method", ("gptq+rotate",), "gptq+rotate+autoround", f"same size, {TO_AUTOROUND}"),
     Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
     Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
     Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),

@@ -266,7 +266,7 @@ def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
     folder = tmp_path / base
     # The libraries of the GPU alone may take more than the converter allows itself.
     recipe = Recipe(base=base, group_size=128)
-    convert(EXAMPLES / "models" / "tiny-qwen3", folder, recipe, max_ram=32_000_000_000)
+    convert(EXAMPLES / "models" / "tiny-qwen3", folder, recipe)
     hub = reference(meaning_of(folder))
     model = lowbit.load(folder, device="cuda")
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
@@ -290,7 +290,7 @@ def test_a_long_hybrid_is_no_further_from_fp32_than_transformers_in_bf16(
     config = json.loads((source / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = tokens
     (source / "config.json").write_text(json.dumps(config))
-    convert(source, folder, Recipe(base="int4", group_size=128), max_ram=32_000_000_000)
+    convert(source, folder, Recipe(base="int4", group_size=128))
     hub = reference(meaning_of(folder))
     model = lowbit.load(folder, device="cuda", context=tokens)
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()

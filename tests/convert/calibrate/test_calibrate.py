@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from lowbit.convert.calibrate import autoround, distill, distilled, held_out
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
+from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.original.layer import Layer, stages
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.walk import load_layer
@@ -21,7 +23,7 @@ from lowbit.convert.pipeline.conversion import Conversion, convert
 from lowbit.convert.pipeline.place import partial_of
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe
-from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.scheme import Scheme
 
@@ -131,7 +133,7 @@ def test_layers_get_closer_to_the_original(
     assert (done.folder / "config.json").read_bytes() == (plain.folder / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq+autoround+distill"])
+@pytest.mark.parametrize("method", ["gptq", "gptq+rotate+autoround+distill"])
 def test_same_bytes_again(calibrated: Make, tiny: Path, hashes: "Hashes", method: str) -> None:
     first = hashes(calibrated(tiny, method, "a").folder)
     assert hashes(calibrated(tiny, method, "b").folder) == first
@@ -165,8 +167,8 @@ def test_resumes_after_any_layer(
     tmp_path: Path,
     text: Path,
 ) -> None:
-    whole = hashes(calibrated(tiny, "gptq+distill").folder)
-    recipe = Recipe(method=Method.parse("gptq+distill"))
+    whole = hashes(calibrated(tiny, "gptq+rotate+distill").folder)
+    recipe = Recipe(method=Method.parse("gptq+rotate+distill"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path / "resumed"
     for crash in ((("calibrate", 2)), (("calibrate", 4)), (("distill", 5)), (("convert", 9))):
@@ -234,6 +236,51 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, tiny: Path) -> None:
     assert not torch.equal(tensors["lm_head.weight_packed"], head)
     # The layer that stays as it is has nothing to lose but what its input has lost: nothing.
     assert done.calibration[0].rtn == done.calibration[0].chosen == 0.0
+
+
+def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, tiny: Path) -> None:
+    overrides = (Override("*.layers.1.mlp.down_proj", 16), Override("*.layers.1.mlp.*_proj", 16))
+    done = calibrated(tiny, "gptq+rotate", overrides=overrides)
+    tensors = load_file(done.folder / "model.safetensors")
+    source = load_file(tiny / "model.safetensors")
+    norms = [n for n in tensors if n.endswith("layernorm.weight") or n == "model.norm.weight"]
+    assert len(norms) == 2 * 6 + 1
+    assert all((tensors[name] == 1).all() for name in norms)
+    assert torch.equal(
+        tensors["model.layers.0.self_attn.q_norm.weight"],
+        source["model.layers.0.self_attn.q_norm.weight"],
+    )
+    embedding = tensors["model.embed_tokens.weight"]
+    assert embedding.dtype == torch.bfloat16
+    assert not torch.equal(embedding, source["model.embed_tokens.weight"])
+    ids = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
+    original, packed = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits.detach()
+        for folder in (tiny, done.folder)
+    )
+    p, q = original.log_softmax(-1), packed.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    assert kl < 0.1  # 0.073 on random tokens; a matrix left in the old basis ruins every token
+    assert done.calibration[1].rtn > 0  # what is left as stored is rounded where it is rotated
+    [found] = [
+        row for row in measure_weights(tiny, done.folder) if row.name.endswith("0.mlp.up_proj")
+    ]
+    [made] = [row for row in done.weights if row.name == found.name]
+    assert found.relative_l2 == pytest.approx(made.relative_l2, rel=1e-6)
+
+
+def test_models_that_would_change_are_not_rotated(
+    calibrated: Make, tiny: Path, hybrid: Path, cli: "Cli", tmp_path: Path
+) -> None:
+    for source, fields, reason in (
+        (hybrid, {}, "multi-token prediction"),
+        (tiny, {"head": "bf16"}, "its head is the embedding"),
+    ):
+        with pytest.raises(QuantizationError, match=reason) as caught:
+            calibrated(source, "gptq+rotate", **fields)
+        assert caught.value.hint == "leave out +rotate"
+    plan = json.loads(cli("plan", hybrid, "--method", "auto", "--device", "cpu", "--json").stdout)
+    assert plan["recipe"]["method"] == "gptq"
 
 
 def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:

@@ -79,8 +79,7 @@ def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 @pytest.fixture(scope="module")
 def tiny_int4(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
-    room = 32_000_000_000  # this process may hold a GPU's libraries
-    return convert(tiny, tmp_path_factory.mktemp("tiny") / "int4", max_ram=room)
+    return convert(tiny, tmp_path_factory.mktemp("tiny") / "int4")
 
 
 def test_bundled_model(tiny: Path, tiny_int4: Conversion, hashes: "Hashes") -> None:
@@ -276,7 +275,7 @@ def test_the_shape_of_shards_changes_no_tensor(tmp_path: Path, plain: tuple[Path
 def test_same_bytes_on_the_gpu(
     tmp_path: Path, tiny: Path, tiny_int4: Conversion, hashes: "Hashes"
 ) -> None:
-    done = convert(tiny, tmp_path / "out", device="cuda", max_ram=32_000_000_000)
+    done = convert(tiny, tmp_path / "out", device="cuda")
     assert hashes(done.folder) == hashes(tiny_int4.folder)
 
 

@@ -70,7 +70,7 @@ def test_operations(small_config: "Config") -> None:
     solve = 21 * (solved + 384 * 128**2)
     expected = pytest.approx(2 * W * 30 * 4.3 + moments + solve)
     assert calibration_flops(found, Method("gptq"), windows) == expected
-    learned = calibration_flops(found, Method("weighted", True), windows)
+    learned = calibration_flops(found, Method("weighted", autoround=True), windows)
     assert learned == 2 * W * 30 + 6 * W * 2048 * 200
     distilled = calibration_flops(found, Method("weighted", distill=True), windows)
     assert distilled == 2 * W * 30 + (8 * W + 6 * 384 * 128) * 2048 * 300

@@ -1,14 +1,17 @@
 """The method that `auto` stands for."""
 
+import itertools
+
 import pytest
 
 from lowbit.convert.plan.choice_of_method import (
-    GAINS,
     GPTQ,
     LONGEST_SECONDS,
-    METHODS,
+    ROTATED,
     WEIGHTED,
     automatic_method,
+    gain_of,
+    methods,
 )
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.layout.scheme import Scheme
@@ -18,20 +21,32 @@ INT4 = {"a": Scheme(4), "b": Scheme(8), "c": None}
 
 @pytest.mark.parametrize(
     ("device", "minutes", "method"),
-    [("cuda", 1, GPTQ), ("cuda", 600, GPTQ), ("cpu", 15, GPTQ), ("cpu", 16, WEIGHTED)],
+    [("cuda", 1, ROTATED), ("cuda", 600, ROTATED), ("cpu", 15, ROTATED), ("cpu", 16, WEIGHTED)],
 )
 def test_few_bits_are_calibrated(device: str, minutes: int, method: Method) -> None:
     assert LONGEST_SECONDS == 15 * 60
-    assert automatic_method(INT4, device, 60.0 * minutes) == method
+    assert automatic_method(INT4, device, 60.0 * minutes, rotatable=True) == method
+
+
+def test_no_rotation_where_it_would_change_the_model() -> None:
+    assert automatic_method(INT4, "cuda", 1.0, rotatable=False) == GPTQ
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_eight_bits_are_not(device: str) -> None:
-    assert automatic_method({"a": Scheme(8), "b": None}, device, 1.0) == RTN
+    assert automatic_method({"a": Scheme(8), "b": None}, device, 1.0, rotatable=True) == RTN
 
 
-def test_every_step_leads_to_a_method_that_is_estimated() -> None:
-    for method, gain in GAINS.items():
-        assert METHODS.index(gain.method) == METHODS.index(method) + 1
-        assert gain.words
-        assert gain.evidence
+@pytest.mark.parametrize("rotatable", [False, True])
+def test_every_step_leads_to_the_next_method_that_is_estimated(rotatable: bool) -> None:
+    for method, better in itertools.pairwise(methods(rotatable)):
+        gain = gain_of(method, rotatable)
+        assert gain is not None
+        assert gain.method == better
+    assert gain_of(methods(rotatable)[-1], rotatable) is None
+
+
+def test_plain_gptq_is_told_of_rotation() -> None:
+    gain = gain_of(GPTQ, rotatable=True)
+    assert gain is not None
+    assert gain.method == ROTATED

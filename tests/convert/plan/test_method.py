@@ -10,6 +10,8 @@ NAMES = {
     "rtn": Method(),
     "weighted": Method("weighted"),
     "gptq": Method("gptq"),
+    "gptq+rotate": Method("gptq", rotate=True),
+    "gptq+rotate+autoround": Method("gptq", rotate=True, autoround=True),
     "autoround": Method("rtn", autoround=True),
     "distill": Method("rtn", distill=True),
     "gptq+distill": Method("gptq", distill=True),
@@ -31,12 +33,16 @@ def test_rtn_may_be_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "+", "awq", "gptq+", "+gptq", "distill+autoround", "gptq+gptq", "rtn+weighted"]
+    "text",
+    [
+        *("", "+", "awq", "gptq+", "+gptq", "distill+autoround", "gptq+gptq", "rtn+weighted"),
+        *("rotate", "weighted+rotate", "gptq+autoround+rotate", "gptq+rotate+rotate"),
+    ],
 )
 def test_no_names(text: str) -> None:
     with pytest.raises(QuantizationError, match="is not known") as caught:
         Method.parse(text)
-    assert "gptq+distill" in str(caught.value.hint)
+    assert "gptq+rotate" in str(caught.value.hint)
 
 
 def test_absmax_searches_nothing() -> None:

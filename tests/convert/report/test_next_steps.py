@@ -37,10 +37,11 @@ def excess(*rows: tuple[float, float | None]) -> Any:
 @pytest.mark.parametrize(
     ("command", "first"),
     [
-        ("lowbit-convert SRC a", "--method gptq (same"),
-        ("lowbit-convert SRC a --method absmax", "--method gptq (same"),
+        ("lowbit-convert SRC a", "--method auto (same"),
+        ("lowbit-convert SRC a --method absmax", "--method auto (same"),
         ("lowbit-convert SRC a --method weighted", "--method gptq (same"),
-        ("lowbit-convert SRC a --method gptq", "--method gptq+distill (same"),
+        ("lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
+        ("lowbit-convert SRC a --method gptq+rotate", "--method gptq+rotate+autoround (same"),
         ("lowbit-convert SRC a --method gptq+distill", "--recipe mixed ("),
         ("lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
     ],

@@ -1,0 +1,197 @@
+"""A residual stream in another basis: the same model, whose weights are easier to quantize.
+
+In a model whose norms have no gain, x -> x R commutes with every RMS norm for an orthogonal R. So
+gains are multiplied into the columns of the linears that follow, and R into every matrix that reads
+the stream or writes to it; the file is a plain checkpoint with norms of one, and nothing changes at
+run time (SliceGPT, Ashkboos et al., arXiv 2401.15024; QuaRot, arXiv 2404.00456). R mixes all
+channels, which spreads the few loud ones over all groups of weights.
+
+    R = S (C x H) / sqrt(n)        h = m n, n a power of 2, m odd
+
+S are signs, C [m, m] a cosine transform, H [n, n] Hadamard's matrix and x the Kronecker product. H
+is applied by additions alone, element by element, so that a CPU and a GPU give the same bits.
+
+Hidden states, and so adapters trained on the original, do not fit a rotated model.
+"""
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Lock
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures import is_tied, read_config, tensor_table
+from lowbit.formats.safetensors.checkpoint import Checkpoint
+
+READERS = {  # norm -> modules of the same layer that read its output
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+COLUMNS = 1 << 22  # weights that are rotated at a time, where columns are
+FP32_BYTES = 4
+KEPT = 2  # matrices whose rows have been mixed: one is read while the last blocks of another are
+
+Kind = Literal["reads", "writes", "gain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The part of a tensor in the rotation.
+
+    Attributes:
+        kind: its columns, or its rows, belong to the stream; or it is a norm's gain, of one then.
+        source: the tensor of the checkpoint; the embedding's for a head tied to it.
+        gain: the norm whose gain its columns take over.
+    """
+
+    kind: Kind
+    source: str
+    gain: str | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of one checkpoint; threads may share it.
+
+    Attributes:
+        checkpoint: the original.
+        roles: of the tensors that change, by their name in the result.
+    """
+
+    checkpoint: Checkpoint
+    roles: Mapping[str, Role]
+    _mixed: "OrderedDict[tuple[str, torch.device], Tensor]" = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def source(self, name: str) -> str:
+        """The tensor of the checkpoint that a tensor of the result is made from."""
+        return self.roles[name].source if name in self.roles else name
+
+    def whole(self, name: str, device: torch.device) -> Tensor:
+        """A tensor of the result, float32."""
+        raw = self.checkpoint.read(self.source(name))
+        return self.rows(name, 0, raw, device)
+
+    def rows(self, name: str, start: int, raw: Tensor, device: torch.device) -> Tensor:
+        """Rows of a tensor of the result, float32.
+
+        Args:
+            name: of the tensor.
+            start: number of the first row.
+            raw: the same rows of its source, as stored.
+            device: where to compute; the bits do not depend on it.
+        """
+        role = self.roles.get(name)
+        if role is None:
+            return raw.to(device).to(torch.float32)
+        if role.kind == "gain":
+            return torch.ones(raw.shape, device=device)
+        if role.kind == "writes":
+            return self._mixed_rows(role.source, device)[start : start + len(raw)]
+        w = raw.to(device).to(torch.float32)
+        if role.gain is not None:
+            w = w * self.checkpoint.read(role.gain).to(device).to(torch.float32)
+        return rotated(w)
+
+    def held_bytes(self, device: torch.device) -> int:
+        """RAM for matrices whose rows are mixed and which have to be whole."""
+        shapes = [
+            self.checkpoint.tensors[role.source].shape
+            for role in self.roles.values()
+            if role.kind == "writes"
+        ]
+        largest = max((FP32_BYTES * math.prod(shape) for shape in shapes), default=0)
+        return largest * (KEPT if device.type == "cpu" else 1)
+
+    def _mixed_rows(self, source: str, device: torch.device) -> Tensor:
+        """R^T W of a matrix whose output goes to the stream: [N, K] float32."""
+        key = source, device
+        with self._lock:
+            if key not in self._mixed:
+                w = self.checkpoint.read(source)
+                mixed = torch.empty(w.shape, device=device)
+                count = max(1, COLUMNS // len(w))
+                for start in range(0, w.shape[1], count):
+                    columns = w[:, start : start + count].to(device).to(torch.float32)
+                    mixed[:, start : start + count] = rotated(columns.T.contiguous()).T
+                self._mixed[key] = mixed
+                while len(self._mixed) > KEPT:
+                    self._mixed.popitem(last=False)
+            return self._mixed[key]
+
+
+def rotation_of(checkpoint: Checkpoint) -> Rotation:
+    """The rotation of a dense model; a head tied to the embedding gets a matrix of its own.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+    """
+    config = checkpoint.config
+    table = tensor_table(config, checkpoint.tensors)
+    layers, tied = read_config(config).num_hidden_layers, is_tied(config)
+    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    roles = {embedding: Role("reads", embedding)}
+    for number in range(layers):
+        prefix = f"model.layers.{number}."
+        for norm, readers in READERS.items():
+            gain = f"{prefix}{norm}.weight"
+            roles[gain] = Role("gain", gain)
+            for module in readers:
+                name = f"{prefix}{module}.weight"
+                roles[name] = Role("reads", name, gain)
+        for module in WRITERS:
+            name = f"{prefix}{module}.weight"
+            roles[name] = Role("writes", name)
+    roles[FINAL_NORM] = Role("gain", FINAL_NORM)
+    roles[HEAD] = Role("reads", embedding if tied else HEAD, FINAL_NORM)
+    return Rotation(checkpoint, roles)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """The product x R, [..., h] float32."""
+    width = x.shape[-1]
+    n = width & -width  # the largest power of two that divides it
+    m = width // n
+    y = (x * _signs(width).to(x.device)).reshape(-1, m, n)
+    span = 1
+    while span < n:
+        pairs = y.view(-1, m, n // (2 * span), 2, span)
+        first, second = pairs.unbind(3)
+        y = torch.stack((first + second, first - second), 3).view(-1, m, n)
+        span *= 2
+    if m > 1:
+        parts = []
+        for column in _cosines(m):
+            total = y[:, 0] * column[0]
+            for number in range(1, m):
+                total = total + y[:, number] * column[number]
+            parts.append(total)
+        y = torch.stack(parts, 1)
+    return (y * (1 / math.sqrt(n))).view(x.shape)
+
+
+@cache
+def _signs(width: int) -> Tensor:
+    """Signs that no pattern of channels agrees with, the same on every machine: [h] float32."""
+    content = hashlib.shake_256(b"lowbit").digest((width + 7) // 8)
+    bits = [content[number // 8] >> number % 8 & 1 for number in range(width)]
+    return 1 - 2 * torch.tensor(bits, dtype=torch.float32)
+
+
+@cache
+def _cosines(m: int) -> tuple[tuple[float, ...], ...]:
+    """Columns of the orthonormal cosine transform of m numbers (DCT-II)."""
+    scale = [math.sqrt((1 if i == 0 else 2) / m) for i in range(m)]
+    return tuple(
+        tuple(scale[i] * math.cos(math.pi * (2 * j + 1) * i / (2 * m)) for j in range(m))
+        for i in range(m)
+    )
