@@ -28,11 +28,6 @@ def parse_bits(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     return Fraction(text)
 
 
-def parse_limit(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """Bytes, given as for `parse_size`; None where left out."""
-    return None if text is None else parse_size(ctx, param, text)
-
-
 def target_options(command: Command) -> Command:
     """Add the options of a budget; the command gets a `TargetRequest` as `target`."""
 
@@ -87,7 +82,7 @@ _options = with_options(
     ),
     click.option(
         "--target-size",
-        callback=parse_limit,
+        callback=parse_size,
         metavar="SIZE",
         help="Choose in the same way, with weight files of at most this size.",
     ),

@@ -7,7 +7,7 @@ from lowbit.convert.original.rotation import rotation_of
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.errors import QuantizationError
-from lowbit.formats.layout.manifest import read_manifest
+from lowbit.formats.layout.manifest import Manifest, read_manifest
 
 
 def open_pair(source: Path, packed: Path) -> tuple[Weights, Weights]:
@@ -19,14 +19,13 @@ def open_pair(source: Path, packed: Path) -> tuple[Weights, Weights]:
         CheckpointError, FormatError: a folder that cannot be read.
     """
     original, quantized = open_weights(source), open_weights(packed)
-    if is_rotated(packed):
+    if is_rotated(read_manifest(packed)):
         original = replace(original, rotation=rotation_of(original.checkpoint))
     return original, quantized
 
 
-def is_rotated(packed: Path) -> bool:
-    """Tell whether lowbit has rotated a folder's residual stream."""
-    manifest = read_manifest(packed)
+def is_rotated(manifest: Manifest | None) -> bool:
+    """Tell whether a folder's hidden states are in another basis than its original's."""
     if manifest is None:
         return False
     try:

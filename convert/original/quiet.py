@@ -1,21 +1,28 @@
 """Silence the advice on speed that transformers logs: a report's reader has no use for it."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 ADVICE = ("is falling back to its reference", "fast path is not available")
+NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
 
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Keep lines about faster kernels off the terminal; every other line still comes through."""
+    """Keep lines about faster kernels off the terminal; every other line still comes through.
+
+    So do all warnings but one: of a thread of autograd that is the first to use a GPU's library.
+    """
     # A handler sees the lines of all loggers below it, a filter of a logger only its own.
     handlers = tuple(logging.getLogger("transformers").handlers)
     for handler in handlers:
         handler.addFilter(_is_no_advice)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=NO_CONTEXT)
+            yield
     finally:
         for handler in handlers:
             handler.removeFilter(_is_no_advice)

@@ -17,11 +17,11 @@ Hidden states, and so adapters trained on the original, do not fit a rotated mod
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -130,13 +130,24 @@ class Rotation:
 
 
 def rotation_of(checkpoint: Checkpoint) -> Rotation:
-    """The rotation of a dense model; a head tied to the embedding gets a matrix of its own.
+    """The rotation of a dense model.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
     """
-    config = checkpoint.config
-    table = tensor_table(config, checkpoint.tensors)
+    return Rotation(checkpoint, rotation_roles(checkpoint.config, checkpoint.tensors))
+
+
+def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Role]:
+    """The tensors of a dense model that a rotation changes, by their name in the result.
+
+    A head that is tied to the embedding gets a matrix of its own.
+
+    Args:
+        config: config.json of the original.
+        names: of its tensors.
+    """
+    table = tensor_table(config, names)
     layers, tied = read_config(config).num_hidden_layers, is_tied(config)
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     roles = {embedding: Role("reads", embedding)}
@@ -153,7 +164,7 @@ def rotation_of(checkpoint: Checkpoint) -> Rotation:
             roles[name] = Role("writes", name)
     roles[FINAL_NORM] = Role("gain", FINAL_NORM)
     roles[HEAD] = Role("reads", embedding if tied else HEAD, FINAL_NORM)
-    return Rotation(checkpoint, roles)
+    return roles
 
 
 def rotated(x: Tensor) -> Tensor:

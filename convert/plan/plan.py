@@ -4,13 +4,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
@@ -54,7 +55,7 @@ class Step:
 
     Attributes:
         source: where it is read.
-        fate: quantized, copied or dropped.
+        fate: quantized, copied, written in a rotated basis, or dropped.
         reason: why it is dropped or left as it is.
         module: the linear it is the weight of (a tied embedding is lm_head's); None for others.
         scheme: None unless quantized.
@@ -183,7 +184,8 @@ def make_plan(
         )
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
-    steps = _steps(table, tensors, tied, schemes)
+    rotated = rotation_roles(config, tensors) if recipe.method.rotate else {}
+    steps = _steps(table, tensors, tied, schemes, rotated.keys())
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
     out_config = _published(untied(config) if schemes.get("lm_head") else config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
@@ -258,12 +260,15 @@ def _steps(
     tensors: Mapping[str, TensorInfo],
     tied: bool,
     schemes: Mapping[str, Scheme | None],
+    rotated: Collection[str],
 ) -> list[Step]:
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     steps = []
     for spec in table:
         if spec.role != "head" or not tied:
             step = _step(tensors[spec.name], spec, schemes.get(spec.module))
+            if step.fate == "copied" and spec.name in rotated:
+                step = replace(step, fate="rotated")
             if spec.name == embedding and tied and "lm_head" not in schemes:
                 step = replace(step, module="lm_head", reason="embedding and tied head")
             steps.append(step)

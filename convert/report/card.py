@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.plan import vllm_reasons
 from lowbit.convert.report import words
@@ -103,6 +104,7 @@ def render_card(
         text_only=text_only,
         several_schemes=len(set(schemes)) > 1,
         mtp=any(part_of(packed.checkpoint.config, spec.name) == "mtp" for spec in packed.specs),
+        rotated=is_rotated(manifest),
         verifiable=manifest is not None,
     )
 

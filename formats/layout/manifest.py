@@ -17,7 +17,7 @@ from lowbit.formats.layout.records import load_object, record, records
 MANIFEST_FILE = "lowbit.json"
 FORMAT_VERSION = 1
 
-Fate = Literal["quantized", "copied", "dropped"]
+Fate = Literal["quantized", "copied", "rotated", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)

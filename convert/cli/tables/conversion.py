@@ -229,6 +229,8 @@ def _shape(sizes: Iterable[int] | None) -> str:
 def _fate(step: Step) -> Text:
     if step.fate == "quantized":
         return styled((str(step.scheme), "cyan"))
+    if step.fate == "rotated":
+        return styled(f"{step.source.dtype_name}, rotated")
     return styled(("dropped", "yellow") if step.fate == "dropped" else step.source.dtype_name)
 
 

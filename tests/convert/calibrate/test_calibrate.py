@@ -238,7 +238,7 @@ def test_a_quantized_head_and_odd_recipes(calibrated: Make, tiny: Path) -> None:
     assert done.calibration[0].rtn == done.calibration[0].chosen == 0.0
 
 
-def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, tiny: Path) -> None:
+def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, tiny: Path, cli: "Cli") -> None:
     overrides = (Override("*.layers.1.mlp.down_proj", 16), Override("*.layers.1.mlp.*_proj", 16))
     done = calibrated(tiny, "gptq+rotate", overrides=overrides)
     tensors = load_file(done.folder / "model.safetensors")
@@ -246,6 +246,11 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, tiny: Path) -> N
     norms = [n for n in tensors if n.endswith("layernorm.weight") or n == "model.norm.weight"]
     assert len(norms) == 2 * 6 + 1
     assert all((tensors[name] == 1).all() for name in norms)
+    manifest = read_manifest(done.folder)
+    assert manifest is not None
+    changed = {row.name for row in manifest.source_tensors if row.fate == "rotated"}
+    left = {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert changed == {*norms, "model.embed_tokens.weight", *left}
     assert torch.equal(
         tensors["model.layers.0.self_attn.q_norm.weight"],
         source["model.layers.0.self_attn.q_norm.weight"],
@@ -267,6 +272,8 @@ def test_a_rotated_file_is_a_plain_checkpoint(calibrated: Make, tiny: Path) -> N
     ]
     [made] = [row for row in done.weights if row.name == found.name]
     assert found.relative_l2 == pytest.approx(made.relative_l2, rel=1e-6)
+    plain = convert(tiny, done.folder.with_name("plain"))
+    assert "one is rotated: its weights differ" in cli("diff", plain.folder, done.folder).stderr
 
 
 def test_models_that_would_change_are_not_rotated(

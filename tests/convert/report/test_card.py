@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from lowbit.convert.measure.record import Noise, QualityReport, TextKind
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.source_card import SourceCard, read_source_card
 from lowbit.convert.report.verdict import judge
@@ -268,6 +270,12 @@ def test_vllm_is_told_that_there_is_no_vision_tower(make_report: MakeReport) -> 
     assert "vllm serve FOLDER\n" in render(make_report())
     card = render(make_report(), packed(made=manifest(None, drop_vision=True)))
     assert "vllm serve FOLDER --language-model-only\n" in card
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq+rotate", "gptq+rotate+autoround"])
+def test_adapters_are_said_not_to_fit_a_rotated_file(make_report: MakeReport, method: str) -> None:
+    made = manifest(None, **Recipe(method=Method.parse(method)).to_json())
+    assert ("adapters" in render(make_report(), packed(made=made))) == ("rotate" in method)
 
 
 def test_hostile_names(make_report: MakeReport, make_row: MakeRow) -> None:
