@@ -123,7 +123,7 @@ def _keep(
         for name, linear in linears[number].items():
             if helped and isinstance(linear, Learned):
                 chosen[f"{prefix}{name}"] = linear.chosen()
-        store.save(distilled_name(number), chosen, schemes, None)
+        store.save(distilled_name(number), chosen, schemes, None, undistilled=not helped)
         for module, kept in chosen.items():
             fixed = Fixed.of(kept, schemes[module], device)
             linears[number][module.removeprefix(prefix)] = fixed

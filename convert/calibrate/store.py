@@ -61,10 +61,12 @@ class Calibrated:
     Attributes:
         files: where each linear's are, by module name.
         errors: of every layer.
+        undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
     files: Mapping[str, Path]
     errors: tuple[LayerError, ...]
+    undistilled: int = 0
 
     def rows(
         self, module: str, scheme: Scheme, K: int, start: int, stop: int
@@ -94,6 +96,7 @@ class Store:
         chosen: Mapping[str, Chosen],
         schemes: Mapping[str, Scheme],
         error: LayerError | None,
+        undistilled: bool = False,
     ) -> None:
         """Keep the linears of a layer, by module name."""
         tensors: dict[str, Tensor] = {}
@@ -102,7 +105,8 @@ class Store:
             tensors[f"{module}.codes"] = pack(linear.codes, schemes[module].bits).cpu()
             tensors[f"{module}.scale"] = linear.scale.cpu()
             columns[module] = linear.codes.shape[1]
-        self._write(name, tensors, {"columns": columns, "error": error and asdict(error)})
+        facts = {"columns": columns, "error": error and asdict(error), "undistilled": undistilled}
+        self._write(name, tensors, facts)
 
     def load(self, name: str, schemes: Mapping[str, Scheme]) -> dict[str, Chosen] | None:
         """The linears of a layer by module name, None where it is not finished."""
@@ -126,13 +130,15 @@ class Store:
         """All linears of finished layers, for the conversion to write; later names win."""
         files: dict[str, Path] = {}
         errors: list[LayerError] = []
+        undistilled = 0
         for name in names:
             path = self._path(name)
-            facts = self._facts(path) or {"columns": {}, "error": None}
+            facts = self._facts(path) or {"columns": {}, "error": None, "undistilled": False}
+            undistilled += facts["undistilled"]
             files |= dict.fromkeys(facts["columns"], path)
             if facts["error"] is not None:
                 errors.append(LayerError(**facts["error"]))
-        return Calibrated(files, tuple(errors))
+        return Calibrated(files, tuple(errors), undistilled)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{PREFIX}{name}.safetensors"

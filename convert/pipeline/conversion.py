@@ -74,6 +74,7 @@ class Conversion:
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
         existed: True where an earlier run had put it there, and this one only checked it.
+        undistilled: layers that distillation did not help, which keep the codes before it.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class Conversion:
     resumed: int
     seconds: float
     existed: bool = False
+    undistilled: int = 0
 
 
 @disk_errors("free some space and run the same command again: finished tensors are kept")
@@ -187,6 +189,7 @@ def convert(
         calibration=() if calibrated is None else calibrated.errors,
         resumed=len(kept),
         seconds=time.monotonic() - started,
+        undistilled=0 if calibrated is None else calibrated.undistilled,
     )
 
 

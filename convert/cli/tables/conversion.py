@@ -43,6 +43,12 @@ def conversion(done: Conversion, found: Reported) -> None:
     console.print(styled(DONE, f" {done.folder} {words}"))
     if done.calibration:
         console.print(_calibration(done))
+    if done.undistilled:
+        text = (
+            f" distillation did not lower the loss on windows held out: {done.undistilled} of "
+            f"{len(done.calibration)} layers keep the codes before it"
+        )
+        console.print(styled(("!", "yellow"), text))
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
     for what, reasons in (
         ("vLLM", vllm_verdict(done.plan)),
@@ -85,6 +91,7 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "resumed_steps": done.resumed,
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
+        "undistilled_layers": done.undistilled,
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(),
         "notes": list(found.notes),

@@ -290,6 +290,22 @@ def test_models_that_would_change_are_not_rotated(
     assert plan["recipe"]["method"] == "gptq"
 
 
+def test_distillation_that_does_not_help_is_said(
+    cli: "Cli", tiny: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distilled, "distill", lambda *_: False)
+    options = ("--calib", text, "--calib-samples", 2, "--calib-length", 32)
+    plain, kept = (
+        cli(tiny, tmp_path / method, "--method", method, *options)
+        for method in ("weighted", "weighted+distill")
+    )
+    said = "did not lower the loss on windows held out: 6 of 6 layers"
+    assert said in " ".join(kept.stdout.split())
+    assert said not in plain.stdout
+    a, b = (load_file(tmp_path / m / "model.safetensors") for m in ("weighted", "weighted+distill"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_stages_follow_the_data(tiny: Path, hybrid: Path) -> None:
     expected = {
         (tiny, 0): [
