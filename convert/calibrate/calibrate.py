@@ -88,22 +88,10 @@ def calibrate(
         QuantizationError: activations are not finite.
         CheckpointError: the source cannot be read.
     """
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    with alone_on_threads(device) as pool, tensor_cores(device), _background() as later:
+    with alone_on_threads(device) as pool, tensor_cores(device):
         chooser = Chooser(task.method, task.rule, device, pool)
         windows = begin(model, samples, device, task.method.from_original)
-        saved: Future[None] | None = None
-        for number, module in enumerate(_layers(model, device, later)):
-            progress("calibrate", sum(sizes[:number]), sum(sizes))
-            chosen, error = _layer(model, number, module, windows, task, chooser, store)
-            if saved is not None:
-                saved.result()  # its error, if it has one; and one layer waits at a time
-            if error is not None:
-                name = layer_name(number)
-                saved = later.submit(store.save, name, chosen, task.schemes, error)
-        if saved is not None:
-            saved.result()
-        progress("calibrate", sum(sizes), sum(sizes))
+        _choose_layers(model, windows, task, chooser, store, progress)
         norm = _load_norm(model, device)
         for states in windows.sets():
             run(norm, states, device, pool)
@@ -127,6 +115,31 @@ def calibrate(
     layers = range(len(model.layers))
     distilled = map(distilled_name, layers) if task.method.distill else ()
     return store.finished([*map(layer_name, layers), *distilled, HEAD])
+
+
+def _choose_layers(
+    model: LayeredModel,
+    windows: Windows,
+    task: Task,
+    chooser: Chooser,
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Choose all layers, one being read and one written while another is chosen."""
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+    with _background() as later:
+        saved: Future[None] | None = None
+        for number, module in enumerate(_layers(model, chooser.device, later)):
+            progress("calibrate", sum(sizes[:number]), sum(sizes))
+            chosen, error = _layer(model, number, module, windows, task, chooser, store)
+            if saved is not None:
+                saved.result()  # its error, if it has one; and one layer waits at a time
+            if error is not None:
+                name = layer_name(number)
+                saved = later.submit(store.save, name, chosen, task.schemes, error)
+        if saved is not None:
+            saved.result()
+        progress("calibrate", sum(sizes), sum(sizes))
 
 
 def _layer(

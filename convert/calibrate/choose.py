@@ -66,21 +66,13 @@ class Chooser:
         """
         before = windows.original[windows.held].clone()
         alone = self.method.from_original
-        found = {} if alone else self._sequential(layer, original, schemes, windows)
         if alone:
-            power = input_power(original, list(schemes), windows.original, self.device, self.pool)
-            for name, scheme in schemes.items():
-                w = original.weight(name).data
-                found[name] = weighted(w, scheme, self.rule, power[name])
+            found = self._from_original(original, schemes, windows)
         else:
+            found = self._sequential(layer, original, schemes, windows)
             run(original, windows.original, self.device, self.pool)
         after = windows.original[windows.held]
-        added = float((after - before).square().mean(dtype=torch.float64))
-        if not math.isfinite(added):
-            raise QuantizationError(
-                f"layer {number} gives values that are not finite on the calibration text",
-                hint="try another --calib text; the checkpoint may be damaged",
-            )
+        added = _finite_power(number, before, after)
         given = before if alone else windows.hidden[windows.held]
 
         def error(linears: Mapping[str, Chosen], x: Tensor = given, y: Tensor = after) -> float:
@@ -106,6 +98,16 @@ class Chooser:
             seen = error(found, windows.hidden[:count], windows.original[:count])
         layer.put({name: linear.weight for name, linear in found.items()})
         return found, LayerError(number, rtn, chosen, seen)
+
+    def _from_original(
+        self, original: Layer, schemes: Mapping[str, Scheme], windows: Windows
+    ) -> dict[str, Chosen]:
+        """Scales weighted by the inputs' power in the original, whose states are passed on."""
+        power = input_power(original, list(schemes), windows.original, self.device, self.pool)
+        return {
+            name: weighted(original.weight(name).data, scheme, self.rule, power[name])
+            for name, scheme in schemes.items()
+        }
 
     def _learned(
         self,
@@ -199,3 +201,18 @@ class Chooser:
 def _joined(parts: Sequence[Chosen]) -> Chosen:
     codes = torch.cat([part.codes.cpu() for part in parts])
     return Chosen(codes, torch.cat([part.scale.cpu() for part in parts]))
+
+
+def _finite_power(number: int, before: Tensor, after: Tensor) -> float:
+    """Mean square of what a layer of the original adds to its input.
+
+    Raises:
+        QuantizationError: it is not finite.
+    """
+    added = float((after - before).square().mean(dtype=torch.float64))
+    if not math.isfinite(added):
+        raise QuantizationError(
+            f"layer {number} gives values that are not finite on the calibration text",
+            hint="try another --calib text; the checkpoint may be damaged",
+        )
+    return added
