@@ -15,15 +15,18 @@ SCHEMA = 1  # version of every object that --json prints
 
 def print_json(content: dict[str, Any]) -> None:
     """Print an object as one line on stdout; figures that are not finite are null."""
+    click.echo(json_line(content, sys.stdout.encoding or "utf-8"))
+
+
+def json_line(content: dict[str, Any], encoding: str = "utf-8") -> str:
+    """An object as one line of JSON with the schema's version, without a line end."""
     whole = _finite({"schema": SCHEMA, **content})
     text = json.dumps(whole, ensure_ascii=False, allow_nan=False)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except (
-        UnicodeEncodeError
-    ):  # the encoding lacks a character, or a file name has half a surrogate pair
+        text.encode(encoding)
+    except UnicodeEncodeError:  # it lacks a character, or a file name has half a surrogate pair
         text = json.dumps(whole, allow_nan=False)
-    click.echo(text)
+    return text
 
 
 def note(text: str) -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
       lowbit-run qwen3-8b-int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
       lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
+      lowbit-run qwen3-8b-int4 --prompts prompts.jsonl --out answers.jsonl
     """,
 )
 @model_argument
@@ -44,6 +46,21 @@ if TYPE_CHECKING:
 @sampling_options
 @talk_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Answer every line of FILE, a JSON object with `id` and `prompt` or `messages`, and maybe "
+    "max_new_tokens, stop, thinking, raw and sampling settings of its own. A line that fails is "
+    "answered by its `error`.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --prompts: append an answer a line to FILE. The same command continues after the "
+    "last one.",
+)
 @json_option
 @reported
 def generate(
@@ -61,6 +78,8 @@ def generate(
     system: str | None,
     thinking: bool | None,
     raw: bool,
+    prompts: Path | None,
+    out: Path | None,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -68,8 +87,19 @@ def generate(
 
     MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
     """
+    _check_prompts(prompt, prompts, out, as_json)
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
+    if prompts is not None:
+        from lowbit.runtime.commands.prompts import answer_file
+        from lowbit.runtime.prompt_file import Settings, read_prompts
+
+        given = {key: value for key, value in sampling.items() if value is not None}
+        lines = read_prompts(prompts, Settings(given, max_new_tokens, tuple(stop), thinking, raw))
+        model = load_model(name, device, context, threads, quantize, group_size, method)
+        facts = {"device": model.device, "quantized_at_load": quantize}
+        failed = answer_file(model, lines, system, out, as_json, facts)
+        click.get_current_context().exit(1 if failed else 0)
     text = _prompt(prompt)
     model = load_model(name, device, context, threads, quantize, group_size, method)
     stream = model.stream(
@@ -94,6 +124,18 @@ def generate(
         )
     else:
         note(summary(generation))
+
+
+def _check_prompts(
+    prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool
+) -> None:
+    """Refuse options of which one leaves the other nothing to do."""
+    if prompt is not None and prompts is not None:
+        raise click.UsageError("PROMPT and --prompts exclude each other.")
+    if out is not None and (prompts is None or as_json):
+        raise click.UsageError(
+            "--out is for --prompts, and holds what --json would print; give one of them."
+        )
 
 
 def _prompt(prompt: str | None) -> str:

@@ -1,0 +1,177 @@
+"""`generate --prompts`: every line is answered as it would be alone, or by its error."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.cli import main
+from lowbit.runtime.prompt_file import Settings, keep_answers, read_prompts
+
+BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+LINES: list[dict[str, Any]] = [
+    {"id": 1, "prompt": "Once upon a time", "raw": True, "temperature": 0},
+    {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 3},
+    {"id": "short", "prompt": "Hi", "max_new_tokens": 3, "temperature": 0},
+    {"id": "stop", "prompt": "Once upon a time", "raw": True, "stop": "girl", "temperature": 0},
+]
+Run = Callable[..., Result]
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(text: str) -> dict[Any, dict[str, Any]]:
+    return {row["id"]: row for row in map(json.loads, text.splitlines())}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Answer lines; further arguments are options."""
+
+    def invoke(lines: list[Any], *options: object) -> Result:
+        prompts = write(tmp_path / "prompts.jsonl", lines)
+        arguments = [BUNDLED, "--prompts", prompts, "--device", "cpu", *options]
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+def alone(*arguments: object) -> dict[str, Any]:
+    command = [BUNDLED, "--json", "--device", "cpu", *arguments]
+    found: dict[str, Any] = json.loads(CliRunner().invoke(main, list(map(str, command))).stdout)
+    return found
+
+
+def test_each_line_is_answered_as_it_would_be_alone(run: Run) -> None:
+    done = run(LINES, "--max-new-tokens", 12, "--json")
+    assert done.exit_code == 0, done.output
+    found = read(done.stdout)
+    assert list(found) == [line["id"] for line in LINES]
+    greedy = ("--temperature", 0, "--max-new-tokens")
+    expected = {
+        1: alone("Once upon a time", "--raw", *greedy, 12),
+        "chat": alone("Hi", "--temperature", 1, "--seed", 3, "--max-new-tokens", 12),
+        "short": alone("Hi", *greedy, 3),
+        "stop": alone("Once upon a time", "--raw", "--stop", "girl", *greedy, 12),
+    }
+    for id, row in expected.items():
+        for key in ("token_ids", "prompt_token_ids", "text", "finish_reason", "schema", "device"):
+            assert found[id][key] == row[key], (id, key)
+    assert found["stop"]["finish_reason"] == "stop"
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Run) -> None:
+    done = run(LINES[:1], "--max-new-tokens", 5)
+    assert (
+        done.stdout
+        == alone("Once upon a time", "--raw", "--temperature", 0, "--max-new-tokens", 5)["text"]
+        + "\n"
+    )
+    assert done.stderr.splitlines() == ["1: 5 tokens, length", "1 answered"]
+
+
+def test_a_line_that_fails_leaves_the_others_alone(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    lines = [{"id": "long", "prompt": "word " * 500}, LINES[2]]
+    done = run(lines, "--context", 64, "--out", out)
+    assert done.exit_code == 1
+    assert f"1 answered, 1 failed: {out}" in done.stderr
+    found = read(out.read_text())
+    assert "the context is 64" in found["long"]["error"]
+    assert found["long"]["hint"]
+    assert len(found["short"]["token_ids"]) == 3
+    mended = run(lines, "--context", 64, "--out", out)  # it is tried again, the other is not
+    assert "0 answered, 1 failed, 1 were there already" in mended.stderr
+    assert list(read(out.read_text())) == ["short", "long"]
+
+
+def test_goes_on_after_the_last_whole_line(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(LINES, "--max-new-tokens", 8, "--out", out).exit_code == 0
+    whole = read(out.read_text())
+    text = out.read_text()
+    cut = text.index("\n", text.index("\n") + 1) + 20
+    out.write_text(text[:cut])
+    again = run(LINES, "--max-new-tokens", 8, "--out", out)
+    assert "2 answered, 2 were there already" in again.stderr
+    found = read(out.read_text())
+    assert list(found) == list(whole)
+    assert all(found[id]["token_ids"] == row["token_ids"] for id, row in whole.items())
+
+
+def test_answers_to_other_requests_are_not_taken(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(LINES[:1], "--max-new-tokens", 3, "--out", out).exit_code == 0
+    before = out.read_bytes()
+    for options in (("--max-new-tokens", 4), ("--max-new-tokens", 3, "--system", "Be brief")):
+        done = run(LINES[:1], *options, "--out", out)
+        assert done.exit_code == 1
+        assert "was made from another prompt, other settings or another model" in done.stderr
+        assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ([], "expected a JSON object"),
+        ({"prompt": "x"}, "`id` must be a string or an integer"),
+        ({"id": True, "prompt": "x"}, "`id` must be"),
+        ({"id": 1}, "either `prompt` or `messages`"),
+        ({"id": 1, "prompt": "x", "messages": []}, "either `prompt` or `messages`"),
+        ({"id": 1, "prompt": " "}, "`prompt` must be text"),
+        ({"id": 1, "prompt": 5}, "`prompt` must be text"),
+        ({"id": 1, "messages": []}, "the conversation is empty"),
+        ({"id": 1, "messages": [{"role": "x", "content": "y"}]}, "role `x` is not known"),
+        ({"id": 1, "messages": [{"role": "user", "content": "y"}], "raw": True}, "not for `raw`"),
+        ({"id": 1, "prompt": "x", "tempreature": 1}, "`tempreature` is not known"),
+        ({"id": 1, "prompt": "x", "temperature": -1}, "`temperature` must be a number"),
+        ({"id": 1, "prompt": "x", "seed": 1.5}, "`seed` must be an integer"),
+        ({"id": 1, "prompt": "x", "max_new_tokens": 0}, "`max_new_tokens` must be"),
+        ({"id": 1, "prompt": "x", "thinking": "yes"}, "`thinking` must be true or false"),
+        ({"id": 1, "prompt": "x", "stop": [""]}, "`stop` must be text"),
+        ({"id": 0, "prompt": "again"}, "id 0 stands twice"),
+    ],
+)
+def test_bad_lines_are_named_before_the_model_is_loaded(run: Run, line: Any, reason: str) -> None:
+    done = run([{"id": 0, "prompt": "fine"}, line])
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "line 2: " in done.stderr
+    assert reason in " ".join(done.stderr.split())
+
+
+def test_bad_files(run: Run, tmp_path: Path) -> None:
+    assert "holds no line" in run([]).stderr
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"id": 1, "prompt": "\xff"}\n')
+    with pytest.raises(RequestError, match="line 1"):
+        read_prompts(path, Settings())
+    path.write_bytes(b'{"id": 1, "id": 2, "prompt": "x"}\n')
+    with pytest.raises(RequestError, match="line 1"):
+        read_prompts(path, Settings())
+    for content in (b"[1]\n", b"words\n", b'{"id": 1}\n'):
+        path.write_bytes(content)
+        with pytest.raises(RequestError, match="line 1"):
+            keep_answers(path, (), {})
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("Hi", "--prompts", "p.jsonl"),
+        ("Hi", "--out", "x"),
+        ("--prompts", "p", "--out", "x", "--json"),
+    ],
+)
+def test_options_that_exclude_each_other(options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, [BUNDLED, *options])
+    assert done.exit_code == 2
+    assert "Usage:" in done.stderr
