@@ -21,10 +21,10 @@ from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, HEAD_BITS, random_engine
 
 from lowbit.formats.architectures import footprint, read_config, tensor_table
-from lowbit.runtime.bench import GREEDY, SAMPLED, read_bandwidth
-from lowbit.runtime.engine import Engine
-from lowbit.runtime.limits import NEW_TOKENS, PROMPT_TOKENS
-from lowbit.runtime.sampling import SamplingParams
+from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS
+from lowbit.runtime.state.sampling import SamplingParams
 
 CONTEXTS = (8_000, 32_000)
 CONTEXT = 33_000

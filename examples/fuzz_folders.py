@@ -35,8 +35,10 @@ from safetensors.torch import save_file
 
 from lowbit.convert.cli import main as cli
 from lowbit.formats.architectures import tensor_table
-from lowbit.runtime import cli as runtime_cli
-from lowbit.runtime import cpu, model, stream  # noqa: F401
+from lowbit.runtime.cli.main import main as runtime_cli
+from lowbit.runtime.engine.engine import (
+    stream,  # noqa: F401
+)
 
 SECONDS = 10
 MEMORY_BYTES = 1 << 30  # beyond a run of the same command on an undamaged folder

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.runtime import cuda
-from lowbit.runtime.engine import Engine
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
-from lowbit.runtime.linear import DenseLinear
 from lowbit.runtime.models.dense import build as build_dense
 from lowbit.runtime.models.qwen3_5 import build as build_hybrid
-from lowbit.runtime.sampling import new_sampler
+from lowbit.runtime.state.sampling import new_sampler
+from lowbit.runtime.weights.linear import DenseLinear
 
 GROUP = 128
 CONTEXT = 8192
@@ -41,7 +41,7 @@ def randn(*shape: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """In place of `lowbit.runtime.weights.Weights`; the head has 8 bits, as in both recipes."""
+    """In place of `runtime.weights.weights.Weights`; the head has 8 bits, as in both recipes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     bits: int

@@ -19,8 +19,8 @@ from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import random_engine
 
 from lowbit.formats.architectures import read_config
-from lowbit.runtime.bench import GREEDY
-from lowbit.runtime.engine import Engine
+from lowbit.runtime.bench.bench import GREEDY
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.kernels import attention_decode
 from lowbit.runtime.kernels.device import multiprocessors
 from lowbit.runtime.kernels.launch import (

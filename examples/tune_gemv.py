@@ -23,8 +23,8 @@ from random_engine import packed, randn, random_engine
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine import Engine
-from lowbit.runtime.graphs import aside, recorded
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import aside, recorded
 from lowbit.runtime.kernels import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
-    from lowbit.runtime.chat import Message
-    from lowbit.runtime.model import Model, load
-    from lowbit.runtime.reasoning import Piece
-    from lowbit.runtime.sampling import SamplingParams
-    from lowbit.runtime.stream import Generation, Stream, Timings
+    from lowbit.runtime.engine.model import Model, load
+    from lowbit.runtime.engine.stream import Generation, Stream, Timings
+    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.text.chat import Message
+    from lowbit.runtime.text.reasoning import Piece
 
 __all__ = [
     "Generation",
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Generation": "stream",
-    "Message": "chat",
-    "Model": "model",
-    "Piece": "reasoning",
-    "SamplingParams": "sampling",
-    "Stream": "stream",
-    "Timings": "stream",
-    "load": "model",
+    "Generation": "engine.stream",
+    "Message": "text.chat",
+    "Model": "engine.model",
+    "Piece": "text.reasoning",
+    "SamplingParams": "state.sampling",
+    "Stream": "engine.stream",
+    "Timings": "engine.stream",
+    "load": "engine.model",
 }
 
 

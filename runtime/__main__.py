@@ -7,7 +7,7 @@ from lowbit.formats.shell.entry import run
 
 def main() -> NoReturn:
     """Run the command."""
-    run("lowbit.runtime.cli", "lowbit-run")
+    run("lowbit.runtime.cli.main", "lowbit-run")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ ORDER = {
         *("layout", "safetensors", "shell", "text", "foreign", "generation", "hub", "tasks"),
         *("file_names", "packed"),
     ],
+    "runtime": [
+        *("text", "state", "weights", "kernels", "backends", "models", "engine", "bench"),
+        *("evaluate", "conversation", "cli"),
+    ],
 }
 MAX_LINES = 400
 
@@ -131,7 +135,7 @@ def modules_of_formats() -> list[str]:
     [
         (modules_of_formats(), {"click", "huggingface_hub", "rich", "transformers", "triton"}),
         (
-            ["lowbit.runtime", "lowbit.runtime.cli"],
+            ["lowbit.runtime", "lowbit.runtime.cli.main"],
             {"matplotlib", "prompt_toolkit", "transformers", "triton", "wcwidth"},
         ),
         (["lowbit.convert"], {"matplotlib", "transformers", "triton"}),
@@ -154,7 +158,7 @@ def test_importing_loads_little(modules: list[str], absent: set[str]) -> None:
 HEAVY = ("huggingface_hub", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers")
 
 
-@pytest.mark.parametrize(("name", "group"), [("convert", "cli.main"), ("runtime", "cli")])
+@pytest.mark.parametrize(("name", "group"), [("convert", "cli.main"), ("runtime", "cli.main")])
 def test_help_and_completion_load_little(name: str, group: str) -> None:
     """The help of every command, and completion after options whose values are parsed."""
     code = (

@@ -7,8 +7,8 @@ import torch
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.preview import preview
-from lowbit.runtime.loader import open_model
-from lowbit.runtime.model import load
+from lowbit.runtime.engine.model import load
+from lowbit.runtime.models.loader import open_model
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file

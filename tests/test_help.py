@@ -10,7 +10,7 @@ from click.shell_completion import BashComplete, FishComplete, ShellComplete, Zs
 from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main as convert
-from lowbit.runtime.cli import main as run
+from lowbit.runtime.cli.main import main as run
 
 PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}
 WIDTH = 80

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from lowbit.convert.cli.main import main as convert
 from lowbit.formats.shell.options import MOST
-from lowbit.runtime.cli import main as run
+from lowbit.runtime.cli.main import main as run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = EXAMPLES / "models" / "tiny-qwen3"

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from lowbit.runtime.reasoning import Piece
-    from lowbit.runtime.stream import Stream
+    from lowbit.runtime.engine.stream import Stream
+    from lowbit.runtime.text.reasoning import Piece
 
 
 class AnswerView(Protocol):

@@ -14,7 +14,7 @@ from lowbit.runtime.conversation.state import Chat, begin_answer, with_room
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
-    from lowbit.runtime.stream import Generation, Stream
+    from lowbit.runtime.engine.stream import Generation, Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from lowbit.runtime.conversation.turns import Conversation, fitted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lowbit.runtime.chat import Message
-    from lowbit.runtime.model import Model
-    from lowbit.runtime.sampling import SamplingParams
-    from lowbit.runtime.stream import Generation, Stream
+    from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.engine.stream import Generation, Stream
+    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.text.chat import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowbit.runtime.chat import Message
+    from lowbit.runtime.text.chat import Message
 
 RESERVE = 4  # the context divided by this is left to an answer
 COMFORT = 2  # the same after turns were dropped, so that not every question drops more

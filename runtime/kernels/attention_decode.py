@@ -26,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.access import (
     barrier,
     declaration,
@@ -59,7 +58,8 @@ from lowbit.runtime.kernels.mma import (
     threads,
 )
 from lowbit.runtime.kernels.rotate import rotated_ref
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.rope import Rope
 
 LOG2_E = 1.4426950408889634
 

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.rotate import rotated, rotated_ref
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.rope import Rope
 
 # Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

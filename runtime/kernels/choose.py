@@ -1,4 +1,4 @@
-"""choose: the next token of one sequence, as `lowbit.runtime.sampling.sample` chooses it.
+"""choose: the next token of one sequence, as `lowbit.runtime.state.sampling.sample` chooses it.
 
 Layout  logits [1, V] fp32 -> token [1] int64, slots [2] int64 on the host; position and the
         sampler's counter move on by one. The slot gets -1 where the largest logit is not finite
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.draw import BLOCK, GROUP, LOWEST, MOST, draw
 from lowbit.runtime.kernels.launch import power_of_two
-from lowbit.runtime.sampling import Sampler, SamplingParams
+from lowbit.runtime.state.sampling import Sampler, SamplingParams
 
 
 def can_choose(params: SamplingParams) -> bool:

@@ -25,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.access import (
     barrier,
     count_up,
@@ -44,6 +43,7 @@ from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import CROWD, STATIC_SHARED
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights
 
 WARPS = 8
 SPLITS = SQUARES  # programs of a head of one sequence

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.delta import DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights
 
 
 def gates_ref(ba: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.delta import DeltaWeights
 from lowbit.runtime.kernels.device import run
+from lowbit.runtime.state.delta import DeltaWeights
 
 
 def gated_norm_ref(o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float) -> Tensor:

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.delta import DeltaState, DeltaWeights
 from lowbit.runtime.kernels.delta_decode import L2_EPS, delta_decode_ref
 from lowbit.runtime.kernels.delta_gates import gates
 from lowbit.runtime.kernels.delta_out import gated_norm
 from lowbit.runtime.kernels.device import run
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights
 
 CHUNK = 64
 BLOCK_M = 16  # tokens a program convolves

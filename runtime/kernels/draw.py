@@ -1,4 +1,4 @@
-"""draw: a token at random among the top_k likeliest, as `lowbit.runtime.sampling.draw` draws it.
+"""draw: a token at random among the top_k likeliest, as `state.sampling.draw` draws it.
 
 Layout  logits [1, V] fp32, keys [groups] int64 of 64 logits each (`choose`) -> token [1] int64,
         slots [2] int64 on the host
@@ -31,7 +31,7 @@ from lowbit.runtime.kernels.access import (
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads, total
-from lowbit.runtime.sampling import MASS_BITS, Sampler
+from lowbit.runtime.state.sampling import MASS_BITS, Sampler
 
 BLOCK = 1024  # logits of a program that ranks groups
 GROUP = 64  # logits of which the best is ranked

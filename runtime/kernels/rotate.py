@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.rope import Rope
 
 
 def rotated_ref(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, position: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
-from lowbit.runtime.linear import DenseLinear, PackedLinear
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows
 WORDS = 16  # of each row in a step

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.runtime.cache import KVCache, new_cache
-from lowbit.runtime.ops import Ops, Rope, rope_tables
-from lowbit.runtime.weights import Weights
+from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.state.cache import KVCache, new_cache
+from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
-from lowbit.runtime.cache import KVCache, new_cache
-from lowbit.runtime.delta import DeltaWeights, new_delta_state
-from lowbit.runtime.ops import Ops, Rope, rope_tables
-from lowbit.runtime.weights import Weights
+from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.state.cache import KVCache, new_cache
+from lowbit.runtime.state.delta import DeltaWeights, new_delta_state
+from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 

@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.runtime.commands.answer import AnswerPrinter, new_printer, show
-from lowbit.runtime.reasoning import Piece
-from lowbit.runtime.stream import Stream
+from lowbit.runtime.cli.answer import AnswerPrinter, new_printer, show
+from lowbit.runtime.engine.stream import Stream
+from lowbit.runtime.text.reasoning import Piece
 
 HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\rred \u202egreen\n"
 

@@ -21,7 +21,7 @@ def model() -> lowbit.Model:
     return lowbit.load(BUNDLED, device="cpu")
 
 
-@pytest.mark.parametrize("module", ["lowbit.runtime", "lowbit.runtime.cli"])
+@pytest.mark.parametrize("module", ["lowbit.runtime", "lowbit.runtime.cli.main"])
 def test_importing_loads_neither_transformers_nor_a_gpu(module: str) -> None:
     heavy = ("transformers", "triton", "huggingface_hub", "matplotlib", "jinja2", "lowbit.convert")
     code = (

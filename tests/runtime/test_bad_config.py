@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.cli import main
+from lowbit.runtime.cli.main import main
 
 BUNDLED = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -12,10 +12,11 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import cpu, cuda, engine, memory
-from lowbit.runtime.batch import Batch, decode_batch, start_batch
-from lowbit.runtime.delta import DeltaState, DeltaWeights, new_delta_state
+from lowbit.runtime.backends import cpu, cuda
+from lowbit.runtime.engine import engine, memory
+from lowbit.runtime.engine.batch import Batch, decode_batch, start_batch
 from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights, new_delta_state
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -63,7 +64,7 @@ def model(packed: "PackedModel") -> lowbit.Model:
 @pytest.fixture
 def short_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache's reach is 3, 12 or 48 rows, then all."""
-    monkeypatch.setattr("lowbit.runtime.cache.FIRST_REACH", 3)
+    monkeypatch.setattr("lowbit.runtime.state.cache.FIRST_REACH", 3)
 
 
 def exact(packed: "PackedModel") -> lowbit.Model:

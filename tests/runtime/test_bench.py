@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import bench as bench_module
 from lowbit.runtime import load
-from lowbit.runtime.bench import batched_speed, bench, measure_speed, step_bytes
-from lowbit.runtime.cli import main
-from lowbit.runtime.sampling import SamplingParams
+from lowbit.runtime.bench import bench as bench_module
+from lowbit.runtime.bench.bench import batched_speed, bench, measure_speed, step_bytes
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.state.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -111,7 +111,7 @@ def test_does_not_count_its_own_buffer(run: Run, monkeypatch: pytest.MonkeyPatch
         return lambda device: calls.append(name) or 1  # type: ignore[func-returns-value]
 
     for name in ("peak_bytes", "read_bandwidth"):
-        monkeypatch.setattr(f"lowbit.runtime.bench.{name}", measure(name))
+        monkeypatch.setattr(f"lowbit.runtime.bench.bench.{name}", measure(name))
     assert run(*SHORT).exit_code == 0
     assert calls == ["peak_bytes", "read_bandwidth"]
 

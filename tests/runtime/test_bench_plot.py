@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lowbit.formats.errors import ResourceError
-from lowbit.runtime.plot import NamedLine, line_plot, number, write_plot
+from lowbit.runtime.bench.plot import NamedLine, line_plot, number, write_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

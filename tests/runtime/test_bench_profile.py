@@ -9,11 +9,12 @@ from click.testing import CliRunner
 
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.shell import tables
-from lowbit.runtime import load, profiling
-from lowbit.runtime.bench import StepBytes, bench
-from lowbit.runtime.cli import main
-from lowbit.runtime.profiling import Span, gpu_spans, profile
-from lowbit.runtime.render_bench import show_profile
+from lowbit.runtime import load
+from lowbit.runtime.bench import profiling
+from lowbit.runtime.bench.bench import StepBytes, bench
+from lowbit.runtime.bench.profiling import Span, gpu_spans, profile
+from lowbit.runtime.bench.render import show_profile
+from lowbit.runtime.cli.main import main
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 BUNDLED = MODELS / "tiny-qwen3"

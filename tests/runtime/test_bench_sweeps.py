@@ -13,12 +13,14 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime import bench as bench_module
-from lowbit.runtime import load, memory, sweep
-from lowbit.runtime.batch import Batch, start_batch
-from lowbit.runtime.bench import Speed
-from lowbit.runtime.cli import main
-from lowbit.runtime.model import Model
+from lowbit.runtime import load
+from lowbit.runtime.bench import bench as bench_module
+from lowbit.runtime.bench import sweep
+from lowbit.runtime.bench.bench import Speed
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine import memory
+from lowbit.runtime.engine.batch import Batch, start_batch
+from lowbit.runtime.engine.model import Model
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")
@@ -113,7 +115,7 @@ def test_group_sizes_are_checked_before_anything_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr("lowbit.runtime.model.load", lambda *a, **k: loaded.append(a))
+    monkeypatch.setattr("lowbit.runtime.engine.model.load", lambda *a, **k: loaded.append(a))
     result = run("--group-sizes", "32,512", *SHORT)
     assert result.exit_code == 1
     assert "groups of 512 do not divide its rows" in result.stderr

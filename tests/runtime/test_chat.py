@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
-from lowbit.runtime.chat import Message, render_prompt
+from lowbit.runtime.text.chat import Message, render_prompt
 
 # Uses what Hub templates use: whitespace control, namespaces, slices, tojson, tests, raise.
 TEMPLATE = """

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.cli import main
-from lowbit.runtime.commands import chat
+from lowbit.runtime.cli import chat
+from lowbit.runtime.cli.main import main
 from lowbit.runtime.conversation.wrap import Wrapper
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
@@ -27,7 +27,7 @@ GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
 PATIENCE_S = 60  # for a process that hangs
 COLUMNS = 60
 CURSOR_REQUEST = b"\x1b[6n"
-CODE = "from lowbit.runtime.cli import main; main()"
+CODE = "from lowbit.runtime.cli.main import main; main()"
 
 Run = Callable[..., Result]
 
@@ -128,7 +128,7 @@ def test_ctrl_c_while_loading_ends_with_130(run: Run, monkeypatch: pytest.Monkey
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.model.load", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.model.load", interrupted)
     result = run(MODEL)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
@@ -185,7 +185,7 @@ FAILING = {
 def test_a_line_that_fails_is_shown_and_gives_exit_code_1(
     run: Run, monkeypatch: pytest.MonkeyPatch, line: str | bytes, goes_on: bool, as_json: bool
 ) -> None:
-    monkeypatch.setattr("lowbit.runtime.commands.chat.MAX_PROMPT_BYTES", 1_000_000)
+    monkeypatch.setattr("lowbit.runtime.cli.chat.MAX_PROMPT_BYTES", 1_000_000)
     data = line.encode() if isinstance(line, str) else line
     options = ("--json",) if as_json else ()
     result = run(MODEL, *GREEDY, *options, stdin=b"Hi\n" + data + b"\nGo on\n")
@@ -208,7 +208,7 @@ def test_a_broken_model_ends_a_piped_chat_at_once(
         model.engine.decoder.embedding.fill_(float("nan"))
         return model
 
-    monkeypatch.setattr("lowbit.runtime.model.load", broken)
+    monkeypatch.setattr("lowbit.runtime.engine.model.load", broken)
     result = run(MODEL, *GREEDY, *(("--json",) if as_json else ()), stdin="Hi\nGo on\n")
     assert result.exit_code == 1
     assert result.stderr.count("NaN or infinite") == 1

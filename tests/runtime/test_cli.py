@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import CheckpointError
-from lowbit.runtime.cli import main
+from lowbit.runtime.cli.main import main
 from tests.hub_server import HubServer
 
 BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
@@ -139,7 +139,7 @@ def test_a_failing_disk_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch
     def failing(*_: object) -> None:
         raise OSError(5, "Input/output error")  # of a read, which names no file
 
-    monkeypatch.setattr("lowbit.runtime.model.load_decoder", failing)
+    monkeypatch.setattr("lowbit.runtime.engine.model.load_decoder", failing)
     result = run(BUNDLED, "Hi", "--device", "cpu")
     assert result.exit_code == 1
     assert result.stderr == "Error: Input/output error\n"
@@ -149,7 +149,7 @@ def test_a_full_gpu_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("lowbit.runtime.model.load_decoder", full)
+    monkeypatch.setattr("lowbit.runtime.engine.model.load_decoder", full)
     result = run(BUNDLED, "Hi", "--device", "cpu")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: the GPU ran out of memory\n")
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.Engine._launch", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.engine.Engine._launch", interrupted)
     result = run(BUNDLED, "Hi", *GREEDY)
     assert result.exit_code == 130
     assert result.stderr.endswith("\ninterrupted\n")
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_a_piped_chat_with_what_there_is(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.Engine._launch", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.engine.Engine._launch", interrupted)
     result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
     assert result.exit_code == 130
     made = json.loads(result.stdout)
@@ -233,7 +233,7 @@ def test_neither_a_folder_nor_a_hub_id(run: Run, name: str) -> None:
 def test_a_closed_pipe_is_quiet() -> None:
     import subprocess
 
-    code = "from lowbit.runtime.cli import main; main()"
+    code = "from lowbit.runtime.cli.main import main; main()"
     arguments = [BUNDLED, "Once", "--raw", *GREEDY]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import cpu_linear
-from lowbit.runtime.cpu_linear import Int8Rows, Planes, linear, prepare, prepared_bytes
-from lowbit.runtime.linear import DenseLinear, PackedLinear
+from lowbit.runtime.backends import cpu_linear
+from lowbit.runtime.backends.cpu_linear import Int8Rows, Planes, linear, prepare, prepared_bytes
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 ROUNDED_ONCE = 2.0e-3  # relative L2 error; rounding the exact result to BF16 gives 1.66e-3
 ROUNDED_WEIGHTS = 2.7e-3  # and with weights rounded to BF16 before, 2.36e-3

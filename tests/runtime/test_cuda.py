@@ -11,13 +11,13 @@ from torch.nn.functional import silu
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
-from lowbit.runtime import cuda
-from lowbit.runtime.cache import KVCache, new_cache
+from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, dequantized
-from lowbit.runtime.linear import DenseLinear, PackedLinear
 from lowbit.runtime.models.dense import Dense, Layer
-from lowbit.runtime.ops import rope_tables
+from lowbit.runtime.state.cache import KVCache, new_cache
+from lowbit.runtime.state.rope import rope_tables
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.gpu

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.delta import DeltaWeights, new_delta_state
-from lowbit.runtime.delta_rule import CHUNK, chunked, convolved, delta_net, l2_normed, recurrent
+from lowbit.runtime.backends.delta_rule import (
+    CHUNK,
+    chunked,
+    convolved,
+    delta_net,
+    l2_normed,
+    recurrent,
+)
+from lowbit.runtime.state.delta import DeltaWeights, new_delta_state
 
 EPS = 1e-6
 

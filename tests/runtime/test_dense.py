@@ -9,8 +9,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import engine
-from lowbit.runtime.ops import rope_tables
+from lowbit.runtime.engine import engine
+from lowbit.runtime.state.rope import rope_tables
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -9,8 +9,8 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.cache import KVCache
 from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.state.cache import KVCache
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -75,7 +75,7 @@ def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
     load: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode kernels sum by the reach: the same token must get the same one in every request."""
-    monkeypatch.setattr("lowbit.runtime.cache.FIRST_REACH", 8)
+    monkeypatch.setattr("lowbit.runtime.state.cache.FIRST_REACH", 8)
     model, seen = load(), set()
     hidden = Dense.hidden
 

@@ -16,10 +16,10 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import engine
-from lowbit.runtime.engine import Engine
+from lowbit.runtime.engine import engine
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
-from lowbit.runtime.sampling import new_sampler, sample
+from lowbit.runtime.state.sampling import new_sampler, sample
 from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine import Engine
-from lowbit.runtime.sampling import Sampler
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.state.sampling import Sampler
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -106,7 +106,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr("lowbit.runtime.engine._events", lambda on_gpu: ())
+    monkeypatch.setattr("lowbit.runtime.engine.engine._events", lambda on_gpu: ())
     monkeypatch.setattr(Engine, "on_gpu", property(lambda engine: engine is model.engine))
     return model
 
@@ -114,7 +114,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def reaches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`reaches(n)`: a cache's reach begins with n rows."""
-    return lambda first: monkeypatch.setattr("lowbit.runtime.cache.FIRST_REACH", first)
+    return lambda first: monkeypatch.setattr("lowbit.runtime.state.cache.FIRST_REACH", first)
 
 
 def run(

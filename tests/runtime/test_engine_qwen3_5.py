@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime import delta_rule
+from lowbit.runtime.backends import delta_rule
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -21,9 +21,9 @@ from click.testing import CliRunner, Result
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.tasks import TaskResult, read_tasks
-from lowbit.runtime.cli import main
-from lowbit.runtime.evaluate import evaluate, read_results
-from lowbit.runtime.harness import language_model
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.evaluate.evaluate import evaluate, read_results
+from lowbit.runtime.evaluate.harness import language_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BUNDLED = EXAMPLES / "models" / "tiny-qwen3"

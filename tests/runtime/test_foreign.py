@@ -14,9 +14,9 @@ from torch import Tensor
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.errors import FormatError
 from lowbit.runtime import load
-from lowbit.runtime.linear import Linear, PackedLinear
-from lowbit.runtime.loader import open_model
-from lowbit.runtime.weights import Weights
+from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.weights.linear import Linear, PackedLinear
+from lowbit.runtime.weights.weights import Weights
 from tests.foreign_layouts import awq, draw, gptq
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def test_blocks_of_rows_join(
         folder, _ = make_foreign(layout, symmetric, bits)
         whole = linears(folder)
         with monkeypatch.context() as patch:
-            patch.setattr("lowbit.runtime.weights.DERIVED_BYTES", 32 * 9)
+            patch.setattr("lowbit.runtime.weights.weights.DERIVED_BYTES", 32 * 9)
             parts = linears(folder)
         for module, linear in whole.items():
             part = parts[module]

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.text import length
-from lowbit.runtime.cli import main
-from lowbit.runtime.commands import generate
+from lowbit.runtime.cli import generate
+from lowbit.runtime.cli.main import main
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

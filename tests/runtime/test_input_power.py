@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.runtime import load
-from lowbit.runtime.cli import main
-from lowbit.runtime.input_power import TEXTS, calibration_ids, input_power
-from lowbit.runtime.loader import load_decoder, open_model
-from lowbit.runtime.tokenizer import load_tokenizer
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.input_power import TEXTS, calibration_ids, input_power
+from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -135,7 +135,7 @@ def test_power_that_is_not_finite_is_refused(
 
 
 def test_text_is_bounded(uneven: "PackedModel") -> None:
-    data = Path(__file__).parents[2] / "runtime" / "data"
+    data = Path(__file__).parents[2] / "runtime" / "engine" / "data"
     assert sorted(TEXTS) == sorted(path.name for path in data.iterdir())
     assert sum((data / name).stat().st_size for name in TEXTS) < 10_000
     opened = open_model(uneven.folder)

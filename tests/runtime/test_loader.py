@@ -19,8 +19,8 @@ from lowbit.formats.errors import (
 )
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
-from lowbit.runtime.linear import DenseLinear
-from lowbit.runtime.loader import load_decoder, open_model
+from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.weights.linear import DenseLinear
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

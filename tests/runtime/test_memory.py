@@ -8,8 +8,9 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime import load, memory
-from lowbit.runtime.loader import open_model
+from lowbit.runtime import load
+from lowbit.runtime.engine import memory
+from lowbit.runtime.models.loader import open_model
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

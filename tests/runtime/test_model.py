@@ -9,7 +9,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime import engine
+from lowbit.runtime.engine import engine
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

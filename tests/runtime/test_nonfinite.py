@@ -11,9 +11,9 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.packing import SCALE
-from lowbit.runtime.batch import decode_batch
-from lowbit.runtime.cli import main
-from lowbit.runtime.scoring import score
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.batch import decode_batch
+from lowbit.runtime.evaluate.scoring import score
 from tests.runtime.conftest import PackedModel
 
 Make = Callable[..., PackedModel]

@@ -17,10 +17,11 @@ from lowbit.formats.errors import CheckpointError, FormatError, QuantizationErro
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import fitting_group_size
 from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
-from lowbit.runtime import load, weights
-from lowbit.runtime.cli import main
-from lowbit.runtime.loader import load_decoder, open_model
-from lowbit.runtime.quantized import quantized
+from lowbit.runtime import load
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.weights import weights
+from lowbit.runtime.weights.quantized import quantized
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime import engine
-from lowbit.runtime.loader import load_decoder, open_model
+from lowbit.runtime.engine import engine
+from lowbit.runtime.models.loader import load_decoder, open_model
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

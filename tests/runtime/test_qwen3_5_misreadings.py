@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import lowbit.runtime as lowbit
-from lowbit.runtime import cpu, delta_rule
+from lowbit.runtime.backends import cpu, delta_rule
 from lowbit.runtime.models import qwen3_5
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.rope import Rope
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

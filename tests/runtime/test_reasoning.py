@@ -14,9 +14,10 @@ from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime import engine, sampling
-from lowbit.runtime.reasoning import Begin, Splitter, begin_of
-from lowbit.runtime.tokenizer import Tokenizer, load_tokenizer
+from lowbit.runtime.engine import engine
+from lowbit.runtime.state import sampling
+from lowbit.runtime.text.reasoning import Begin, Splitter, begin_of
+from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -179,7 +180,7 @@ def test_the_terminal_shows_the_reasoning_apart(
 ) -> None:
     from click.testing import CliRunner
 
-    from lowbit.runtime.cli import main
+    from lowbit.runtime.cli.main import main
 
     folder = make_qwen3_5().folder
     (folder / "chat_template.jinja").write_text(OPENED)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.generation import GenerationConfig
-from lowbit.runtime.sampling import (
+from lowbit.runtime.state.sampling import (
     Sampler,
     SamplingParams,
     kept,
@@ -72,7 +72,7 @@ def test_kept_tokens_and_their_odds_match_transformers(
     sampler = started(params, history)
     scores = logits[0].double()
     if params.penalized:
-        from lowbit.runtime.sampling import penalize
+        from lowbit.runtime.state.sampling import penalize
 
         scores = penalize(logits[0], sampler)
     ids, total, count = kept(scores, top_k, sampler.knobs)

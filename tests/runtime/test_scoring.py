@@ -8,8 +8,8 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
-from lowbit.runtime import scoring
-from lowbit.runtime.scoring import Continuation, carry_on, read_continuation, score
+from lowbit.runtime.evaluate import scoring
+from lowbit.runtime.evaluate.scoring import Continuation, carry_on, read_continuation, score
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.runtime.chat import Message
 from lowbit.runtime.conversation.respond import View
 from lowbit.runtime.conversation.state import Chat
-from lowbit.runtime.model import Model
-from lowbit.runtime.reasoning import Piece
-from lowbit.runtime.sampling import SamplingParams
-from lowbit.runtime.stream import Generation, Timings
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.stream import Generation, Timings
+from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.chat import Message
+from lowbit.runtime.text.reasoning import Piece
 
 Answer = Sequence[str | BaseException]  # pieces; an exception is raised in their place
 

@@ -12,9 +12,9 @@ import pytest
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.sampling_ranges import SEED, SETTINGS
+from lowbit.runtime.cli.options import sampling_options
 from lowbit.runtime.conversation.commands import Slash, run_command
-from lowbit.runtime.options import sampling_options
-from lowbit.runtime.sampling import SamplingParams
+from lowbit.runtime.state.sampling import SamplingParams
 from tests.runtime.conversation.conftest import NewChat
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lowbit.runtime.chat import Message
 from lowbit.runtime.conversation.turns import COMFORT, RESERVE, Conversation, Turn, fitted
+from lowbit.runtime.text.chat import Message
 
 WORDS = st.text(alphabet="ab ", min_size=1, max_size=30)
 TURNS = st.lists(st.builds(Turn, WORDS, WORDS), max_size=8)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
-from lowbit.runtime.cache import KVCache, new_cache
 from lowbit.runtime.kernels.tiles import TiledLinear, tiled
-from lowbit.runtime.linear import PackedLinear
-from lowbit.runtime.ops import Rope, rope_tables
+from lowbit.runtime.state.cache import KVCache, new_cache
+from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 MakeTiled = Callable[..., TiledLinear]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels import attention_decode as module
 from lowbit.runtime.kernels.attention_decode import attention_decode, attention_decode_ref
 from lowbit.runtime.kernels.attention_join import join_splits
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
 from lowbit.runtime.kernels.launch import AttentionLaunch, attention_launch
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.rope import Rope
 
 pytestmark = pytest.mark.gpu
 

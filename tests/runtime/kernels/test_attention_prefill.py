@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.cache import KVCache
 from lowbit.runtime.kernels.attention_prefill import attention_prefill, attention_prefill_ref
-from lowbit.runtime.ops import Rope
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.rope import Rope
 
 Randn = Callable[..., Tensor]
 MakeCache = Callable[..., KVCache]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lowbit.runtime import cpu, cuda
+from lowbit.runtime.backends import cpu, cuda
 from lowbit.runtime.kernels.choose import can_choose, choose, post
 from lowbit.runtime.kernels.draw import MOST
-from lowbit.runtime.sampling import SamplingParams, new_sampler, sample
+from lowbit.runtime.state.sampling import SamplingParams, new_sampler, sample
 
 VOCABULARY = 3000  # three blocks; the logits have padding beyond
 PARAMS = (

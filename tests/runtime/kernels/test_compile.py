@@ -147,8 +147,8 @@ def zeros(*shape: int) -> Tensor:
 
 
 def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any:
-    from lowbit.runtime import cuda
-    from lowbit.runtime.linear import PackedLinear
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.weights.linear import PackedLinear
 
     codes = torch.empty((N, K * bits // 32), dtype=torch.int32)
     return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired)
@@ -156,7 +156,7 @@ def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any
 
 def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
     """Every linear of a model."""
-    from lowbit.runtime import cuda
+    from lowbit.runtime.backends import cuda
 
     hidden, inner, qkv, heads = MODELS[model]
     label = f"{model} INT{bits} B{tokens}"
@@ -183,7 +183,7 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
 
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     """Every other launch of the table, in front of attention or MLP or after them."""
-    from lowbit.runtime import cuda
+    from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.launch import GEMV_MEASURED
 
     for bits, tiles, steps in sorted(GEMV_MEASURED.keys() - known):
@@ -197,9 +197,9 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
 
 def attentions(full: bool) -> Iterator[str]:
     """Decode over a short and a long reach, and prefill, for the heads of real models."""
-    from lowbit.runtime import cuda
-    from lowbit.runtime.cache import new_cache
-    from lowbit.runtime.ops import Rope
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.state.cache import new_cache
+    from lowbit.runtime.state.rope import Rope
 
     # query heads, kv heads, head size, rotated part, gated
     shapes = [(32, 8, 128, 128, False), (16, 4, 256, 64, True)]
@@ -220,11 +220,11 @@ def attentions(full: bool) -> Iterator[str]:
 
 def delta_nets(full: bool) -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token and for several."""
-    from lowbit.runtime import cuda
-    from lowbit.runtime.delta import DeltaState, DeltaWeights
+    from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.gemv import gemv
     from lowbit.runtime.kernels.gemv_stage import SQUARES
-    from lowbit.runtime.linear import DenseLinear
+    from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+    from lowbit.runtime.weights.linear import DenseLinear
 
     Hk, Hv, D = 16, 32, 128
     C = 2 * Hk * D + Hv * D
@@ -255,8 +255,8 @@ def delta_nets(full: bool) -> Iterator[str]:
 
 def choices(full: bool) -> Iterator[str]:
     """The next token, the likeliest or drawn, and its way to the host."""
-    from lowbit.runtime import cuda
-    from lowbit.runtime.sampling import SamplingParams, new_sampler
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.state.sampling import SamplingParams, new_sampler
 
     V = 248320  # the largest: the kernels that rank grow with it
     sampler = new_sampler(V, 1, "meta")
@@ -273,10 +273,10 @@ def choices(full: bool) -> Iterator[str]:
 
 def others(full: bool) -> Iterator[str]:
     """Embedding, dense linears, and what only prefill needs."""
-    from lowbit.runtime import cuda
+    from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.rows import rms_norm, swiglu
     from lowbit.runtime.kernels.widen import widen
-    from lowbit.runtime.linear import DenseLinear
+    from lowbit.runtime.weights.linear import DenseLinear
 
     table = zeros(VOCABULARY, 2560)
     cuda.embed(torch.empty(1, dtype=torch.int64), table)
@@ -376,7 +376,7 @@ def loose() -> dict[str, bool]:
     """Numbers that change with every prompt, by kernel, and whether a kernel serves all of them."""
     from triton.runtime import JITFunction
 
-    from lowbit.runtime import cuda  # noqa: F401 - for its modules
+    from lowbit.runtime.backends import cuda  # noqa: F401 - for its modules
 
     modules = [m for name, m in sys.modules.items() if name.startswith("lowbit.runtime.kernels.")]
     kernels = [fn for m in modules for fn in vars(m).values() if isinstance(fn, JITFunction)]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime import cuda
-from lowbit.runtime.delta import DeltaState, DeltaWeights, new_delta_state
+from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.delta_decode import (
     delta_decode,
     delta_decode_parts,
@@ -18,6 +17,7 @@ from lowbit.runtime.kernels.delta_gates import gates_ref
 from lowbit.runtime.kernels.delta_prefill import delta_prefill, delta_prefill_ref
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights, new_delta_state
 
 GPU = pytest.mark.gpu
 ONE = pytest.param(1, marks=GPU)  # the kernel for one token is not interpreted

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime import cuda
+from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.dense_gemv import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.launch import DENSE_GEMV_TILES, DenseGemvLaunch
-from lowbit.runtime.linear import DenseLinear
+from lowbit.runtime.weights.linear import DenseLinear
 
 Randn = Callable[..., Tensor]
 ToBf16 = Callable[[Tensor], Tensor]

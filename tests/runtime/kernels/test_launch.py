@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from lowbit.runtime.cache import FIRST_REACH
 from lowbit.runtime.kernels.gemv import MOST_STAGED, shared_bytes
 from lowbit.runtime.kernels.launch import (
     GEMV_MEASURED,
@@ -15,6 +14,7 @@ from lowbit.runtime.kernels.launch import (
     gemv_launch,
     join_bytes,
 )
+from lowbit.runtime.state.cache import FIRST_REACH
 
 KB = 1024
 REACHES = (1, 40, 129, FIRST_REACH, FIRST_REACH + 1, 1024, 40960, 262144)

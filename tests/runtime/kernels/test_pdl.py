@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from lowbit.runtime import cuda
-from lowbit.runtime.cache import KVCache
-from lowbit.runtime.delta import DeltaState, DeltaWeights
+from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels import gemv as gemv_module
 from lowbit.runtime.kernels.choose import choose
 from lowbit.runtime.kernels.draw import GROUP, draw
@@ -23,9 +21,11 @@ from lowbit.runtime.kernels.gemv import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import gemv_launch
 from lowbit.runtime.kernels.tiles import TiledLinear
-from lowbit.runtime.linear import DenseLinear
-from lowbit.runtime.ops import Rope
-from lowbit.runtime.sampling import SamplingParams, new_sampler
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.sampling import SamplingParams, new_sampler
+from lowbit.runtime.weights.linear import DenseLinear
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.tiles import TiledLinear, tiled
 from lowbit.runtime.kernels.widen import widen, widen_ref
-from lowbit.runtime.linear import PackedLinear
+from lowbit.runtime.weights.linear import PackedLinear
 
 pytestmark = pytest.mark.gpu
 

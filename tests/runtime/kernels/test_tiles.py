@@ -17,7 +17,7 @@ from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
 from lowbit.runtime.kernels import tiles
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized, tiled
-from lowbit.runtime.linear import PackedLinear
+from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 

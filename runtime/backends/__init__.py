@@ -1,0 +1,1 @@
+"""The operations of a decoder, on a CPU and on a GPU."""

@@ -1,0 +1,222 @@
+"""Linear layers on a CPU: the forms a weight is kept in, and the product with each.
+
+In BF16 a linear with BF16 scales keeps its codes:
+
+- INT4 in groups runs in PyTorch's INT4 product, which sums in FP32 and rounds once.
+- INT8 in groups runs in the same product. A code q = 16 h + l is stored as two INT4 codes, h and l,
+  side by side along K: `x @ w.T = [x, x] @ [16 s h, s l].T`. Every factor is exact in BF16, so the
+  result is as close as that of INT4, and a weight takes one byte.
+- INT8 with one scale per row runs in PyTorch's INT8 product.
+
+The INT4 product decodes a weight again for every four tokens. For many tokens some rows at a time
+are dequantized to BF16 instead, and multiplied densely.
+
+Every other scheme, and every linear in FP32, runs as the dequantized weight; FP32 is the checked
+mode, its weights are exactly `code * scale`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.formats.layout.packing import dequantize, unpack
+from lowbit.formats.layout.scheme import Scheme, fitting_group_size
+from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+
+PLANE_BITS = 4
+PLANE_GROUPS = (32, 64, 128, 256)  # group sizes of the INT4 product
+PLANE_ROWS = 16  # the INT4 product takes N that are multiples
+INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
+CHUNK_ROWS = 256  # unpacked at a time at load: they stay in cache; a multiple of all BLOCK_ROWS
+BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}  # rows in a block of the INT4 product, by CPU capability
+FEW_TOKENS = 80  # times planes, up to which the INT4 product is faster than dequantizing first
+CHUNK_WEIGHTS = 1 << 19  # dequantized at a time for many tokens: 1 MB in BF16
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Weight [N, K] as P planes of 4-bit codes in the block order of this CPU's INT4 product.
+
+    INT4 is one plane; INT8 is two, the high and the low half of the codes. Made at load only.
+
+    Attributes:
+        blocks: [N, P * K / 2] uint8.
+        scale_zero: [P * K / group_size, N, 2] bfloat16; a plane's weight is
+            `(code - 8) * scale + zero`.
+        group_size: one of PLANE_GROUPS.
+        planes: P, 1 or 2.
+    """
+
+    blocks: Tensor
+    scale_zero: Tensor
+    group_size: int
+    planes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return self.blocks.nbytes + self.scale_zero.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Weight [N, K] as codes [N, K] int8 and one scale per row [N] bfloat16."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedLinear:
+    """Dense weight [N, K] that is read at each use and notes the power of its input.
+
+    Attributes:
+        read: gives the weight on the device of the input.
+        modules: names of the linears whose rows are stacked in it.
+        power: mean square of each input channel [K] float32 by module; filled by `linear`.
+    """
+
+    read: Callable[[], Tensor]
+    modules: tuple[str, ...]
+    power: dict[str, Tensor]
+
+
+CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear
+
+
+def prepared_bytes(N: int, K: int, scheme: Scheme, scales: torch.dtype, dtype: torch.dtype) -> int:
+    """Bytes that `prepare` will keep for a packed weight [N, K] with scales of a dtype."""
+    group = scheme.group_size or K
+    if not scales == dtype == torch.bfloat16:
+        return N * K * dtype.itemsize
+    if _int8_rows_fit(K, scheme.bits, group):
+        return N * K + N * 2
+    plane_group = _plane_group(N, group)
+    if plane_group is None:
+        return N * K * dtype.itemsize
+    planes = scheme.bits // PLANE_BITS
+    return planes * (N * K // 2 + N * (K // plane_group) * 4)
+
+
+def prepare(w: Linear, dtype: torch.dtype) -> Planes | Int8Rows | DenseLinear:
+    """The form of a linear that is fastest here in `dtype` (bfloat16 or float32)."""
+    if isinstance(w, DenseLinear):
+        return DenseLinear(w.weight.to(dtype))
+    if w.scales.dtype == dtype == torch.bfloat16:
+        if _int8_rows_fit(w.K, w.bits, w.group_size):
+            return Int8Rows(unpack(w.codes, w.bits, w.K), w.scales[:, 0].contiguous())
+        plane_group = _plane_group(w.N, w.group_size)
+        if plane_group is not None:
+            return _planes(w, plane_group)
+    weight = torch.empty(w.N, w.K, dtype=dtype)
+    for start in range(0, w.N, CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        weight[rows] = dequantize(unpack(w.codes[rows], w.bits, w.K), w.scales[rows])
+    return DenseLinear(weight)
+
+
+def linear(x: Tensor, w: CpuLinear) -> Tensor:
+    """`x @ w.T`: [M, K] to [M, N]."""
+    if isinstance(w, DenseLinear):
+        return functional.linear(x, w.weight)
+    if isinstance(w, Int8Rows):
+        return torch._weight_int8pack_mm(x, w.codes, w.scales)
+    if isinstance(w, WatchedLinear):
+        w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
+        return functional.linear(x, w.read())
+    rows = _block_rows()
+    many = len(x) * w.planes > FEW_TOKENS
+    if many and rows is not None and len(w.blocks) % rows == 0:
+        return _linear_of_many_tokens(x, w, rows)
+    wide = x if w.planes == 1 else torch.cat((x, x), dim=1)
+    return torch._weight_int4pack_mm_for_cpu(wide, w.blocks, w.group_size, w.scale_zero)
+
+
+def _int8_rows_fit(K: int, bits: int, group_size: int) -> bool:
+    """True if PyTorch's INT8 product takes the shape."""
+    return bits == 8 and group_size == K and K % INT8_COLUMNS == 0
+
+
+def _plane_group(N: int, group_size: int) -> int | None:
+    """Group size in which the INT4 product takes the weight; None where it does not.
+
+    Groups that are too large for it, rows included, become several that share a scale.
+    """
+    group = fitting_group_size(group_size, PLANE_GROUPS[-1])
+    fits = N % PLANE_ROWS == 0 and group in PLANE_GROUPS and group_size % group == 0
+    return group if fits else None
+
+
+def _planes(w: PackedLinear, group_size: int) -> Planes:
+    """Split codes into planes and reorder them for the INT4 product, some rows at a time."""
+    half = 1 << (w.bits - 1)
+    blocks = []
+    for start in range(0, w.N, CHUNK_ROWS):
+        codes = unpack(w.codes[start : start + CHUNK_ROWS], w.bits, w.K).to(torch.int32) + half
+        if w.bits == 2 * PLANE_BITS:
+            codes = torch.cat((codes >> PLANE_BITS, codes & 15), dim=1)
+        blocks.append(torch._convert_weight_to_int4pack_for_cpu(codes, 2))
+    scale = w.scales.repeat_interleave(w.group_size // group_size, dim=1).T  # [K / G, N]
+    zero = torch.zeros_like(scale)
+    if w.bits == 2 * PLANE_BITS:
+        scale, zero = torch.cat((16 * scale, scale)), torch.cat((zero, 8 * scale))
+    scale_zero = torch.stack((scale, zero), dim=-1).contiguous()
+    return Planes(torch.cat(blocks), scale_zero, group_size, w.bits // PLANE_BITS)
+
+
+@lru_cache(maxsize=1)
+def _block_rows() -> int | None:
+    """Rows R of a block [K, R / 2] in which a byte holds row r low and row r + R / 2 high.
+
+    None where this CPU's INT4 product wants another order.
+    """
+    rows = BLOCK_ROWS.get(torch.backends.cpu.get_cpu_capability())
+    if rows is None:
+        return None
+    codes = (torch.arange(rows)[:, None] + torch.arange(2)).remainder(16).to(torch.int32)
+    low, high = codes.T.chunk(2, dim=1)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+    return rows if torch.equal(packed.flatten(), (low | high << 4).flatten()) else None
+
+
+def _linear_of_many_tokens(x: Tensor, w: Planes, block_rows: int) -> Tensor:
+    """`x @ w.T` in which the weight is dequantized to BF16, some blocks of rows at a time."""
+    N, K = len(w.blocks), x.shape[1]
+    blocks = w.blocks.view(N // block_rows, w.planes, K, block_rows // 2)
+    scales = w.scale_zero[-(K // w.group_size) :, :, 0]  # of the last plane: the linear's own
+    scales = scales.view(len(scales), -1, block_rows).transpose(0, 1).float()  # [N / R, K / G, R]
+    step = max(1, CHUNK_WEIGHTS // (K * block_rows))
+    y = x.new_empty(len(x), N)
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        weight = _dequantized_blocks(blocks[part], scales[part], w.group_size)  # [K, rows]
+        rows = slice(start * block_rows, start * block_rows + weight.shape[1])
+        y[:, rows] = x @ weight
+    return y
+
+
+def _dequantized_blocks(blocks: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """Blocks [B, P, K, R / 2] with scales [B, K / G, R] as a weight [K, B * R] bfloat16."""
+    B, planes, K, _ = blocks.shape
+    top = blocks[:, 0]
+    if planes == 1:
+        codes = torch.cat((top & 15, top >> 4), dim=2).view(torch.int8).sub_(8)
+    else:
+        low = blocks[:, 1]
+        first = (top << 4).bitwise_or_(low & 15)
+        second = (top & 0xF0).bitwise_or_(low >> 4)
+        codes = torch.cat((first, second), dim=2).bitwise_xor_(0x80).view(torch.int8)
+    groups = codes.view(B, K // group_size, group_size, -1)
+    wide = groups * scales[:, :, None]  # [B, K / G, G, R] float32
+    weight = torch.empty(K, B, wide.shape[-1], dtype=torch.bfloat16)
+    weight.copy_(wide.flatten(1, 2).transpose(0, 1))
+    return weight.flatten(1)

@@ -1,0 +1,205 @@
+"""The GPU backend: `lowbit.runtime.backends.ops.Ops` over the Triton kernels.
+
+A decode step, of one token or of one of each of several sequences, takes the GEMVs and split
+attention, without a synchronization or a host read, so a CUDA graph can capture it; a prompt takes
+the GEMVs up to 128 tokens and weights widened for cuBLAS beyond.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.attention_decode import attention_decode
+from lowbit.runtime.kernels.attention_prefill import attention_prefill
+from lowbit.runtime.kernels.choose import can_choose, choose
+from lowbit.runtime.kernels.choose import post as post
+from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode, delta_decode_parts
+from lowbit.runtime.kernels.delta_prefill import delta_prefill
+from lowbit.runtime.kernels.dense_gemv import dense_gemv
+from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
+from lowbit.runtime.kernels.rows import embed as embed
+from lowbit.runtime.kernels.rows import rms_norm, swiglu
+from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
+from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
+from lowbit.runtime.state import sampling
+from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+
+LEAST_HEAD = 16  # what a tensor-core tile takes
+MOST_SHARED = 8  # rows of half a tile
+MOST_HEAD = 256  # what registers hold
+GEMV_TOKENS = 128  # up to here weights are widened on their way, above before
+
+
+def prepare(w: Linear, paired: bool = False) -> GpuLinear:
+    """The form of a linear that the kernels read.
+
+    Raises:
+        FormatError: rows or groups are not a multiple of 32 codes.
+    """
+    return tiled(w, paired) if isinstance(w, PackedLinear) else w
+
+
+def check_heads(most: int, **dims: int) -> None:
+    """Refuse head sizes the kernels cannot tile.
+
+    Raises:
+        UnsupportedModelError: a size that is not a power of two from 16 to `most`, by name.
+    """
+    for name, size in dims.items():
+        if not LEAST_HEAD <= size <= most or size & (size - 1):
+            raise UnsupportedModelError(
+                f"{name} = {size} has no GPU kernel: heads must be a power of two from "
+                f"{LEAST_HEAD} to {most}",
+                hint="run on the CPU with --device cpu",
+            )
+
+
+def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None:
+    """Refuse attention that the decode kernel has no place for.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    check_heads(MOST_HEAD, head_dim=head_dim)
+    shared = heads // kv_heads
+    for wrong, what in (
+        (shared > MOST_SHARED, f"{shared} query heads on one kv head, at most {MOST_SHARED}"),
+        (rotary_dim % LEAST_HEAD, f"{rotary_dim} rotated dimensions, not a multiple of 16"),
+    ):
+        if wrong:
+            raise UnsupportedModelError(
+                f"attention has no GPU kernel: {what}", hint="run on the CPU with --device cpu"
+            )
+
+
+def check_delta(key_dim: int, value_dim: int) -> None:
+    """Refuse gated DeltaNet heads whose memory has no place in a program.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    check_heads(MOST_DIM, linear_key_head_dim=key_dim, linear_value_head_dim=value_dim)
+
+
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: GpuLinear, bias: Tensor | None = None
+) -> Tensor:
+    """`rms_norm(x) * norm @ w.T + bias`; see `Ops.norm_linear`."""
+    added = None if bias is None else bias[None]
+    if x.shape[0] == 1:
+        if isinstance(w, DenseLinear):
+            return dense_gemv(x, w.weight, norm=norm, eps=eps, residual=added)
+        return gemv(x, w, norm=norm, eps=eps, added=added)
+    x = rms_norm(x, norm, eps)
+    return linear(x, w.weight, bias) if isinstance(w, DenseLinear) else _product(x, w, added)
+
+
+def norm_linears(
+    x: Tensor, norm: Tensor, eps: float, w: GpuLinear, small: GpuLinear
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` of two weights; see `Ops.norm_linears`."""
+    fits = x.shape[0] == 1 and w.K <= MOST_STAGED
+    if fits and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
+        return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
+    return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
+
+
+def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
+    """`rms_norm(x) * norm @ w.T` in float32, for a head: [M, K] to [M, N].
+
+    Sums are returned as they are, but for a dense head of several tokens: those are rounded first.
+    """
+    if x.shape[0] == 1:
+        if isinstance(w, DenseLinear):
+            return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
+        return gemv(x, w, norm=norm, eps=eps, dtype=torch.float32)
+    x = rms_norm(x, norm, eps)
+    if isinstance(w, DenseLinear):
+        return linear(x, w.weight).float()
+    return _product(x, w, dtype=torch.float32)
+
+
+def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: GpuLinear) -> Tensor:
+    """`silu(gate) * up` of the normed x; see `Ops.norm_swiglu`."""
+    if x.shape[0] == 1:
+        if isinstance(gate_up, DenseLinear):
+            return swiglu(dense_gemv(x, gate_up.weight, norm=norm, eps=eps))
+        return gemv(x, gate_up, norm=norm, eps=eps)
+    x = rms_norm(x, norm, eps)
+    if isinstance(gate_up, DenseLinear):
+        return swiglu(linear(x, gate_up.weight))
+    return (gemv if x.shape[0] <= GEMV_TOKENS else gemm_swiglu)(x, gate_up)
+
+
+def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
+    """`residual + x @ w.T`; see `Ops.linear_add`."""
+    if isinstance(w, TiledLinear):
+        return _product(x, w, residual)
+    if x.shape[0] == 1:
+        return dense_gemv(x, w.weight, residual=residual)
+    return residual + linear(x, w.weight)
+
+
+def _product(
+    x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`added + x @ w.T`, by the kernel for so many tokens."""
+    multiply = gemv if x.shape[0] <= GEMV_TOKENS else gemm
+    return multiply(x, w, added=added, dtype=dtype)
+
+
+def attention(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rope: Rope,
+    cache: KVCache,
+    layer: int,
+    gated: bool = False,
+) -> Tensor:
+    """Norm, rotate, append, attend; see `Ops.attention`."""
+    decoding = qkv.shape[0] == 1 or cache.sequences > 1
+    attend = attention_decode if decoding else attention_prefill
+    return attend(qkv, q_norm, k_norm, eps, rope, cache, layer, gated)
+
+
+def delta_linear(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    state: DeltaState,
+    layer: int,
+    w: GpuLinear,
+    residual: Tensor,
+) -> Tensor:
+    """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
+    if qkvz.shape[0] == 1 and isinstance(w, TiledLinear) and w.K <= MOST_STAGED:
+        parts, squares = delta_decode_parts(qkvz, ba, weights, eps, state, layer)
+        return gemv(parts, w, squares=squares, eps=eps, added=residual)
+    return linear_add(delta_net(qkvz, ba, weights, eps, state, layer), w, residual)
+
+
+def delta_net(
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+) -> Tensor:
+    """What `delta_linear` multiplies: [M, Hv * Dv]."""
+    decoding = qkvz.shape[0] == 1 or state.sequences > 1
+    advance = delta_decode if decoding else delta_prefill
+    return advance(qkvz, ba, weights, eps, state, layer)
+
+
+def advance(
+    logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor, slots: Tensor
+) -> None:
+    """Choose the next token and move on; see `Ops.advance`."""
+    if can_choose(sampler.params):
+        choose(logits, sampler, token, position, slots)
+    else:
+        sampling.advance(logits, sampler, token, position)
+        post(token, sampler.nonfinite, position, slots)

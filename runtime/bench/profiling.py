@@ -1,0 +1,213 @@
+"""Where the time of a decode step goes: every kernel, as PyTorch's profiler sees it.
+
+On a GPU these are the kernels that a graph's replay runs. With programmatic dependent launch a
+kernel begins while the one before still runs, and waits; so a kernel is charged with the time by
+which it moves the end of the work forward, and no time is counted twice. On a CPU these are the
+operators, each without those it calls.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime.bench.bench import (
+    GREEDY,
+    SAMPLED,
+    StepBytes,
+    arbitrary_prompt,
+    check_fits,
+    settle,
+    step_bytes,
+)
+from lowbit.runtime.engine.model import Model
+
+Reads = Literal["weights", "kv", "states", "other"]
+
+STEPS = 32  # profiled, where so many tokens are asked for
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+# What a kernel reads is told by its name, the first part that fits.
+READERS: tuple[tuple[str, Reads], ...] = (
+    ("gemv", "weights"),
+    ("gemm", "weights"),
+    ("pack_mm", "weights"),
+    ("aten::mm", "weights"),
+    ("aten::addmm", "weights"),
+    ("attention", "kv"),
+    ("recurrence", "states"),
+    ("delta", "states"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kernel, or one kind of operator on a CPU; times are means.
+
+    Attributes:
+        name: as the profiler has it.
+        grid: programs along x, y and z, which tell calls of different sizes apart; None on a CPU.
+        reads: what most of the bytes are that it moves.
+        share: of the time of all kernels.
+    """
+
+    name: str
+    grid: tuple[int, ...] | None
+    reads: Reads
+    calls_per_token: float
+    us_per_call: float
+    us_per_token: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTime:
+    """All kernels that move the same kind of bytes.
+
+    Attributes:
+        bytes_per_token: what they must move; None where that is not known.
+        bytes_per_s: over their time.
+    """
+
+    reads: Reads
+    us_per_token: float
+    share: float
+    bytes_per_token: int | None
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The kernels of a decode step.
+
+    Attributes:
+        steps: profiled.
+        kernel_us_per_token: time of all kernels; what is missing to the time of a token is waiting
+            between them, and what the profiler itself costs is in it.
+        kernels: the longest first.
+        reads: the same by what they read.
+    """
+
+    steps: int
+    kernel_us_per_token: float
+    kernels: tuple[KernelTime, ...]
+    reads: tuple[ReadTime, ...]
+
+
+def profile(
+    model: Model, prompt_tokens: int, new_tokens: int, sampled: bool = False, steps: int = STEPS
+) -> Profile:
+    """Profile decode steps after an arbitrary prompt.
+
+    Args:
+        model: loaded; whatever it held is dropped.
+        prompt_tokens: length of the prompt.
+        new_tokens: that may be decoded, at least 3.
+        sampled: see `bench`.
+        steps: at most so many are profiled.
+
+    Raises:
+        RequestError: fewer than 3 new tokens, or they do not fit the context.
+        ResourceError: the profiler sees nothing of the GPU.
+    """
+    if new_tokens < 3:
+        raise RequestError(f"a profile takes at least 3 new tokens, got {new_tokens}")
+    check_fits(model, prompt_tokens, new_tokens)
+    steps = min(steps, new_tokens - 2)  # a step before them warms up, a GPU runs one ahead
+    spans = _record(model, prompt_tokens, steps, sampled)
+    if not spans:
+        raise ResourceError(
+            "the profiler saw no kernel of the GPU",
+            hint="another profiler may be attached, or the driver keeps its counters to root",
+        )
+    return _summed(spans, steps, step_bytes(model, prompt_tokens + steps // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Time that calls of one kernel took together, in microseconds."""
+
+    name: str
+    grid: tuple[int, ...] | None
+    calls: int
+    us: float
+
+
+def gpu_spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
+    """The work of a GPU in a trace (the Trace Event Format's complete events, times in us).
+
+    Returns:
+        One of each kernel and grid, in the order in which they begin. Their times add up to the
+        time in which the GPU was not idle, see the top of this file.
+    """
+    work = [each for each in events if each.get("ph") == "X" and each.get("cat") in GPU_WORK]
+    calls: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    times: dict[tuple[str, tuple[int, ...] | None], float] = {}
+    end = float("-inf")
+    for event in sorted(work, key=lambda each: float(each["ts"])):
+        grid = event.get("args", {}).get("grid")
+        key = (str(event["name"]), None if grid is None else tuple(grid))
+        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        calls[key] = calls.get(key, 0) + 1
+        times[key] = times.get(key, 0.0) + max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return [Span(*key, calls=count, us=times[key]) for key, count in calls.items()]
+
+
+def _record(model: Model, prompt_tokens: int, steps: int, sampled: bool) -> list[Span]:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    on_gpu = model.device == "cuda"
+    model.engine.forget()
+    prompt = arbitrary_prompt(model, prompt_tokens)
+    tokens = model.engine.generate(prompt, SAMPLED if sampled else GREEDY, steps + 2)
+    next(tokens)  # prefill and capture are over
+    settle(model.device)
+    with record(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+        for _ in range(steps):
+            next(tokens)
+        settle(model.device)
+    if not on_gpu:
+        averages = recorded.key_averages()
+        return [Span(each.key, None, each.count, each.self_cpu_time_total) for each in averages]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return gpu_spans(json.loads(path.read_text())["traceEvents"])
+
+
+def _summed(spans: Sequence[Span], steps: int, moved: StepBytes) -> Profile:
+    total = sum(span.us for span in spans) or 1.0
+    kernels = [
+        KernelTime(
+            name=span.name,
+            grid=span.grid,
+            reads=_reads(span.name),
+            calls_per_token=span.calls / steps,
+            us_per_call=span.us / span.calls,
+            us_per_token=span.us / steps,
+            share=span.us / total,
+        )
+        for span in spans
+    ]
+    known = {"weights": moved.weights, "kv": moved.kv, "states": moved.states}
+    kinds = []
+    for reads in get_args(Reads):
+        us = sum(each.us_per_token for each in kernels if each.reads == reads)
+        if us > 0:
+            size = known.get(reads)
+            rate = None if size is None else size / us * 1e6
+            kinds.append(ReadTime(reads, us, us * steps / total, size, rate))
+    return Profile(
+        steps=steps,
+        kernel_us_per_token=total / steps,
+        kernels=tuple(sorted(kernels, key=lambda each: -each.us_per_token)),
+        reads=tuple(kinds),
+    )
+
+
+def _reads(name: str) -> Reads:
+    return next((reads for part, reads in READERS if part in name), "other")

@@ -1,0 +1,118 @@
+"""Measured speed as tables on stdout."""
+
+from lowbit.formats.shell.tables import plain_table, results
+from lowbit.runtime.bench.bench import BenchResult
+from lowbit.runtime.bench.profiling import KernelTime, Profile, Reads
+from lowbit.runtime.bench.sweep import Axis, Sweep
+from lowbit.runtime.engine.memory import gigabytes
+
+READS: dict[Reads, str] = {
+    "weights": "weights",
+    "kv": "keys and values",
+    "states": "states of linear layers",
+    "other": "other",
+}
+AXES: dict[Axis, str] = {"context": "context", "group_size": "group", "batch": "sequences"}
+LEAST_SHARE = 0.005  # kernels below it are one row
+NUMBERS_WIDTH = 60  # of the columns beside a kernel's name
+LEAST_NAME = 20
+
+
+def show_result(name: str, result: BenchResult) -> None:
+    """One run's figures."""
+    how = "sampled" if result.sampled else "greedy"
+    speed = result.decode_tokens_per_s
+    rows = [
+        ("load", f"{result.load_s:.2f} s"),
+        ("load to the first token", f"{result.start_s:.2f} s"),
+        (
+            f"first token after {result.prompt_tokens} tokens",
+            f"{result.first_token_s * 1e3:.1f} ms",
+        ),
+        (
+            f"decode, {result.new_tokens} tokens, {how}",
+            f"{speed:.1f} tok/s, {1e6 / speed:.0f} us each",
+        ),
+        ("weights", gigabytes(result.weight_bytes)),
+        (f"cache for {result.context} tokens", gigabytes(result.cache_bytes)),
+        ("peak memory", gigabytes(result.peak_bytes)),
+    ]
+    if result.extra_bytes is not None:
+        rows.append(("beyond weights and cache", gigabytes(result.extra_bytes)))
+    rows += [
+        ("read per token", gigabytes(result.step_bytes)),
+        ("read bandwidth", _rate(result.bandwidth)),
+        (
+            "share of the roofline",
+            f"{_percent(result.roofline_share)} of read bandwidth / bytes per token",
+        ),
+    ]
+    table = plain_table(f"{name} on {result.device}", ("what", "measured"))
+    for row in rows:
+        table.add_row(*row)
+    results().print(table)
+
+
+def show_sweep(name: str, sweep: Sweep) -> None:
+    """A row for each point."""
+    how = "sampled" if sweep.sampled else "greedy"
+    title = f"{name} on {sweep.device}, {sweep.new_tokens} tokens, {how}"
+    columns = [AXES[sweep.over], "tok/s", "us/step", "per step", "roofline"]
+    batched, cached = sweep.over == "batch", sweep.over == "context"
+    columns += ["against the first"] if batched else ["first token"]
+    columns += ["KV read at"] if cached else []
+    table = plain_table(title, columns[:1], columns[1:])
+    for each in sweep.points:
+        first = 0.0 if each.first_token_s is None else each.first_token_s
+        row = [str(each.at), f"{each.tokens_per_s:.1f}", f"{each.us_per_step:.0f}"]
+        row += [gigabytes(each.step_bytes), _percent(each.roofline_share)]
+        row += [f"x {each.relative:.2f}" if batched else f"{first * 1e3:.1f} ms"]
+        row += [_rate(each.kv_bytes_per_s)] if cached else []
+        table.add_row(*row)
+    console = results()
+    console.print(table)
+    console.print(f"read bandwidth {_rate(sweep.bandwidth)}")
+
+
+def show_profile(profile: Profile, result: BenchResult) -> None:
+    """A row for each kernel, then for what they read, then for the whole step."""
+    console = results()
+    title = f"{profile.steps} decode steps under the profiler"
+    figures = ("calls", "us/call", "us/token", "share", "bandwidth")
+    table = plain_table(title, ("kernel",), figures)
+    width = max(LEAST_NAME, console.width - NUMBERS_WIDTH)
+    shown = [each for each in profile.kernels if each.share >= LEAST_SHARE]
+    for each in shown:
+        numbers = f"{each.calls_per_token:g}", f"{each.us_per_call:.2f}", f"{each.us_per_token:.1f}"
+        table.add_row(_label(each, width), *numbers, _percent(each.share), "")
+    if rest := profile.kernels[len(shown) :]:
+        us, share = sum(each.us_per_token for each in rest), sum(each.share for each in rest)
+        calls = sum(each.calls_per_token for each in rest)
+        table.add_row(f"{len(rest)} more", f"{calls:g}", "", f"{us:.1f}", _percent(share), "")
+    table.add_section()
+    for kind in profile.reads:
+        us, share = kind.us_per_token, kind.share
+        rate = _rate(kind.bytes_per_s)
+        table.add_row(READS[kind.reads], "", "", f"{us:.1f}", _percent(share), rate)
+    table.add_section()
+    table.add_row("all kernels", "", "", f"{profile.kernel_us_per_token:.1f}", _percent(1.0), "")
+    whole = 1 / result.decode_tokens_per_s
+    rate = _rate(result.step_bytes / whole)
+    table.add_row("a token, not profiled", "", "", f"{whole * 1e6:.1f}", "", rate)
+    console.print(table)
+
+
+def _label(kernel: KernelTime, width: int) -> str:
+    """The name, cut where it is too long, and the grid."""
+    name = kernel.name.removeprefix("void ")
+    grid = "" if kernel.grid is None else " " + "x".join(map(str, kernel.grid))
+    room = width - len(grid)
+    return (name if len(name) <= room else name[: room - 1] + "…") + grid
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{gigabytes(int(bytes_per_s))}/s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

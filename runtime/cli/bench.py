@@ -1,0 +1,258 @@
+"""`lowbit-run bench`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from lowbit.formats.layout.recipes import Base
+from lowbit.formats.layout.scheme import GROUP_SIZES
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, json_option, output_file, with_options
+from lowbit.formats.shell.output import note, print_json
+from lowbit.runtime.cli.options import load_model, load_options, model_argument, quantize_options
+from lowbit.runtime.engine.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
+
+if TYPE_CHECKING:
+    from lowbit.runtime.bench.sweep import Sweep
+    from lowbit.runtime.engine.model import Model
+
+MOST_DIGITS = 9  # of a number in a list
+MOST_RUNS = 10_000
+SWEEPS = ("contexts", "group_sizes", "batches")
+DEFAULT_RECIPE: Base = "int4"  # of a sweep over group sizes
+
+Callback = Callable[[click.Context, click.Parameter, str | None], tuple[int, ...] | None]
+
+
+def numbers(among: tuple[int, ...] = ()) -> Callback:
+    """A reader of whole numbers from 1 on with commas between: rising, each once."""
+
+    def read(
+        context: click.Context, parameter: click.Parameter, value: str | None
+    ) -> tuple[int, ...] | None:
+        return None if value is None else tuple(sorted({number(text) for text in value.split(",")}))
+
+    def number(text: str) -> int:
+        digits = text.strip()
+        fits = digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS
+        if not fits or int(digits) < 1:
+            raise click.BadParameter(f"`{text}` is not a whole number from 1 on.")
+        if among and int(digits) not in among:
+            raise click.BadParameter(f"{text} is none of {', '.join(map(str, among))}.")
+        return int(digits)
+
+    return read
+
+
+def svg_path(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before the long work, what cannot become an SVG file."""
+    if value is not None and value.suffix.lower() != ".svg":
+        raise click.BadParameter(f"`{value}` does not end in .svg.")
+    return output_file(context, parameter, value)
+
+
+measure_options = with_options(
+    click.option(
+        "--prompt-tokens",
+        type=Count(),
+        metavar="N",
+        default=PROMPT_TOKENS,
+        show_default=True,
+        help="Length of the prompt.",
+    ),
+    click.option(
+        "--new-tokens",
+        type=Count(2),
+        metavar="N",
+        default=NEW_TOKENS,
+        show_default=True,
+        help="Tokens to decode after it.",
+    ),
+    click.option(
+        "--runs",
+        type=click.IntRange(1, MOST_RUNS),
+        metavar="N",
+        default=RUNS,
+        show_default=True,
+        help="Repetitions, of which the median counts; one more warms up.",
+    ),
+    click.option(
+        "--sampled",
+        is_flag=True,
+        help="Draw tokens with temperature 0.7, top-k 20 and top-p 0.95 instead of the likeliest.",
+    ),
+    click.option("--profile", is_flag=True, help="Show where the time of a token goes, too."),
+)
+sweep_options = with_options(
+    click.option(
+        "--contexts",
+        metavar="N,N,...",
+        callback=numbers(),
+        help="Sweep: decode after prompts of so many tokens.",
+    ),
+    click.option(
+        "--group-sizes",
+        metavar="N,N,...",
+        callback=numbers(GROUP_SIZES),
+        help="Sweep: quantize a BF16 MODEL at load in groups of so many weights, by the recipe of "
+        f"--quantize or by {DEFAULT_RECIPE}.",
+    ),
+    click.option(
+        "--batches",
+        metavar="N,N,...",
+        callback=numbers(tuple(range(1, MOST_SEQUENCES + 1))),
+        help=f"Sweep: decode so many sequences together, 1 to {MOST_SEQUENCES}, greedily.",
+    ),
+    click.option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.svg",
+        callback=svg_path,
+        help="Draw the sweep.",
+    ),
+)
+
+
+@click.command(
+    short_help="Measure speed and memory.",
+    epilog="""\b
+    Examples:
+      lowbit-run bench qwen3-8b-int4 --profile
+      lowbit-run bench qwen3-8b-int4 --contexts 128,8192 --plot speed.svg
+      lowbit-run bench Qwen/Qwen3-8B --group-sizes 32,64,128 --json
+    """,
+)
+@model_argument
+@load_options
+@quantize_options
+@measure_options
+@sweep_options
+@json_option
+@reported
+def bench(*, name: str, profile: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure load time, time to the first token, decode speed, memory and share of the roofline.
+
+    --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
+    """
+    asked = [sweep for sweep in SWEEPS if options[sweep] is not None]
+    _check_usage(asked, profile, plot, options)
+    if asked:
+        _sweep(name, asked[0], plot, as_json, options)
+    else:
+        _bench(name, profile, as_json, options)
+
+
+def _check_usage(
+    asked: list[str], profile: bool, plot: Path | None, options: Mapping[str, Any]
+) -> None:
+    """Refuse options that would have no effect together."""
+    named = [f"--{sweep.replace('_', '-')}" for sweep in asked]
+    if len(named) > 1:
+        raise click.UsageError(f"{' and '.join(named)} are sweeps of their own; give one of them.")
+    if plot is not None and not named:
+        raise click.UsageError("--plot draws a sweep: give --contexts, --group-sizes or --batches.")
+    if profile and named:
+        raise click.UsageError(f"--profile looks at one run, {named[0]} makes several.")
+    if profile and options["new_tokens"] < 3:
+        raise click.UsageError("--profile takes at least 3 --new-tokens.")
+    if "group_sizes" in asked and options["group_size"] is not None:
+        raise click.UsageError("--group-sizes are the group sizes: no --group-size.")
+    if "batches" in asked and options["sampled"]:
+        raise click.UsageError("--batches decodes greedily, it takes no --sampled.")
+    source = click.get_current_context().get_parameter_source("prompt_tokens")
+    if "contexts" in asked and source is not ParameterSource.DEFAULT:
+        raise click.UsageError("--contexts are the lengths of the prompts: no --prompt-tokens.")
+
+
+def _bench(name: str, profile: bool, as_json: bool, options: Mapping[str, Any]) -> None:
+    from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
+    from lowbit.runtime.bench.bench import bench as measure
+    from lowbit.runtime.bench.profiling import profile as record
+    from lowbit.runtime.bench.render import show_profile, show_result
+
+    needed = options["prompt_tokens"] + options["new_tokens"] - 1
+    # Beyond the default the context grows with the run, or is refused before weights are read.
+    context = options["context"] or (needed if needed > DEFAULT_CONTEXT else None)
+    model = _load(name, {**options, "context": context})
+    prompt, new, sampled = options["prompt_tokens"], options["new_tokens"], options["sampled"]
+    result = measure(model, prompt, new, options["runs"], sampled)
+    found = record(model, prompt, new, sampled) if profile else None
+    if as_json:
+        shown = {} if found is None else {"profile": asdict(found)}
+        print_json({**asdict(result), "quantized_at_load": options["quantize"], **shown})
+        return
+    show_result(name, result)
+    if found is not None:
+        show_profile(found, result)
+
+
+def _sweep(
+    name: str, over: str, plot: Path | None, as_json: bool, options: Mapping[str, Any]
+) -> None:
+    from lowbit.runtime.bench.plot import write_plot
+    from lowbit.runtime.bench.render import show_sweep
+    from lowbit.runtime.bench.sweep import plotted
+
+    run = {"contexts": _contexts, "group_sizes": _group_sizes, "batches": _batches}[over]
+    recipe = options["quantize"]
+    if over == "group_sizes" and recipe is None:
+        recipe = DEFAULT_RECIPE
+    sweep = run(name, {**options, "quantize": recipe})
+    if as_json:
+        print_json({**asdict(sweep), "quantized_at_load": recipe})
+    else:
+        show_sweep(name, sweep)
+    if plot is not None:
+        write_plot(plot, plotted(Path(name).name or name, sweep))
+        note(f"written to {plot}")
+
+
+def _contexts(name: str, options: Mapping[str, Any]) -> "Sweep":
+    from lowbit.runtime.bench.sweep import over_contexts
+
+    lengths, new = options["contexts"], options["new_tokens"]
+    needed = options["context"] or max(lengths) + new - 1
+    model = _load(name, {**options, "context": needed})
+    return over_contexts(model, lengths, new, options["runs"], options["sampled"])
+
+
+def _group_sizes(name: str, options: Mapping[str, Any]) -> "Sweep":
+    from lowbit.formats.hub.locate import locate
+    from lowbit.runtime.bench.sweep import check_group_sizes, over_group_sizes
+
+    sizes = options["group_sizes"]
+    folder = locate(name).folder
+    check_group_sizes(folder, options["quantize"], sizes)
+    return over_group_sizes(
+        lambda size: _load(str(folder), {**options, "group_size": str(size)}),
+        sizes,
+        options["prompt_tokens"],
+        options["new_tokens"],
+        options["runs"],
+        options["sampled"],
+    )
+
+
+def _batches(name: str, options: Mapping[str, Any]) -> "Sweep":
+    from lowbit.runtime.bench.sweep import over_batches
+
+    batches, prompt, new = options["batches"], options["prompt_tokens"], options["new_tokens"]
+    needed = options["context"] or prompt + new - 1  # the rest of the memory is for the batch
+    model = _load(name, {**options, "context": needed})
+    return over_batches(model, batches, prompt, new, options["runs"])
+
+
+def _load(name: str, options: Mapping[str, Any]) -> "Model":
+    return load_model(
+        name,
+        options["device"],
+        options["context"],
+        options["threads"],
+        options["quantize"],
+        options["group_size"],
+        options["method"],
+    )

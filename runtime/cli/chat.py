@@ -1,0 +1,231 @@
+"""`lowbit-run chat`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.printable import printable
+from lowbit.formats.shell.failure import Failure, reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.text.length import MAX_PROMPT_BYTES
+from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
+from lowbit.runtime.cli.options import (
+    load_model,
+    load_options,
+    model_argument,
+    quantize_options,
+    sampling_options,
+    talk_options,
+)
+
+if TYPE_CHECKING:
+    from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.conversation.commands import Slash
+    from lowbit.runtime.conversation.respond import View
+    from lowbit.runtime.conversation.state import Chat
+    from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.stream import Generation
+
+Ask = Callable[["Chat"], "Slash | str | None"]
+
+
+@click.command(short_help="Talk to the model in the terminal.")
+@model_argument
+@load_options
+@quantize_options
+@sampling_options
+@talk_options
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep what is typed in $XDG_STATE_HOME/lowbit/history for the next chat.",
+)
+@json_option
+@reported
+def chat(
+    *,
+    name: str,
+    context: int | None,
+    device: str | None,
+    threads: int | None,
+    quantize: "Base | None",
+    group_size: str | None,
+    method: "Method | None",
+    max_new_tokens: int | None,
+    stop: Sequence[str],
+    system: str | None,
+    thinking: bool | None,
+    history: bool,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Talk in the terminal; earlier turns stay in the cache.
+
+    /help lists the commands. Lines that are piped in are answered one by one; commands among them
+    touch no file, and the exit code is 1 if a line failed.
+    """
+    from lowbit.runtime.conversation.state import Chat, check_model
+    from lowbit.runtime.conversation.turns import Conversation
+
+    model = load_model(name, device, context, threads, quantize, group_size, method)
+    talk = Chat(
+        model=model,
+        name=name,
+        sampling=sampling_of(model, sampling),
+        thinking=thinking,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop),
+        conversation=Conversation(system),
+    )
+    check_model(talk)
+    made: list[Generation] = []
+    interactive = not as_json and sys.stdin.isatty() and _on_terminal()
+    view = _view(interactive, as_json, made)
+    ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
+    talk, failure = _converse(talk, ask, view)
+    if as_json:
+        print_json({**_said(talk, made), "quantized_at_load": quantize})
+    if failure is not None:
+        raise failure
+
+
+def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseException | None]":
+    """Talk until the end.
+
+    Returns:
+        The chat at its end, and an exception that gives the command its exit code: for Ctrl-C,
+        input that cannot be read, or, where nobody sits at the terminal, a line that failed. Such
+        lines are passed over while the model is whole.
+    """
+    from lowbit.runtime.conversation.respond import respond
+
+    failure: BaseException | None = None
+    while True:
+        try:
+            entry = ask(talk)
+            if entry is None:
+                return talk, failure
+            outcome = respond(talk, entry, view)
+        except KeyboardInterrupt as interrupt:
+            if view.interactive:  # pressed between an answer and the prompt
+                continue
+            return talk, interrupt
+        except RequestError as error:
+            return talk, error
+        talk = outcome.chat
+        failed = None if view.interactive else outcome.error
+        if failed is not None:
+            failure = click.exceptions.Exit(1)
+        if outcome.done or not isinstance(failed, RequestError | None):
+            return talk, failure
+
+
+def _said(talk: "Chat", made: "list[Generation]") -> dict[str, Any]:
+    """The conversation as --json prints it, and every answer that came to its end."""
+    return {
+        "messages": replace(talk.conversation, unanswered=None).messages(),
+        "turns": [asdict(generation) for generation in made],
+    }
+
+
+def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
+    """Show answers on stdout, all else on stderr; every finished answer is added to `made`."""
+    from lowbit.runtime.conversation.keyboard import unseen
+    from lowbit.runtime.conversation.respond import View
+
+    def finished(generation: "Generation") -> None:
+        if quiet:
+            made.append(generation)
+        if not interactive:  # the prompt's bottom line and /stats say it otherwise
+            note(summary(generation))
+
+    return View(
+        note=_show_lines,
+        fail=lambda error: Failure(error).show(),
+        new_answer=lambda: new_printer(quiet, wrap=True),
+        finished=finished,
+        interactive=interactive,
+        listening=unseen if interactive else nullcontext,
+    )
+
+
+def _show_lines(text: str) -> None:
+    """Dim lines, which drive no terminal."""
+    for line in text.split("\n"):
+        note(line)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty() or sys.stderr.isatty()
+
+
+def _reading(stream: BinaryIO) -> Ask:
+    """Entries from a pipe or file, a line each; blank lines are left out."""
+    from lowbit.runtime.conversation.commands import read_piped
+
+    lines = enumerate(iter(lambda: stream.readline(MAX_PROMPT_BYTES + 1), b""), start=1)
+
+    def ask(talk: "Chat") -> "Slash | str | None":
+        for number, line in lines:
+            if len(line) > MAX_PROMPT_BYTES:
+                raise RequestError(
+                    f"line {number} of stdin has more than {MAX_PROMPT_BYTES} bytes",
+                    hint="lines end with a line feed; each is a message of its own",
+                )
+            try:
+                text = line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise RequestError(f"line {number} of stdin is not UTF-8: {error}") from None
+            if text.strip():
+                return read_piped(text)
+        return None
+
+    return ask
+
+
+def _prompting(talk: "Chat", keep: bool) -> Ask:
+    """Entries that somebody types."""
+    from lowbit.runtime.conversation import history, prompt
+    from lowbit.runtime.conversation.state import used_tokens
+
+    status = ""
+    session = prompt.new_session(
+        history.open_history(history.history_file() if keep else None), lambda: status
+    )
+
+    def ask(talk: "Chat") -> "Slash | str | None":
+        nonlocal status
+        status = _status(talk, used_tokens(talk))
+        click.echo(err=True)
+        while True:
+            try:
+                entry = prompt.read_typed(session)
+            except KeyboardInterrupt:
+                if not session.default_buffer.text:
+                    note("Ctrl-D or /exit ends the chat")
+                continue
+            if not isinstance(entry, str) or entry.strip():
+                return entry
+
+    _show_lines(
+        f"{talk.name}, context of {talk.model.context:,} tokens; /help lists commands and keys"
+    )
+    return ask
+
+
+def _status(talk: "Chat", used: int | None) -> str:
+    """The line below the prompt: model, context in use, speed."""
+    parts = [printable(talk.name.rstrip("/").rsplit("/", 1)[-1])]
+    if used is not None:
+        parts.append(f"{used:,} of {talk.model.context:,} tokens")
+    speed = talk.last.timings.decode_tokens_per_s if talk.last else None
+    if speed:
+        parts.append(f"{speed:.0f} tok/s")
+    return "  ".join(parts)

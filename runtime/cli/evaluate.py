@@ -1,0 +1,145 @@
+"""`lowbit-run evaluate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, folders, json_option
+from lowbit.formats.shell.output import note, print_json
+from lowbit.runtime.cli.options import load_model, load_options, model_argument
+
+if TYPE_CHECKING:
+    from lowbit.formats.tasks import TaskReport
+
+
+@click.command(
+    short_help="Score a model on tasks.",
+    epilog="""\b
+    Examples (pip install 'lowbit[evaluate]' first):
+      lowbit-run evaluate qwen3-8b-int4 --tasks gsm8k --limit 100
+      lowbit-run evaluate qwen3-8b-int4 --tasks hellaswag,arc_easy --json
+    """,
+)
+@model_argument
+@click.option(
+    "--tasks", required=True, metavar="NAMES", help="Tasks or groups of tasks, with commas."
+)
+@click.option(
+    "--task-folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    shell_complete=folders,
+    metavar="DIR",
+    help="Where further tasks are described, as YAML; their files are relative to DIR.",
+)
+@click.option(
+    "--limit", type=Count(), metavar="N", show_default="all", help="Samples of each task."
+)
+@click.option(
+    "--num-fewshot",
+    type=Count(0),
+    metavar="N",
+    show_default="the task's",
+    help="Examples before each question.",
+)
+@click.option(
+    "--chat/--raw",
+    default=False,
+    show_default=True,
+    help="Put questions through the chat template, or give them as they are.",
+)
+@click.option(
+    "--think/--no-think",
+    "thinking",
+    default=None,
+    show_default="the model's",
+    help="With --chat: switch thinking on or off.",
+)
+@load_options
+@json_option
+@reported
+def evaluate(
+    *,
+    name: str,
+    tasks: str,
+    task_folder: Path | None,
+    limit: int | None,
+    num_fewshot: int | None,
+    chat: bool,
+    thinking: bool | None,
+    context: int | None,
+    device: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Score MODEL on tasks through lm-evaluation-harness.
+
+    The results of a packed folder are kept in its tasks.json, where the quality report finds
+    them.
+    """
+    from lowbit.formats.files.atomic import check_place
+    from lowbit.formats.layout.manifest import MANIFEST_FILE
+    from lowbit.formats.shell.tables import progress_bars
+    from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
+    from lowbit.runtime.evaluate.evaluate import evaluate as run
+    from lowbit.runtime.evaluate.evaluate import find_tasks
+
+    names = [task.strip() for task in tasks.split(",") if task.strip()]
+    if not names:
+        raise click.UsageError("--tasks names no task.")
+    if thinking is not None and not chat:
+        raise click.UsageError("--think and --no-think need --chat.")
+    keeps = (Path(name) / MANIFEST_FILE).exists()
+    if keeps:
+        check_place(Path(name) / TASKS_FILE)
+        read_tasks(Path(name))
+    manager = find_tasks(names, task_folder)
+    model = load_model(name, device, context, threads)
+    with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
+        done = run(
+            model,
+            names,
+            manager=manager,
+            task_folder=task_folder,
+            limit=limit,
+            few_shot=num_fewshot,
+            chat=chat,
+            thinking=thinking,
+            progress=lambda answered, total: progress("answers", answered, total),
+        )
+    if as_json:
+        extra = {"truncated": done.truncated, "seconds": done.seconds}
+        print_json({**done.report.to_json(), **extra})
+    else:
+        _show(done.report, name)
+    if done.truncated:
+        note(f"{done.truncated} requests lost their beginning: the context is {model.context}")
+    if not keeps:
+        note("not kept: only a folder of lowbit-convert has a tasks.json")
+        return
+    path = write_tasks(model.folder, merged(read_tasks(model.folder), done.report))
+    note(f"written to {path}")
+
+
+def _show(report: "TaskReport", name: str) -> None:
+    """A table on stdout."""
+    from lowbit.formats.shell.tables import plain_table, results
+
+    figures = ("value", "± standard error", "samples", "few-shot")
+    table = plain_table(f"{name} by {report.harness}", ("task", "metric"), figures)
+    for row in report.tasks:
+        better = {True: " ↑", False: " ↓", None: ""}[row.higher_is_better]
+        table.add_row(
+            row.task,
+            row.metric + better,
+            _figure(row.value),
+            _figure(row.stderr),
+            str(row.samples),
+            "-" if row.few_shot is None else str(row.few_shot),
+        )
+    results().print(table)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

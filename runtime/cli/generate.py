@@ -1,0 +1,154 @@
+"""`lowbit-run generate`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
+from lowbit.runtime.cli.answer import sampling_of, show, summary
+from lowbit.runtime.cli.options import (
+    load_model,
+    load_options,
+    model_argument,
+    quantize_options,
+    sampling_options,
+    talk_options,
+)
+from lowbit.runtime.conversation.turns import Conversation
+
+if TYPE_CHECKING:
+    from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.engine.input_power import Method
+
+
+@click.command(
+    short_help="Answer a prompt.",
+    epilog="""\b
+    Examples:
+      lowbit-run qwen3-8b-int4 "Why is the sky blue?"
+      lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
+      lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
+      lowbit-run qwen3-8b-int4 --prompts prompts.jsonl --out answers.jsonl
+    """,
+)
+@model_argument
+@click.argument("prompt", required=False)
+@load_options
+@quantize_options
+@sampling_options
+@talk_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Answer every line of FILE, a JSON object with `id` and `prompt` or `messages`, and maybe "
+    "max_new_tokens, stop, thinking, raw and sampling settings of its own. A line that fails is "
+    "answered by its `error`.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --prompts: append an answer a line to FILE. The same command continues after the "
+    "last one.",
+)
+@json_option
+@reported
+def generate(
+    *,
+    name: str,
+    prompt: str | None,
+    context: int | None,
+    device: str | None,
+    threads: int | None,
+    quantize: "Base | None",
+    group_size: str | None,
+    method: "Method | None",
+    max_new_tokens: int | None,
+    stop: Sequence[str],
+    system: str | None,
+    thinking: bool | None,
+    raw: bool,
+    prompts: Path | None,
+    out: Path | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Answer PROMPT, or what stdin holds, on stdout as it is made.
+
+    MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
+    """
+    _check_prompts(prompt, prompts, out, as_json)
+    if raw and (system is not None or thinking is not None):
+        raise click.UsageError("--raw takes no --system and no --think: they need the template.")
+    if prompts is not None:
+        from lowbit.runtime.cli.prompts import answer_file
+        from lowbit.runtime.engine.prompt_file import Settings, read_prompts
+
+        given = {key: value for key, value in sampling.items() if value is not None}
+        lines = read_prompts(prompts, Settings(given, max_new_tokens, tuple(stop), thinking, raw))
+        model = load_model(name, device, context, threads, quantize, group_size, method)
+        facts = {"device": model.device, "quantized_at_load": quantize}
+        failed = answer_file(model, lines, system, out, as_json, facts)
+        click.get_current_context().exit(1 if failed else 0)
+    text = _prompt(prompt)
+    model = load_model(name, device, context, threads, quantize, group_size, method)
+    stream = model.stream(
+        text if raw else Conversation(system).prompt(text),
+        sampling=sampling_of(model, sampling),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        thinking=thinking,
+        raw=raw,
+    )
+    if raw and not as_json and sys.stdout.isatty():
+        click.echo(text, nl=False)  # a person wants to read on from there
+    generation = show(stream, quiet=as_json, wrap=not raw)
+    if as_json:
+        print_json(
+            {
+                **asdict(generation),
+                "load_s": model.load_s,
+                "device": model.device,
+                "quantized_at_load": quantize,
+            }
+        )
+    else:
+        note(summary(generation))
+
+
+def _check_prompts(
+    prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool
+) -> None:
+    """Refuse options of which one leaves the other nothing to do."""
+    if prompt is not None and prompts is not None:
+        raise click.UsageError("PROMPT and --prompts exclude each other.")
+    if out is not None and (prompts is None or as_json):
+        raise click.UsageError(
+            "--out is for --prompts, and holds what --json would print; give one of them."
+        )
+
+
+def _prompt(prompt: str | None) -> str:
+    """The prompt, from stdin where it was left out."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("Missing argument 'PROMPT' (or pipe it in).")
+        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        check_length(len(data), MAX_PROMPT_BYTES)
+        try:
+            prompt = data.decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from None
+    if not prompt.strip():
+        raise RequestError("the prompt is empty")
+    return prompt

@@ -1,0 +1,27 @@
+"""`lowbit-run`: the group of its commands."""
+
+import click
+
+from lowbit.formats.shell.commands import Commands, epilog
+from lowbit.runtime.cli.bench import bench
+from lowbit.runtime.cli.chat import chat
+from lowbit.runtime.cli.evaluate import evaluate
+from lowbit.runtime.cli.generate import generate
+
+
+@click.group(
+    cls=Commands,
+    default="generate",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=epilog("lowbit-run", "MODEL PROMPT", "generate"),
+)
+@click.version_option(package_name="lowbit")
+def main() -> None:
+    """Run a packed checkpoint of a Qwen3, Qwen3.5, Qwen2.5 or Llama 3 model.
+
+    MODEL is a folder or a Hub id.
+    """
+
+
+for command in (generate, chat, bench, evaluate):
+    main.add_command(command)

@@ -1,0 +1,188 @@
+"""Options of the commands of `lowbit-run`, and the model that they describe."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.formats.layout.recipes import GROUP_SIZE
+from lowbit.formats.layout.scheme import GROUP_SIZES
+from lowbit.formats.sampling_ranges import SETTINGS
+from lowbit.formats.shell.failure import Command
+from lowbit.formats.shell.options import (
+    Count,
+    at_most_cores,
+    check_command,
+    finite,
+    folders,
+    with_options,
+)
+from lowbit.formats.shell.output import note
+
+if TYPE_CHECKING:
+    from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.model import Model
+
+Decorator = Callable[[Command], Command]
+ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
+
+load_options = with_options(
+    click.option(
+        "--context",
+        type=Count(),
+        metavar="N",
+        show_default="the model's, 8192, or what fits",
+        help="Tokens of prompt and output together.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        show_default="cuda where there is one",
+        help="Where to run.",
+    ),
+    click.option(
+        "--threads",
+        type=Count(),
+        metavar="N",
+        callback=at_most_cores,
+        show_default="1 for small models, else all cores",
+        help="CPU threads, at most as many as there are cores.",
+    ),
+)
+
+
+def _sampling_option(name: str, metavar: str, help: str, shown: str = "the model's") -> Decorator:
+    """An option for a sampling setting, with the range that the setting has everywhere."""
+    field = SETTINGS[name]
+    whole = field.kind == "integer"
+    least, most = field.least, field.most
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=Count(int(least), int(most))
+        if whole
+        else click.FloatRange(least, most, min_open=field.exclusive),
+        metavar=metavar,
+        callback=None if whole else finite,
+        show_default=shown,
+        help=help,
+    )
+
+
+sampling_options = with_options(
+    click.option(
+        "--max-new-tokens",
+        type=Count(),
+        metavar="N",
+        show_default="until the context is full",
+        help="Stop after N tokens.",
+    ),
+    _sampling_option("temperature", "T", "0 takes the likeliest token."),
+    _sampling_option("top_k", "K", "Draw from the K likeliest tokens; 0 is off."),
+    _sampling_option(
+        "top_p", "P", "Draw from the likeliest tokens that reach the probability P together."
+    ),
+    _sampling_option(
+        "min_p", "P", "Draw from tokens that are at least P times as likely as the likeliest."
+    ),
+    _sampling_option("repetition_penalty", "X", "Weaken every token that has occurred; 1 is off."),
+    _sampling_option(
+        "presence_penalty", "X", "Subtract X from every token of the output so far; 0 is off."
+    ),
+    _sampling_option("seed", "N", "Make sampling repeatable.", shown="another each time"),
+)
+talk_options = with_options(
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."
+    ),
+    click.option("--system", metavar="TEXT", help="System message."),
+    click.option(
+        "--think/--no-think",
+        "thinking",
+        default=None,
+        show_default="the model's",
+        help="Switch thinking on or off.",
+    ),
+)
+quantize_options = with_options(
+    click.option(
+        "--quantize",
+        type=click.Choice(["int4", "int8", "mixed"]),
+        help="Quantize a BF16 checkpoint as it is loaded; nothing is written.",
+    ),
+    click.option(
+        "--group-size",
+        type=click.Choice([str(size) for size in GROUP_SIZES]),
+        show_default=str(GROUP_SIZE),
+        help="With --quantize: weights that share a scale; a smaller size where it does not "
+        "divide a row.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(["rtn", "absmax", "weighted"]),
+        show_default="rtn",
+        help="With --quantize: search scales (rtn), weight the search by the inputs of a bundled "
+        "text (weighted), or do not search (absmax).",
+    ),
+)
+model_argument = click.argument("name", metavar="MODEL", shell_complete=folders)
+
+
+def load_model(
+    name: str,
+    device: str | None,
+    context: int | None,
+    threads: int | None,
+    quantize: "Base | None" = None,
+    group_size: str | None = None,
+    method: "Method | None" = None,
+) -> "Model":
+    """The model of a folder or Hub id, loaded as the options say."""
+    check_command(name, "model")
+    if quantize is None and (group_size or method):
+        option = "--group-size" if group_size else "--method"
+        raise click.UsageError(f"{option} needs --quantize.")
+    from lowbit.formats.hub.locate import locate
+    from lowbit.runtime.engine.model import choose_device, load
+
+    choose_device(device)  # before anything is fetched
+    folder = locate(name).folder
+    if method == "weighted":
+        note("weighted: measuring the inputs of every linear on a bundled text")
+    wanted = int(group_size or GROUP_SIZE)
+    model = load(
+        folder,
+        device=device,
+        context=context,
+        quantize=quantize,
+        group_size=wanted,
+        method=method or "rtn",
+    )
+    if quantize is not None:
+        _note_quantized(model, quantize, wanted, method or "rtn")
+    if model.device == "cpu":
+        _set_threads(model, threads)
+    return model
+
+
+def _note_quantized(model: "Model", base: "Base", group_size: int, method: "Method") -> None:
+    """One line on the weights quantized at load, and one on those with smaller groups."""
+    schemes = [scheme for scheme in model.opened.schemes.values() if scheme is not None]
+    smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != group_size)
+    if smaller:
+        counts = ", ".join(f"{count} to {size}" for size, count in smaller.items())
+        note(f"group size: {group_size} does not divide the rows of some linears; lowered {counts}")
+    chosen = "" if method == "rtn" else f" {method}"
+    groups = "" if group_size == GROUP_SIZE else f" in groups of {group_size}"
+    note(f"quantized at load: {base}{chosen}{groups}, {model.load_s:.1f} s")
+
+
+def _set_threads(model: "Model", threads: int | None) -> None:
+    """Small models run on one thread: their operations are shorter than waiting for another."""
+    import torch
+
+    if threads is None and model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,129 @@
+"""`lowbit-run generate MODEL --prompts FILE`: every prompt of a file, an answer after the other."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowbit.formats.errors import LowbitError
+from lowbit.formats.files.atomic import check_place, disk_errors
+from lowbit.formats.layout.manifest import MANIFEST_FILE
+from lowbit.formats.printable import PROSE, printable
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
+from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.shell.output import json_line, note, print_json
+from lowbit.formats.shell.tables import progress_bars
+from lowbit.runtime.cli.answer import sampling_of
+from lowbit.runtime.conversation.turns import Conversation
+from lowbit.runtime.engine.prompt_file import DIGEST, PromptLine, keep_answers
+
+if TYPE_CHECKING:
+    from lowbit.runtime.engine.model import Model
+
+Write = Callable[[dict[str, Any]], None]
+
+
+def answer_file(
+    model: "Model",
+    lines: Sequence[PromptLine],
+    system: str | None,
+    out: Path | None,
+    as_json: bool,
+    facts: dict[str, Any],
+) -> int:
+    """Answer all requests; a request that fails is answered by its error, and the next one runs.
+
+    Args:
+        model: loaded.
+        lines: the requests, in the order in which they are run.
+        system: message before each `prompt`; `messages` have their own.
+        out: file of answers to write or to continue; None for stdout.
+        as_json: one object a line on stdout.
+        facts: that every answer has.
+
+    Returns:
+        How many failed.
+
+    Raises:
+        RequestError, ResourceError: the file of answers cannot be continued or written.
+    """
+    if out is not None:
+        check_place(out)
+    identity = _identity(model, system)
+    digests = {line.id: line.digest(identity) for line in lines}
+    done = set() if out is None else keep_answers(out, lines, digests)
+    failed = 0
+    with (
+        _writer(out, as_json) as write,
+        progress_bars({"answers": "answering"}, quiet=out is None) as progress,
+    ):
+        for number, line in enumerate(lines):
+            progress("answers", number, len(lines))
+            if line.id in done:
+                continue
+            answer = _answer(model, line, system, facts)
+            failed += "error" in answer
+            write({"id": line.id, **answer, DIGEST: digests[line.id]})
+        progress("answers", len(lines), len(lines))
+    counts = [f"{len(lines) - len(done) - failed} answered", f"{failed} failed" if failed else ""]
+    counts.append(f"{len(done)} were there already" if done else "")
+    note(", ".join(filter(None, counts)) + ("" if out is None else f": {out}"))
+    return failed
+
+
+def _answer(
+    model: "Model", line: PromptLine, system: str | None, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The answer to one request, or its error."""
+    settings, prompt = line.settings, line.prompt
+    try:
+        made = model.generate(
+            Conversation(system).prompt(prompt)
+            if isinstance(prompt, str) and not settings.raw
+            else prompt,  # type: ignore[arg-type]
+            sampling=sampling_of(model, dict(settings.sampling)),
+            max_new_tokens=settings.max_new_tokens,
+            stop=settings.stop,
+            thinking=settings.thinking,
+            raw=settings.raw,
+        )
+    except LowbitError as error:
+        return {"error": str(error), "hint": error.hint}
+    return {**asdict(made), **facts}
+
+
+@contextmanager
+def _writer(out: Path | None, as_json: bool) -> Iterator[Write]:
+    """The place of answers: the end of a file, or stdout as JSON or as text."""
+    if out is None:
+        yield print_json if as_json else _show
+        return
+    with disk_errors(path=out), out.open("ab", buffering=0) as file:
+
+        def write(answer: dict[str, Any]) -> None:
+            file.write(json_line(answer).encode() + b"\n")
+
+        yield write
+
+
+def _show(answer: dict[str, Any]) -> None:
+    """An answer for a reader: its id on stderr, its text on stdout."""
+    if "error" in answer:
+        note(f"! {answer['id']}: {answer['error']}")
+        return
+    note(f"{answer['id']}: {len(answer['token_ids'])} tokens, {answer['finish_reason']}")
+    text = answer["text"]
+    click.echo(printable(text, keep=PROSE) if sys.stdout.isatty() else text, color=True)
+
+
+def _identity(model: "Model", system: str | None) -> str:
+    """Everything that answers depend on and no line holds, wherever the folder lies."""
+    parts = [str(model.quantized_at_load), str(model.dtype), str(system)]
+    for name in (CONFIG_FILE, MANIFEST_FILE):
+        path = model.folder / name
+        parts.append(hash_file(path) if path.exists() else "")
+    return " ".join(parts)

@@ -1,0 +1,1 @@
+"""Requests, from prompt to text."""

@@ -1,0 +1,98 @@
+"""Power of every linear's input channels, measured by running the original model over a text.
+
+The search of scales weights a column's error by it. One prompt of at most MOST_TOKENS tokens runs
+through the dense model once; each weight is read when it is used and dropped after, so that memory
+holds one of them at a time.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.rtn import SEARCHED_BITS
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.backends.cpu_linear import WatchedLinear
+from lowbit.runtime.models.loader import OpenedModel, build_decoder
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.weights.linear import Linear
+from lowbit.runtime.weights.weights import Weights
+
+Method = Literal["rtn", "absmax", "weighted"]  # by which `load` chooses scales
+
+TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
+MOST_TOKENS = 2048
+
+
+def check_searched(opened: OpenedModel) -> None:
+    """Refuse a recipe whose scales the power of the inputs does not change.
+
+    Raises:
+        QuantizationError: no linear has few enough bits.
+    """
+    if not any(scheme and scheme.bits in SEARCHED_BITS for scheme in opened.schemes.values()):
+        raise QuantizationError(
+            f"method `weighted` changes nothing: scales of {SEARCHED_BITS.stop} bits are not "
+            "searched",
+            hint="leave out --method",
+        )
+
+
+def calibration_ids(tokenizer: Tokenizer, opened: OpenedModel) -> list[int]:
+    """Tokens of the bundled text, as many as the model has positions for."""
+    data = Path(__file__).with_name("data")
+    text = "\n\n".join((data / name).read_text("utf-8") for name in TEXTS)
+    ids = tokenizer.encode(text, framed=True)
+    return ids[: min(MOST_TOKENS, opened.config.max_position_embeddings)]
+
+
+@torch.inference_mode()
+def input_power(
+    opened: OpenedModel, ids: list[int], device: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Mean square of each input channel of every linear but the head, over a text.
+
+    Args:
+        opened: a plain checkpoint.
+        ids: of the text.
+        device: `cpu` or `cuda`.
+        dtype: of weights and activations.
+
+    Returns:
+        [K] float32 on the device, by module.
+
+    Raises:
+        QuantizationError: an input is NaN or infinite.
+    """
+    weights = _WatchedWeights(opened.checkpoint, opened.schemes, device, dtype, _never_read)
+    decoder = build_decoder(opened, weights, cpu, len(ids))
+    cache = decoder.new_cache(len(ids), dtype, device)
+    decoder.hidden(torch.tensor(ids, device=device), cache)
+    weights.check_finite()
+    for module, power in weights.power.items():
+        if not bool(power.isfinite().all()):
+            raise QuantizationError(
+                f"the input of `{module}` is NaN or infinite on the calibration text",
+                hint="the checkpoint is damaged; or leave out --method weighted",
+            )
+    return weights.power
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedWeights(Weights[WatchedLinear]):
+    """Weights whose linears are read at each use."""
+
+    power: dict[str, Tensor] = field(default_factory=dict)
+
+    def linear(self, *modules: str, paired: bool = False) -> WatchedLinear:
+        """Rows of several modules, in the given order."""
+        return WatchedLinear(partial(self.dense_rows, modules), modules, self.power)
+
+
+def _never_read(w: Linear, paired: bool) -> WatchedLinear:
+    """A tied head, whose input is not asked for."""
+    return WatchedLinear(w.dequantized, (), {})

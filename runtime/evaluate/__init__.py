@@ -1,0 +1,1 @@
+"""Tasks through lm-evaluation-harness."""

@@ -1,0 +1,183 @@
+"""The two requests of an evaluation: the likelihood of a text, and its continuation."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.engine import nonfinite_error
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.stream import Request, Stream
+from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.reasoning import begin_of
+
+ROWS = 256  # of logits at a time: 150 MB with a vocabulary of 150,000
+NEW_TOKENS = 256  # where a task does not say, as in lm-evaluation-harness
+COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # first wins
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "early_stopping": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-likelihood of a continuation.
+
+    Attributes:
+        log_likelihood: sum of the natural logarithms of its tokens' probabilities.
+        greedy: true if every token is the likeliest at its place.
+        truncated: true if the beginning of the context was left out.
+    """
+
+    log_likelihood: float
+    greedy: bool
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Settings by which a task lets a text go on.
+
+    Attributes:
+        stops: strings that end it.
+        count: most tokens.
+        sampling: greedy unless the task says otherwise.
+    """
+
+    stops: tuple[str, ...]
+    count: int
+    sampling: SamplingParams
+
+
+def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> Score:
+    """Log-likelihood of a continuation after a context.
+
+    Tokens that do not fit are left out at the beginning of the context. A prefix that this call
+    shares with the last one is not run again.
+
+    Args:
+        model: loaded; what its cache holds of another conversation is dropped.
+        context: token ids, at least one.
+        continuation: token ids, at least one and at most `model.context`.
+
+    Raises:
+        RequestError: one of the two is empty, the continuation does not fit, or an id lies
+            outside the vocabulary.
+        CheckpointError: the logits are NaN or infinite.
+    """
+    if not context or not continuation:
+        raise RequestError("a context or a continuation has no tokens")
+    if len(continuation) > model.context:
+        raise RequestError(
+            f"the continuation has {len(continuation)} tokens, the context is {model.context}",
+            hint=model.engine.advice(len(continuation)) or None,
+        )
+    whole = [*context, *continuation]
+    kept = whole[-model.context - 1 :]
+    model.engine.check([kept[-1]])
+    ids = kept[:-1]
+    total, greedy = 0.0, True
+    for start in range(len(kept) - len(continuation) - 1, len(ids), ROWS):
+        stop = min(start + ROWS, len(ids))
+        likelihoods, likeliest = _score_rows(
+            model.engine.logits(ids[:stop], start), kept[start + 1 : stop + 1]
+        )
+        if math.isnan(likelihoods):
+            raise nonfinite_error(stop)
+        total += likelihoods
+        greedy = greedy and likeliest
+    return Score(total, greedy, truncated=len(kept) < len(whole))
+
+
+def _score_rows(logits: Tensor, ids: Sequence[int]) -> tuple[float, bool]:
+    """Log-likelihood of ids [M] under logits [M, V], and whether they are the likeliest."""
+    targets = torch.tensor(ids, device=logits.device)
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    likelihoods = (chosen - logits.logsumexp(-1)).double()
+    return float(likelihoods.sum()), bool((logits.argmax(-1) == targets).all())
+
+
+def read_continuation(settings: Mapping[str, Any], seed: int) -> Continuation:
+    """Settings from the `generation_kwargs` of a task.
+
+    Args:
+        settings: with `until`, `max_gen_toks`, `do_sample`, `temperature` and so on.
+        seed: of the random numbers, where the task wants them.
+
+    Raises:
+        RequestError: a setting that is not implemented, or one of an impossible value.
+    """
+    known = {"until", "do_sample", *COUNTS, *SAMPLING}
+    for name, value in settings.items():
+        if name not in known and (name not in NEUTRAL or NEUTRAL[name] != value):
+            raise RequestError(f"the task's generation setting `{name}: {value}` is not supported")
+    until = settings.get("until") or ()
+    stops = (until,) if isinstance(until, str) else tuple(until)
+    if not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"the task's stop strings {until!r} are not text")
+    counts = [name for name in COUNTS if settings.get(name) is not None]
+    count = int(_number(settings, counts[0], 0)) if counts else NEW_TOKENS
+    if count < 1:
+        raise RequestError(f"the task asks for {count} new tokens")
+    sample = settings.get("do_sample")
+    temperature = _number(settings, "temperature", 1.0 if sample else 0.0)
+    params = SamplingParams(
+        temperature=0.0 if sample is False else temperature,
+        top_k=int(_number(settings, "top_k", 0)),
+        top_p=_number(settings, "top_p", 1.0),
+        min_p=_number(settings, "min_p", 0.0),
+        repetition_penalty=_number(settings, "repetition_penalty", 1.0),
+        presence_penalty=_number(settings, "presence_penalty", 0.0),
+        seed=seed,
+    )
+    return Continuation(tuple(stop for stop in stops if stop), count, params)
+
+
+def _number(settings: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = settings.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"the task's generation setting `{name}: {value!r}` is not a number")
+    return float(value)
+
+
+def carry_on(
+    model: Model, prompt: Sequence[int], continuation: Continuation, chat: bool = False
+) -> tuple[str, bool]:
+    """The text that follows a prompt, cut before the first stop string.
+
+    Args:
+        model: loaded.
+        prompt: token ids; those that leave no room for the text are left out at its beginning.
+        continuation: how it ends and how its tokens are chosen.
+        chat: the prompt came from the chat template; reasoning is then left out.
+
+    Returns:
+        The text, and whether the beginning of the prompt was left out.
+
+    Raises:
+        RequestError: an empty prompt, or a context that has no room for one.
+    """
+    room = model.context - continuation.count
+    if room < 1:
+        raise RequestError(
+            f"{continuation.count} new tokens leave no room for a prompt in the context of "
+            f"{model.context}",
+            hint=model.engine.advice(continuation.count + 1) or None,
+        )
+    tokenizer = model.tokenizer
+    kept = tuple(prompt[-room:])
+    special = {tokenizer.token_id(stop) for stop in continuation.stops} & tokenizer.special_ids
+    request = Request(
+        prompt=kept,
+        sampling=continuation.sampling,
+        max_new_tokens=continuation.count,
+        stop_ids=model.stop_ids | {id for id in special if id is not None},
+        stops=continuation.stops,
+        begin=begin_of(kept, tokenizer) if chat else "raw",
+    )
+    return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

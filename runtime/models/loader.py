@@ -1,0 +1,165 @@
+"""A checkpoint folder becomes a model: every tensor checked against the table, then read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, read_config
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.packed import check_packed, open_packed
+from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
+from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.kernels.tiles import GpuLinear
+from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.models.dense import build as build_dense
+from lowbit.runtime.models.qwen3_5 import Qwen35
+from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
+from lowbit.runtime.weights.quantized import quantized
+from lowbit.runtime.weights.weights import Weights, served
+
+W = TypeVar("W")
+Decoder = Dense[CpuLinear] | Dense[GpuLinear] | Qwen35[CpuLinear] | Qwen35[GpuLinear]
+WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A folder whose headers have all been checked; no weight has been read.
+
+    Attributes:
+        checkpoint: the headers.
+        config: sizes of the model.
+        specs: the tensors that the model will read.
+        schemes: of every linear module; None where it is dense.
+    """
+
+    checkpoint: Checkpoint
+    config: Config
+    specs: tuple[TensorSpec, ...]
+    schemes: Mapping[str, Scheme | None]
+
+    def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
+        """Memory the weights will take on `cpu` or `cuda`."""
+        size = 0
+        wide = WIDE_ROLES if isinstance(self.config, Qwen35Config) else ()
+        for spec in self.specs:
+            if not spec.quantizable:
+                itemsize = 4 if spec.role in wide else dtype.itemsize
+                size += torch.Size(spec.shape).numel() * itemsize
+                continue
+            N, K = spec.shape
+            stored = self.schemes[spec.module]
+            scheme = None if stored is None else served(stored)
+            scale = None if scheme is None else self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
+            if scheme is None or scale is None:
+                size += N * K * dtype.itemsize
+            elif device == "cpu":
+                size += prepared_bytes(N, K, scheme, scale.dtype, dtype)
+            else:
+                size += N * K * scheme.bits // 8 + scale.nbytes
+        return size
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Memory that the keys and values of so many tokens take."""
+        return footprint.kv_bytes(self.config, tokens, dtype.itemsize)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of one state of the linear layers, whatever the length; a cache holds two."""
+        return footprint.state_bytes(self.config, dtype.itemsize)
+
+
+def open_model(
+    folder: Path,
+    quantize: Base | None = None,
+    group_size: int = GROUP_SIZE,
+    rule: ScaleRule = "signed",
+    power: Mapping[str, Tensor] | None = None,
+) -> OpenedModel:
+    """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
+
+    Args:
+        folder: of the checkpoint.
+        quantize: recipe by which a plain checkpoint is quantized as it is read.
+        group_size: weights that share a scale, with `quantize`.
+        rule: how scales are chosen, with `quantize`.
+        power: of the inputs, which weights the search of scales; see `quantized`.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        FormatError: a foreign manifest, a scheme that cannot be served, or a tensor that is
+            missing, extra, misshapen or of an unexpected dtype.
+        QuantizationError: a recipe for a checkpoint that is quantized already, or that it does not
+            fit.
+    """
+    if quantize is None:
+        packed = open_packed(folder, SERVED_BITS)
+    else:
+        source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
+        packed = check_packed(source, None, SERVED_BITS)
+    config = packed.checkpoint.config
+    return OpenedModel(
+        checkpoint=packed.checkpoint,
+        config=read_config(config),
+        specs=tuple(spec for spec in packed.specs if part_of(config, spec.name) == "decoder"),
+        schemes=packed.schemes,
+    )
+
+
+def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: int) -> Decoder:
+    """Read the weights onto `cpu` or `cuda`, for sequences of up to `context` tokens.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+        UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
+    """
+    if device == "cpu":
+        to_cpu: Weights[CpuLinear] = Weights(
+            opened.checkpoint,
+            opened.schemes,
+            device,
+            dtype,
+            lambda w, _: prepare(w, dtype),
+        )
+        on_cpu = build_decoder(opened, to_cpu, cpu, context)
+        to_cpu.check_finite()
+        return on_cpu
+    from lowbit.runtime.backends import cuda  # needs triton and a GPU
+
+    config = opened.config
+    cuda.check_attention(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rotary_dim if isinstance(config, Qwen35Config) else config.head_dim,
+    )
+    if isinstance(config, Qwen35Config):
+        cuda.check_delta(config.linear_key_head_dim, config.linear_value_head_dim)
+    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
+    decoder = build_decoder(opened, to_cuda, cuda, context)
+    to_cuda.check_finite()
+    torch.cuda.empty_cache()  # buffers of rows on their way to tiles
+    return decoder
+
+
+def build_decoder(
+    opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int
+) -> Dense[W] | Qwen35[W]:
+    """The model of the checkpoint's architecture over the ops of one backend."""
+    config = opened.config
+    if isinstance(config, DenseConfig):
+        return build_dense(config, weights, ops, context)
+    prefix = qwen3_5.prefix_of(opened.checkpoint.config, opened.checkpoint.tensors)
+    return build_qwen3_5(config, prefix, weights, ops, context)

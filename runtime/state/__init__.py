@@ -1,0 +1,1 @@
+"""Everything a sequence leaves on the device between two steps."""

@@ -1,0 +1,1 @@
+"""A prompt and an answer as text and as tokens."""
