@@ -246,7 +246,7 @@ def test_errors_come_before_long_work(
         "convert.pipeline.conversion.make_plan",
         "convert.pipeline.prospect.make_plan",
         "convert.plan.lookup.load_layered_model",
-        "convert.measure.compare.open_weights",
+        "convert.measure.pair.open_weights",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
         "convert.publish.access.patiently",
