@@ -58,7 +58,7 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     """
     from transformers import AutoModelForCausalLM
 
-    config = _read_config(weights)
+    config = transformers_config(weights)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa", dtype=torch.float32
@@ -81,8 +81,13 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     )
 
 
-def _read_config(weights: Weights) -> Any:
-    """The configuration as transformers reads it, less what would make it unpack weights itself."""
+def transformers_config(weights: Weights) -> Any:
+    """The configuration as transformers reads it, less what would make it unpack weights itself.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the architecture.
+        CheckpointError: config.json is not valid.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
