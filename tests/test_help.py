@@ -133,11 +133,12 @@ def test_values_are_completed(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if not isinstance(c, click.Group)])
 def test_paths_are_completed(name: str) -> None:
     program, *rest = name.split()
-    texts = {"repo", "prompt"}
+    texts, files = {"repo", "prompt"}, {"OUT.txt"}
     arguments = [p for p in COMMANDS[name].params if isinstance(p, click.Argument)]
     for number, argument in enumerate(arguments):
         found = completed(program, " ".join([*rest, *["x"] * number, ""]))
-        assert found == (set() if argument.name in texts else {"dir"}), argument.name
+        path = {"file"} if argument.metavar in files else {"dir"}
+        assert found == (set() if argument.name in texts else path), argument.name
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = EXAMPLES / "models" / "tiny-qwen3"
 TEXT = "Once upon a time there was a little robot who lived in a big house. " * 30
 SHORT = ("--device", "cpu", "--runs", "1", "--new-tokens", "3", "--prompt-tokens", "4")
+FEW = ("--device", "cpu", "--answers", "2", "--tokens", "2")
 Line = tuple[str | Path, ...]
 
 
@@ -68,6 +69,12 @@ RESULTS: dict[str, tuple[click.Group, Callable[[Path], Line], str, str]] = {
         lambda p: ("report", p / "a", "--source", TINY, "--eval-text", p / "text.txt"),
         "KL divergence",
         "report: ",
+    ),
+    "calib-text": (
+        convert,
+        lambda p: ("calib-text", TINY, "own.txt", *FEW),
+        "2 answers of ",
+        "next: ",
     ),
     "export": (convert, lambda p: ("export", p / "a", "gguf", "--to", "gguf"), "read back", ""),
     "generate": (
@@ -199,6 +206,11 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (convert, "sensitivity SRC --out /proc/none/x.json", 1, "cannot be written"),
     (convert, "sensitivity SRC --calib none.txt", 1, "`none.txt` cannot be read"),
     (convert, "sensitivity SRC --device cuda", 1, "no usable CUDA device"),
+    (convert, "calib-text SRC TEXT", 1, "exists already"),
+    (convert, "calib-text SRC out.jsonl", 2, "does not end in .txt"),
+    (convert, "calib-text SRC /proc/x.txt", 2, "cannot be written"),
+    (convert, "calib-text SRC out.txt --tokens 2048", 1, "the model's context of 2048"),
+    (convert, "calib-text SRC out.txt --device cuda", 1, "no usable CUDA device"),
     (convert, "report PACKED --eval-text none.txt", 1, "`none.txt` cannot be read"),
     (convert, "report PACKED --gate x.kl_mean<1", 2, "no evaluation text is named"),
     (convert, "report PACKED --device cuda", 1, "no usable CUDA device"),
@@ -246,6 +258,7 @@ def test_errors_come_before_long_work(
         "convert.pipeline.conversion.make_plan",
         "convert.pipeline.prospect.make_plan",
         "convert.plan.lookup.load_layered_model",
+        "convert.pipeline.own_text.build",
         "convert.measure.pair.open_weights",
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",

@@ -2,6 +2,7 @@
 
 import click
 
+from lowbit.convert.cli.calib_text import calib_text
 from lowbit.convert.cli.compare import compare
 from lowbit.convert.cli.diff import diff
 from lowbit.convert.cli.export import export
@@ -29,5 +30,8 @@ def main() -> None:
     """
 
 
-for command in (quantize, plan, inspect, verify, report, compare, diff, sensitivity, push, export):
+for command in (
+    *(quantize, plan, inspect, verify, report, compare, diff, sensitivity, calib_text, push),
+    export,
+):
     main.add_command(command)

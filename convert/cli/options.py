@@ -231,7 +231,8 @@ calibration_options = with_options(
         callback=calibration_file,
         metavar="FILE",
         show_default="a bundled mix",
-        help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`.",
+        help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`; "
+        "`calib-text` writes one with answers of SRC.",
     ),
     click.option(
         "--calib-samples",

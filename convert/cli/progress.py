@@ -11,6 +11,7 @@ PHASES = {
     "distill": "distilling",
     "check": "checking what is done",
     "convert": "quantizing",
+    "answer": "answering prompts",
     "verify": "verifying",
     "export": "writing",
     "prove": "reading back",
