@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import click
@@ -43,6 +44,8 @@ def started(source: Path, out: Path, method: str) -> int:
             recipe = Recipe(method=Method.parse(method))
             convert(source, out, recipe, calibration=CalibrationRequest(samples=4, length=64))
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return child

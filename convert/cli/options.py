@@ -132,9 +132,9 @@ recipe_options = with_options(
         "up for errors. gptq+rotate first turns the hidden states into another basis: the same "
         "model, with weights that are easier to quantize; adapters trained on SRC do not fit it. "
         "These and rtn may be followed by +autoround, which learns rounding and scales layer by "
-        "layer (gptq+rotate+autoround is the best), and +distill, which learns from the "
-        "original's predictions. auto: rtn where all linears have 8 bits or more, else gptq+rotate "
-        "(gptq where a head for multi-token prediction forbids it), or weighted where that would "
+        "layer, and +distill, which learns from the original's predictions. auto: rtn where all "
+        "linears have 8 bits or more, else gptq+rotate (gptq where a head for multi-token "
+        "prediction, or one that stays the embedding, forbids it), or weighted where that would "
         "take longer than 15 minutes on a CPU.",
     ),
     click.option(

@@ -43,7 +43,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     epilog="""\b
     Examples:
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-int4
-      lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+distill --report
+      lowbit-convert Qwen/Qwen3-8B qwen3-8b-best --method gptq+autoround --report
       lowbit-convert Qwen/Qwen3-8B qwen3-8b-6bit --target-bpw 6
     """,
 )
@@ -57,7 +57,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
     "--max-ram",
     callback=parse_size,
     metavar="SIZE",
-    show_default="2GB, more where CUDA alone takes that",
+    show_default="2GB, or 0.5GB beyond what CUDA and a rotation take",
     help="Resident memory not to exceed, whatever the model's size. Calibration, before that, "
     "needs a decoder layer in FP32 and the text's activations.",
 )

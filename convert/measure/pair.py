@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.convert.original.rotation import rotation_of
+from lowbit.convert.original.rotation import rotation_of, rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures import is_tied
+from lowbit.formats.architectures.dense import MODEL_TYPES
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 
@@ -19,7 +21,7 @@ def open_pair(source: Path, packed: Path) -> tuple[Weights, Weights]:
         CheckpointError, FormatError: a folder that cannot be read.
     """
     original, quantized = open_weights(source), open_weights(packed)
-    if is_rotated(read_manifest(packed)):
+    if is_rotated(read_manifest(packed)) or _looks_rotated(original, quantized):
         original = replace(original, rotation=rotation_of(original.checkpoint))
     return original, quantized
 
@@ -30,5 +32,22 @@ def is_rotated(manifest: Manifest | None) -> bool:
         return False
     try:
         return Recipe.from_json(manifest.recipe).method.rotate
-    except QuantizationError:  # of another release; its weights tell what they are
+    except QuantizationError:  # of another release
         return False
+
+
+def _looks_rotated(original: Weights, packed: Weights) -> bool:
+    """Tell it from the weights: an export has no lowbit.json.
+
+    A rotation leaves gains of one where the original has others, and a head beside the embedding.
+    """
+    config = original.checkpoint.config
+    if config.get("model_type") not in MODEL_TYPES or is_tied(packed.checkpoint.config):
+        return False
+    roles = rotation_roles(config, original.checkpoint.tensors)
+    gains = [name for name, role in roles.items() if role.kind == "gain"]
+    tensors = (original.checkpoint, packed.checkpoint)
+    if not all(name in side.tensors for side in tensors for name in gains):
+        return False
+    before, after = ([side.read(name) for name in gains] for side in tensors)
+    return all((gain == 1).all() for gain in after) and not all((g == 1).all() for g in before)

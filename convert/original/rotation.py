@@ -6,10 +6,11 @@ the stream or writes to it; the file is a plain checkpoint with norms of one, an
 run time (SliceGPT, Ashkboos et al., arXiv 2401.15024; QuaRot, arXiv 2404.00456). R mixes all
 channels, which spreads the few loud ones over all groups of weights.
 
-    R = S (C x H) / sqrt(n)        h = m n, n a power of 2, m odd
+    R = S kron(C, H) / sqrt(n)        h = m n, n a power of 2, m odd
 
-S are signs, C [m, m] a cosine transform, H [n, n] Hadamard's matrix and x the Kronecker product. H
-is applied by additions alone, element by element, so that a CPU and a GPU give the same bits.
+S are signs, C [m, m] a cosine transform and H [n, n] Hadamard's matrix. Both are applied element by
+element, by single additions and products in a fixed order, so that a CPU and a GPU give the same
+bits.
 
 Hidden states, and so adapters trained on the original, do not fit a rotated model.
 """
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures import is_tied, read_config, tensor_table
-from lowbit.formats.safetensors.checkpoint import Checkpoint
+from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 READERS = {  # norm -> modules of the same layer that read its output
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -37,8 +38,9 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 COLUMNS = 1 << 22  # weights that are rotated at a time, where columns are
-FP32_BYTES = 4
-KEPT = 2  # matrices whose rows have been mixed: one is read while the last blocks of another are
+KEPT = 2  # matrices with mixed rows: the last blocks of one are at work while the next is begun
+HELD_BYTES = 4 * KEPT + 4  # a weight: of matrices kept, and of the one that is read
+COLUMNS_BYTES = 4 * 4 * COLUMNS  # while they are rotated
 
 Kind = Literal["reads", "writes", "gain"]
 
@@ -96,27 +98,19 @@ class Rotation:
         if role.kind == "gain":
             return torch.ones(raw.shape, device=device)
         if role.kind == "writes":
-            return self._mixed_rows(role.source, device)[start : start + len(raw)]
+            return self._mixed_rows(role.source, device)[start : start + len(raw)].clone()
         w = raw.to(device).to(torch.float32)
         if role.gain is not None:
             w = w * self.checkpoint.read(role.gain).to(device).to(torch.float32)
         return rotated(w)
-
-    def held_bytes(self, device: torch.device) -> int:
-        """RAM for matrices whose rows are mixed and which have to be whole."""
-        shapes = [
-            self.checkpoint.tensors[role.source].shape
-            for role in self.roles.values()
-            if role.kind == "writes"
-        ]
-        largest = max((FP32_BYTES * math.prod(shape) for shape in shapes), default=0)
-        return largest * (KEPT if device.type == "cpu" else 1)
 
     def _mixed_rows(self, source: str, device: torch.device) -> Tensor:
         """R^T W of a matrix whose output goes to the stream: [N, K] float32."""
         key = source, device
         with self._lock:
             if key not in self._mixed:
+                while len(self._mixed) >= KEPT:
+                    self._mixed.popitem(last=False)
                 w = self.checkpoint.read(source)
                 mixed = torch.empty(w.shape, device=device)
                 count = max(1, COLUMNS // len(w))
@@ -124,8 +118,6 @@ class Rotation:
                     columns = w[:, start : start + count].to(device).to(torch.float32)
                     mixed[:, start : start + count] = rotated(columns.T.contiguous()).T
                 self._mixed[key] = mixed
-                while len(self._mixed) > KEPT:
-                    self._mixed.popitem(last=False)
             return self._mixed[key]
 
 
@@ -165,6 +157,20 @@ def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[st
     roles[FINAL_NORM] = Role("gain", FINAL_NORM)
     roles[HEAD] = Role("reads", embedding if tied else HEAD, FINAL_NORM)
     return roles
+
+
+def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], device: str) -> int:
+    """RAM beside the blocks of a conversion: matrices whose rows are mixed have to be whole.
+
+    Args:
+        roles: of the rotation; none without one.
+        tensors: headers of the original.
+        device: where they are mixed; a GPU leaves only the reading to RAM.
+    """
+    sizes = [math.prod(tensors[r.source].shape) for r in roles.values() if r.kind == "writes"]
+    if not sizes:
+        return 0
+    return max(sizes) * 4 if device == "cuda" else max(sizes) * HELD_BYTES + COLUMNS_BYTES
 
 
 def rotated(x: Tensor) -> Tensor:

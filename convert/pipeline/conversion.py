@@ -13,7 +13,7 @@ from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.rotation import rotation_of
+from lowbit.convert.original.rotation import held_bytes, rotation_of
 from lowbit.convert.pipeline.calibration import begin_calibration
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -115,8 +115,8 @@ def convert(
             never chosen here, as `--method auto` of the command does.
         revision: branch, tag or commit of a Hub id.
         device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
-        max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB more than the
-            process holds already.
+        max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
+            the process, CUDA and a rotation take.
         max_shard_bytes: limit of a weight file.
         overwrite: replace an existing packed checkpoint, unless there is a file in it that was not
             written here or was changed since; and forget an interrupted conversion that began with
@@ -141,7 +141,7 @@ def convert(
     load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
     files = check_small_files(location.folder)
     rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
-    held = 0 if rotation is None else rotation.held_bytes(target)
+    held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)
     session = None
     if plan.recipe.method.calibrated:

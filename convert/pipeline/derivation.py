@@ -10,7 +10,7 @@ from lowbit.convert.calibrate.session import begin
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.rotation import rotation_of
+from lowbit.convert.original.rotation import held_bytes, rotation_of
 from lowbit.convert.pipeline.folder import small_files
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.pipeline.stream import stream
@@ -81,7 +81,7 @@ def check_derived(
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(folder), progress)
         rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
-        held = 0 if rotation is None else rotation.held_bytes(target)
+        held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
         elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
         stream(

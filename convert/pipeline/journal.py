@@ -15,6 +15,7 @@ from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.file_names import SOURCE_README
+from lowbit.formats.files.atomic import abandoned
 from lowbit.formats.layout.manifest import MANIFEST_FILE, OutputTensor
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
 
@@ -169,10 +170,17 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _check_owned(folder: Path, named: Collection[str]) -> None:
-    """Refuse a working folder with something in it that no conversion wrote."""
+    """Refuse a working folder with something in it that no conversion wrote.
+
+    What a killed writer left beside the place of a file is removed.
+    """
     for path in sorted(folder.iterdir()):
-        known = path.name in named or ALWAYS_OURS.fullmatch(path.name)
-        if not known or path.is_symlink() or path.is_dir():
+        left = abandoned(path)
+        name = path.name if left is None else left
+        known = name in named or ALWAYS_OURS.fullmatch(name)
+        if known and left is not None and path.is_file() and not path.is_symlink():
+            path.unlink()
+        elif not known or path.is_symlink() or path.is_dir():
             raise ResourceError(
                 f"`{path}` was not written by lowbit-convert", hint="move it out of the folder"
             )

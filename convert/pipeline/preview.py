@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
 from lowbit.convert.pipeline.prospect import Prospect, look_ahead
 from lowbit.convert.plan.memory import block_elements, peak_estimate
@@ -99,12 +100,13 @@ def preview(
         load_generation_config(folder, sizes_of.vocab_size)  # checks it
     context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = core_count()
-    elements = block_elements(None, workers, torch.device("cpu"))
+    held = held_bytes(plan.rotated, tensors, "cpu")
+    elements = block_elements(None, workers, torch.device("cpu"), held)
     return Preview(
         source=source,
         prospect=ahead,
         other_bytes=sum(sizes[name] for name in passed_through(sizes)),
-        peak_ram=peak_estimate(elements, workers),
+        peak_ram=peak_estimate(elements, workers, held),
         vllm=tuple(vllm_verdict(plan)),
         unserved=runtime_verdict(plan),
         run_bytes=sum(

@@ -73,7 +73,7 @@ class Prospect:
         device: where it will compute.
         windows: of the calibration text, estimated from its size.
         estimates: of `methods`, and of the recipe's own where it is none of them.
-        rotatable: the checkpoint can be rotated.
+        obstacle: reason why the checkpoint cannot be rotated; None where it can.
     """
 
     recipe: Recipe
@@ -81,7 +81,7 @@ class Prospect:
     device: torch.device
     windows: Windows
     estimates: tuple[Estimate, ...]
-    rotatable: bool
+    obstacle: str | None
 
     @property
     def estimate(self) -> Estimate:
@@ -94,7 +94,7 @@ class Prospect:
         method = self.recipe.method
         if needs_no_calibration(self.plan.schemes) or self.recipe.rule == "absmax":
             return None
-        return gain_of(method, self.rotatable)
+        return gain_of(method, self.obstacle is None)
 
     def of(self, method: Method) -> Estimate:
         """The estimate for one of the methods."""
@@ -144,7 +144,8 @@ def look_ahead(
         memory = calibration_memory(shapes, method, windows, place.type, threads)
         return Estimate(method, rounding + seconds, memory)
 
-    rotatable = why_not_rotated(config, plan.schemes) is None
+    obstacle = why_not_rotated(config, plan.schemes, tensors)
+    rotatable = obstacle is None
     estimates = [estimate(method) for method in methods(rotatable)]
     if automatic:
         method = automatic_method(plan.schemes, place.type, estimate(GPTQ).seconds, rotatable)
@@ -152,10 +153,10 @@ def look_ahead(
         if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best):
             method = begun
         recipe = replace(recipe, method=method)
-        plan = replace(plan, recipe=recipe)
+        plan = make_plan(config, tensors, recipe, max_shard_bytes)  # a rotation changes fates
     elif all(recipe.method != row.method for row in estimates):
         estimates.append(estimate(recipe.method))
-    return Prospect(recipe, plan, place, windows, tuple(estimates), rotatable)
+    return Prospect(recipe, plan, place, windows, tuple(estimates), obstacle)
 
 
 def look_ahead_at(

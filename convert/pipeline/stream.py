@@ -240,6 +240,11 @@ def _make(
         rows = rotation.rows(name, block.start, rows, device)
     if step.scheme is None:
         rows = rows.to(step.source.dtype).cpu()
+        if step.fate == "rotated" and not torch.isfinite(rows).all():
+            raise QuantizationError(
+                f"`{name}`, rotated, does not fit its dtype {step.source.dtype_name}",
+                hint="leave out +rotate",
+            )
         copied = tuple((name, rows) for name, _, _ in step.outputs)
         return _Made(block, copied, sums, (0.0, 0.0))
     w = rows.to(device)

@@ -30,9 +30,10 @@ class Gain:
 
 
 # Mean KL on WikiText at INT4 of SmolLM2-135M in groups of 64, Qwen2.5-Coder-0.5B and -1.5B in
-# groups of 128 (README):
-#     rtn .427 .219 .145, weighted .243 .161 .097, gptq .114 .064 .058, gptq+rotate .110 .042 .049,
-#     gptq+autoround .105 .053 .050
+# groups of 128 (calibrate/LOG.md):
+#     rtn .427 .219 .145, weighted .243 .161 .097, gptq .114 .064 .058,
+#     gptq+autoround .105 .053 .050, gptq after a random rotation .110 .042 .049
+# What autoround adds to a rotation has not been measured.
 TO_WEIGHTED = "the loss typically a third lower"
 TO_GPTQ = "the loss typically halved"
 TO_ROTATED = "the loss typically a sixth lower"
@@ -50,20 +51,21 @@ def methods(rotatable: bool) -> tuple[Method, ...]:
 
 
 def gain_of(method: Method, rotatable: bool) -> Gain | None:
-    """The step to a better method; None where none is known.
+    """The step to a better method; None where none is measured.
 
     Args:
         method: the one to be used.
         rotatable: the checkpoint can be rotated.
     """
-    best = replace(GPTQ, rotate=rotatable)
     if method == RTN:
         return Gain(WEIGHTED, TO_WEIGHTED)
     if method == WEIGHTED:
-        return Gain(best, TO_GPTQ)
-    if method == best:
-        return Gain(replace(best, autoround=True), TO_AUTOROUND)
-    return Gain(ROTATED, TO_ROTATED) if method == GPTQ else None
+        return Gain(replace(GPTQ, rotate=rotatable), TO_GPTQ)
+    if method == GPTQ:
+        if rotatable:
+            return Gain(ROTATED, TO_ROTATED)
+        return Gain(replace(GPTQ, autoround=True), TO_AUTOROUND)
+    return None
 
 
 def automatic_method(

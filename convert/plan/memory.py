@@ -9,7 +9,7 @@ import torch
 from lowbit.formats.errors import ResourceError
 
 DEFAULT_MAX_RAM = 2_000_000_000
-LEAST_ROOM = 500_000_000  # by default, beside what a process holds that has done other work before
+LEAST_ROOM = 500_000_000  # for blocks, by default
 
 # Bytes per weight of a block: the 12 blocks of FP32 rows that `stream` may hold between its stages,
 # and what a worker holds while it quantizes (its rows, FP32 copies, codes, packed words; on a GPU
@@ -34,11 +34,11 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     """Weights to work on at once so that the process stays below `max_ram` bytes.
 
     Args:
-        max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` more than the process
-            holds where that is more.
+        max_ram: resident bytes; None for `DEFAULT_MAX_RAM`, or `LEAST_ROOM` beyond everything that
+            is not a block where that is more.
         workers: threads that quantize.
         device: where they do.
-        held: bytes that are needed beside the blocks.
+        held: bytes that a rotation needs beside the blocks.
 
     Raises:
         ResourceError: the interpreter and torch alone leave too little.
@@ -46,8 +46,7 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.zeros(1, device=device)  # CUDA's own memory is there before it is counted
-        held += CUDA_SLACK_BYTES
-    base = resident_bytes() + SLACK_BYTES + held
+    base = resident_bytes() + SLACK_BYTES + held + (CUDA_SLACK_BYTES if on_gpu else 0)
     limit = max(DEFAULT_MAX_RAM, base + LEAST_ROOM) if max_ram is None else max_ram
     each = QUEUED_BYTES + workers * (CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES)
     most = CUDA_ELEMENTS if on_gpu else CPU_ELEMENTS
@@ -57,11 +56,14 @@ def block_elements(max_ram: int | None, workers: int, device: torch.device, held
         raise ResourceError(
             f"--max-ram {limit / 1e9:.2f} GB is too little: the process needs "
             f"{least / 1e9:.2f} GB before it holds a weight",
-            hint=f"give at least {math.ceil(least / 1e8 + 0.2) / 10}GB",
+            hint=f"give at least {math.ceil(least / 1e8 + 0.2) / 10}GB"
+            + (f"; --method gptq, not rotated, takes {held / 1e9:.1f} GB less" if held else ""),
         )
     return elements
 
 
-def peak_estimate(elements: int, workers: int) -> int:
+def peak_estimate(elements: int, workers: int, held: int = 0) -> int:
     """Resident bytes a conversion in blocks of `elements` weights needs at most."""
-    return resident_bytes() + SLACK_BYTES + elements * (QUEUED_BYTES + workers * WORKER_BYTES)
+    return (
+        resident_bytes() + SLACK_BYTES + held + elements * (QUEUED_BYTES + workers * WORKER_BYTES)
+    )

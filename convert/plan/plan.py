@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.original.rotation import rotation_roles
+from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
@@ -88,6 +88,7 @@ class Plan:
             tied head that is quantized reads the embedding a second time.
         shards: the files to be.
         schemes: of every linear module.
+        rotated: parts of the tensors that a rotation changes, by name in the result.
     """
 
     config: Mapping[str, Any]
@@ -95,6 +96,7 @@ class Plan:
     steps: tuple[Step, ...]
     shards: tuple[Shard, ...]
     schemes: Mapping[str, Scheme | None]
+    rotated: Mapping[str, Role]
 
     @property
     def source_bytes(self) -> int:
@@ -176,7 +178,7 @@ def make_plan(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
     schemes = recipe.schemes(table)
-    obstacle = why_not_rotated(config, schemes) if recipe.method.rotate else None
+    obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
     if obstacle is not None:
         raise QuantizationError(
             f"method `{recipe.method}`: this model cannot be rotated: {obstacle}",
@@ -193,7 +195,7 @@ def make_plan(
     _check_length(out_config)
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
-    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes)
+    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:

@@ -1,22 +1,27 @@
 """Checkpoints whose residual stream can be rotated without a change of what they compute."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from lowbit.formats.architectures import is_tied
+from lowbit.formats.architectures import is_tied, part_of
 from lowbit.formats.architectures.dense import MODEL_TYPES
 from lowbit.formats.layout.scheme import Scheme
 
 
-def why_not_rotated(config: Mapping[str, Any], schemes: Mapping[str, Scheme | None]) -> str | None:
+def why_not_rotated(
+    config: Mapping[str, Any], schemes: Mapping[str, Scheme | None], names: Collection[str]
+) -> str | None:
     """Reason why a checkpoint cannot be rotated; None where it can.
 
     Args:
         config: config.json of the source.
         schemes: of all linears.
+        names: of its tensors.
     """
-    if config.get("model_type") not in MODEL_TYPES:
+    if any(part_of(config, name) == "mtp" for name in names):
         return "its head for multi-token prediction shares lm_head but not the norm before it"
+    if config.get("model_type") not in MODEL_TYPES:
+        return f"only {', '.join(MODEL_TYPES)} can be"
     if is_tied(config) and schemes.get("lm_head") is None:
-        return "its head is the embedding, and would have to be written a second time"
+        return "a head that stays the embedding cannot take over the last norm's gain"
     return None

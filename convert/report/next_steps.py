@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.choice_of_method import TO_AUTOROUND, TO_GPTQ
+from lowbit.convert.plan.choice_of_method import Gain, gain_of
+from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.linears import main_bits
+from lowbit.formats.architectures.dense import MODEL_TYPES
+from lowbit.formats.errors import QuantizationError
 
 MORE_BITS = 1.0  # of the budget that is proposed
 MOST_BITS = 8.0
@@ -33,10 +36,6 @@ class Step:
 
 
 STEPS = (
-    Step("--method", ("rtn", "absmax"), "auto", "same size, the loss typically a third"),
-    Step("--method", ("weighted",), "gptq", f"same size, {TO_GPTQ}"),
-    Step("--method", ("gptq",), "gptq+autoround", f"same size, {TO_AUTOROUND}"),
-    Step("--method", ("gptq+rotate",), "gptq+rotate+autoround", f"same size, {TO_AUTOROUND}"),
     Step("--recipe", ("int4",), "mixed", "attention in INT8, about 0.8 bits per weight more"),
     Step("--recipe", ("mixed",), "int8", "8 bits per weight"),
     Step("--group-size", ("row", "512", "256", "128"), "64", "up to 0.25 bits per weight more"),
@@ -54,7 +53,10 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
         return ()
     bits = main_bits(report.weights)
     few = bits is None or bits < MOST_BITS
-    found = [
+    found = []
+    if few and (gain := _better_method(used["--method"], report.model_type)) is not None:
+        found.append(f"--method {gain.method} (same size, {gain.words})")
+    found += [
         f"{step.option} {step.value} ({step.words})"
         for step in STEPS
         if used[step.option] in step.used and (few or step.option == "--group-size")
@@ -63,6 +65,20 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
     if few and budget <= MOST_BITS:
         found.append(f"--target-bpw {budget:.1f} (bits where they are estimated to count)")
     return tuple(found)
+
+
+def _better_method(used: str, model_type: str | None) -> Gain | None:
+    """The method after the one used; a rounding without calibration is followed by the best."""
+    rotatable = model_type in MODEL_TYPES
+    try:
+        method = RTN if used == "absmax" else Method.parse(used)
+    except QuantizationError:  # a report may come from anybody
+        return None
+    gain = gain_of(method, rotatable)
+    if method == RTN and gain is not None:
+        best = gain_of(gain.method, rotatable)
+        return None if best is None else Gain(best.method, "the loss typically a third of it")
+    return gain
 
 
 def used_options(command: str | None) -> Mapping[str, str] | None:

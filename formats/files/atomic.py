@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.system import FREE_SPACE, of_system
 
+PARTIAL = re.compile(r"\.(.+)\.\d+\.partial", re.DOTALL)
 MAX_NAME = 56  # characters of a name kept in its temporary name: up to 4 bytes each, of 255
 
 
@@ -107,6 +109,15 @@ def attempt(write: Callable[[], object]) -> ResourceError | None:
     except ResourceError as error:
         return error
     return None
+
+
+def abandoned(path: Path) -> str | None:
+    """Name of the file that a writer was at when it was killed; None of other files.
+
+    Names longer than `MAX_NAME` are cut.
+    """
+    match = PARTIAL.fullmatch(path.name)
+    return None if match is None else match[1]
 
 
 def _partial_of(path: Path) -> Path:

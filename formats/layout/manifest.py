@@ -26,7 +26,8 @@ class SourceTensor:
 
     Attributes:
         dtype: safetensors name, `BF16`.
-        fate: quantized, copied (bytes unchanged), or dropped.
+        fate: quantized, copied (bytes unchanged), rotated (written in another basis, unquantized),
+            or dropped.
         reason: why it was dropped or left unquantized; empty otherwise.
         sha256: of its bytes in the source.
         bits: width of its codes; None unless quantized.

@@ -20,6 +20,8 @@ def announce(ahead: Prospect, note: Callable[[str], None] | None) -> None:
     if note is None:
         return
     note(method_line(ahead))
+    if ahead.obstacle is not None and ahead.recipe.method.codes == "gptq":
+        note(f"not rotated: {ahead.obstacle}")
     tokens = ahead.windows.count * ahead.windows.length
     if ahead.recipe.method.calibrated and tokens < FEW_TOKENS:
         note(f"! {tokens:,} tokens of calibration text are few; use {FEW_TOKENS:,} or more")

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from transformers import (
 
 from lowbit.convert.original.rotation import rotated, rotation_of
 from lowbit.convert.original.weights import Weights, open_weights
-
-if TYPE_CHECKING:
-    pass
 
 SIZES = {
     "vocab_size": 96,
@@ -76,8 +72,8 @@ def random_gains(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def llama(tied: bool) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+def llama(tied: bool, **fields: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied, **fields))
 
 
 def qwen2() -> PreTrainedModel:
@@ -87,6 +83,7 @@ def qwen2() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama(tied=False),
     "tied llama": lambda: llama(tied=True),
+    "llama with wide heads": lambda: llama(tied=False, head_dim=32),
     "qwen2": qwen2,
 }
 

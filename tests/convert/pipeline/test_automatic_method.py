@@ -60,10 +60,7 @@ def test_the_chosen_method_is_said_recorded_and_verified(
 ) -> None:
     out = tmp_path / "out"
     done = succeeded(cli_as_typed(source, out, *text, *CPU))
-    assert done.stderr.splitlines()[0] == (
-        "gptq+rotate on 1 core, a few seconds; --method gptq+rotate+autoround: a few seconds, "
-        "the loss typically a tenth lower"
-    )
+    assert done.stderr.splitlines()[0] == "gptq+rotate on 1 core, a few seconds"
     assert method_of(out) == "gptq+rotate"
     assert " --method gptq+rotate " in json.loads((out / "quality.json").read_text())["command"]
     verified = succeeded(cli_as_typed("verify", out, "--source", source, *text[:2]))
@@ -80,6 +77,19 @@ def test_a_slow_cpu_gets_the_quicker_method(
     assert done.stderr.startswith("weighted on 1 core, about ")
     assert "; --method gptq+rotate: about " in done.stderr
     assert method_of(tmp_path / "out") == "weighted"
+
+
+def test_a_head_that_stays_the_embedding_is_not_rotated(
+    cli_as_typed: "Cli", tiny: Path, tmp_path: Path, text: tuple[str, ...]
+) -> None:
+    done = succeeded(cli_as_typed(tiny, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
+    first, second = done.stderr.splitlines()[:2]
+    assert first == (
+        "gptq on 1 core, a few seconds; --method gptq+autoround: a few seconds, "
+        "the loss typically a tenth lower"
+    )
+    assert second.startswith("not rotated: a head that stays the embedding")
+    assert method_of(tmp_path / "out") == "gptq"
 
 
 def test_eight_bits_are_rounded(cli_as_typed: "Cli", source: Path, tmp_path: Path) -> None:
@@ -146,6 +156,8 @@ def test_a_plan_shows_every_method(cli_as_typed: "Cli", source: Path) -> None:
     rows = {row["method"]: row for row in found["prospect"]["methods"]}
     assert list(rows) == ["rtn", "weighted", "gptq+rotate", "gptq+rotate+autoround"]
     assert [name for name, row in rows.items() if row["used"]] == ["gptq+rotate"]
+    fates = {row["name"]: row["fate"] for row in found["tensors"]}
+    assert fates["model.embed_tokens.weight"] == fates["model.norm.weight"] == "rotated"
     assert rows["rtn"]["calibration_ram_bytes"] is None
     seconds = [row["seconds"] for row in rows.values()]
     assert seconds == sorted(seconds)

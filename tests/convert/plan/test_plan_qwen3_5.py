@@ -270,7 +270,7 @@ def test_mixture_of_experts_is_refused_by_name(name: str) -> None:
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of("27B", Recipe())
     estimates = (Estimate(RTN, 40.0, None),)
-    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, False)
+    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
     reasons = tuple(vllm_verdict(plan))
     render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0))
     said = capsys.readouterr().out

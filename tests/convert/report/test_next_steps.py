@@ -35,21 +35,23 @@ def excess(*rows: tuple[float, float | None]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("command", "first"),
+    ("model_type", "command", "first"),
     [
-        ("lowbit-convert SRC a", "--method auto (same"),
-        ("lowbit-convert SRC a --method absmax", "--method auto (same"),
-        ("lowbit-convert SRC a --method weighted", "--method gptq (same"),
-        ("lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
-        ("lowbit-convert SRC a --method gptq+rotate", "--method gptq+rotate+autoround (same"),
-        ("lowbit-convert SRC a --method gptq+distill", "--recipe mixed ("),
-        ("lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
+        ("qwen3", "lowbit-convert SRC a", "--method gptq+rotate (same"),
+        ("qwen3", "lowbit-convert SRC a --method absmax", "--method gptq+rotate (same"),
+        ("qwen3_5", "lowbit-convert SRC a", "--method gptq (same"),
+        (None, "lowbit-convert SRC a --method weighted", "--method gptq (same"),
+        ("qwen3", "lowbit-convert SRC a --method gptq", "--method gptq+rotate (same"),
+        ("qwen3_5", "lowbit-convert SRC a --method gptq", "--method gptq+autoround (same"),
+        ("qwen3", "lowbit-convert SRC a --method gptq+rotate", "--recipe mixed ("),
+        ("qwen3", "lowbit-convert SRC a --method nonsense", "--recipe mixed ("),
+        ("qwen3", "lowbit-convert SRC a --method gptq+distill --recipe mixed", "--recipe int8 ("),
     ],
 )
 def test_the_first_step_depends_on_what_was_used(
-    make_report: MakeReport, command: str, first: str
+    make_report: MakeReport, model_type: str | None, command: str, first: str
 ) -> None:
-    steps = next_steps(replace(make_report(), command=command))
+    steps = next_steps(replace(make_report(), model_type=model_type, command=command))
     assert steps[0].startswith(first)
     assert "--group-size 64 (up to 0.25 bits per weight more)" in steps
     assert steps[-1].startswith("--target-bpw 5.9 (")
