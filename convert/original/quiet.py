@@ -13,7 +13,8 @@ NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
 def without_advice() -> Iterator[None]:
     """Keep lines about faster kernels off the terminal; every other line still comes through.
 
-    So do all warnings but one: of a thread of autograd that is the first to use a GPU's library.
+    One warning is kept off, too: PyTorch's of a thread that computes gradients and is the first to
+    multiply on a GPU. It is harmless, and nobody can act on it.
     """
     # A handler sees the lines of all loggers below it, a filter of a logger only its own.
     handlers = tuple(logging.getLogger("transformers").handlers)

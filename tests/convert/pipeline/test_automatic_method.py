@@ -84,10 +84,8 @@ def test_a_head_that_stays_the_embedding_is_not_rotated(
 ) -> None:
     done = succeeded(cli_as_typed(tiny, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
     first, second = done.stderr.splitlines()[:2]
-    assert first == (
-        "gptq on 1 core, a few seconds; --method gptq+autoround: a few seconds, "
-        "the loss typically a tenth lower"
-    )
+    assert first.startswith("gptq on 1 core, ")
+    assert "; --method gptq+autoround: " in first
     assert second.startswith("not rotated: a head that stays the embedding")
     assert method_of(tmp_path / "out") == "gptq"
 
