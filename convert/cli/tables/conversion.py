@@ -136,9 +136,10 @@ def plan(view: Preview) -> None:
         f"{size(view.sequence_bytes)} for a context of {view.context:,} tokens"
     )
     if any(step.rereads for step in view.plan.steps):
+        cost = ", but rules out the rotation" if view.plan.rotated else ""
         console.print(
             "the head is untied: it adds bytes and is read faster; "
-            "--lm-head bf16 keeps it tied and the file smaller"
+            f"--lm-head bf16 keeps it tied and the file smaller{cost}"
         )
     if view.plan.recipe.drop_vision:
         console.print(
