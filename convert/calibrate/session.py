@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from lowbit.convert.calibrate.store import Calibrated, Store
 from lowbit.convert.original.calibration_text import CalibrationText
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.rotation import rotation_of
 from lowbit.convert.original.weights import open_weights
 from lowbit.convert.plan.plan import Plan
 from lowbit.formats.layout.manifest import Calibration
@@ -53,7 +52,7 @@ class Session:
         store = Store(folder, self.digest)
         weights = open_weights(self.source)
         if self.plan.recipe.method.rotate:
-            weights = replace(weights, rotation=rotation_of(weights.checkpoint))
+            weights = weights.rotated()
         with without_advice():
             model = load_layered_model(weights, self.text.samples.shape[1], self.device)
             task = Task(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.packing import PACKED, SCALE, unpack
@@ -61,6 +62,7 @@ class Difference:
         only_b: same of the second.
         linears: that differ.
         others: names of other tensors that differ.
+        other_basis: one of the two is rotated, so that all weights differ in alike models too.
         equal: weights and other tensors that are the same, byte for byte.
     """
 
@@ -71,6 +73,7 @@ class Difference:
     linears: tuple[LinearDifference, ...]
     others: tuple[str, ...]
     equal: int
+    other_basis: bool
 
     @property
     def same(self) -> bool:
@@ -118,6 +121,7 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         linears=tuple(linears),
         others=tuple(others),
         equal=equal,
+        other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
     )
 
 

@@ -1,9 +1,8 @@
 """A packed folder and its original, in one basis."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from lowbit.convert.original.rotation import rotation_of, rotation_roles
+from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import is_tied
@@ -22,7 +21,7 @@ def open_pair(source: Path, packed: Path) -> tuple[Weights, Weights]:
     """
     original, quantized = open_weights(source), open_weights(packed)
     if is_rotated(read_manifest(packed)) or _looks_rotated(original, quantized):
-        original = replace(original, rotation=rotation_of(original.checkpoint))
+        original = original.rotated()
     return original, quantized
 
 

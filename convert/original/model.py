@@ -56,16 +56,8 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     Raises:
         UnsupportedModelError: transformers has no causal language model for it.
     """
-    from transformers import AutoModelForCausalLM
-
-    config = transformers_config(weights)
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
-        ).eval()
-    decoder = built.model
-    # Its frequencies are computed when it is built, and so would have no storage either.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
+    decoder = without_storage(weights, torch.float32).model
+    store_frequencies(decoder, device)
     layers, norm = tuple(decoder.layers), decoder.norm
     prefix = prefix_of(weights.checkpoint.config, weights.checkpoint.tensors)
     # A rotated head takes over the final norm's gain, and so is no longer the embedding.
@@ -81,7 +73,27 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
     )
 
 
-def transformers_config(weights: Weights) -> Any:
+def without_storage(weights: Weights, dtype: torch.dtype) -> Any:
+    """Transformers' `...ForCausalLM` of a checkpoint, its parameters on the meta device.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for it.
+        CheckpointError: config.json is not valid.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            _transformers_config(weights), attn_implementation="sdpa", dtype=dtype
+        ).eval()
+
+
+def store_frequencies(decoder: Any, device: torch.device) -> None:
+    """Compute a decoder's rotary frequencies, which are no parameters, on a device."""
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
+
+
+def _transformers_config(weights: Weights) -> Any:
     """The configuration as transformers reads it, less what would make it unpack weights itself.
 
     Raises:

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]  # steps done and in all
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was asked and answered.
+    """A prompt and its answer.
 
     Attributes:
         text: the prompt and the answer, special tokens included.

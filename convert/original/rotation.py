@@ -81,6 +81,8 @@ class Rotation:
     def whole(self, name: str, device: torch.device) -> Tensor:
         """A tensor of the result, float32."""
         raw = self.checkpoint.read(self.source(name))
+        if name in self.roles and self.roles[name].kind == "writes":
+            return _mixed(raw, device)  # read once: nobody asks for its rows again
         return self.rows(name, 0, raw, device)
 
     def rows(self, name: str, start: int, raw: Tensor, device: torch.device) -> Tensor:
@@ -105,29 +107,14 @@ class Rotation:
         return rotated(w)
 
     def _mixed_rows(self, source: str, device: torch.device) -> Tensor:
-        """R^T W of a matrix whose output goes to the stream: [N, K] float32."""
+        """R^T W of a matrix whose output goes to the stream, of which blocks are asked for."""
         key = source, device
         with self._lock:
             if key not in self._mixed:
                 while len(self._mixed) >= KEPT:
                     self._mixed.popitem(last=False)
-                w = self.checkpoint.read(source)
-                mixed = torch.empty(w.shape, device=device)
-                count = max(1, COLUMNS // len(w))
-                for start in range(0, w.shape[1], count):
-                    columns = w[:, start : start + count].to(device).to(torch.float32)
-                    mixed[:, start : start + count] = rotated(columns.T.contiguous()).T
-                self._mixed[key] = mixed
+                self._mixed[key] = _mixed(self.checkpoint.read(source), device)
             return self._mixed[key]
-
-
-def rotation_of(checkpoint: Checkpoint) -> Rotation:
-    """The rotation of a dense model.
-
-    Raises:
-        UnsupportedModelError: the architecture is not implemented.
-    """
-    return Rotation(checkpoint, rotation_roles(checkpoint.config, checkpoint.tensors))
 
 
 def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Role]:
@@ -171,6 +158,16 @@ def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], dev
     if not sizes:
         return 0
     return max(sizes) * 4 if device == "cuda" else max(sizes) * HELD_BYTES + COLUMNS_BYTES
+
+
+def _mixed(w: Tensor, device: torch.device) -> Tensor:
+    """R^T W of a stored matrix [N, K], a few columns at a time: float32."""
+    mixed = torch.empty(w.shape, device=device)
+    count = max(1, COLUMNS // len(w))
+    for start in range(0, w.shape[1], count):
+        columns = w[:, start : start + count].to(device).to(torch.float32)
+        mixed[:, start : start + count] = rotated(columns.T.contiguous()).T
+    return mixed
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Any weight of a checkpoint in FP32, as a reader of the file sees it, in blocks of rows."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.rotation import Rotation
+from lowbit.convert.original.rotation import Rotation, rotation_roles
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.packing import (
@@ -45,6 +45,11 @@ class Weights:
     def name(self) -> str:
         """Name of the folder, for messages."""
         return self.checkpoint.folder.name
+
+    def rotated(self) -> "Weights":
+        """The weights of the same model, a dense one, with its residual stream rotated."""
+        roles = rotation_roles(self.checkpoint.config, self.checkpoint.tensors)
+        return replace(self, rotation=Rotation(self.checkpoint, roles))
 
     def packed_schemes(self) -> Mapping[str, Scheme]:
         """The scheme of every packed linear, by module name.

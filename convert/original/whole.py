@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lowbit.convert.original.model import transformers_config
+from lowbit.convert.original.model import store_frequencies, without_storage
 from lowbit.convert.original.walk import HEAD_ROWS
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.qwen3_5 import prefix_of
@@ -27,12 +27,7 @@ def build(weights: Weights, dtype: torch.dtype) -> Any:
         UnsupportedModelError: transformers does not know the architecture.
         CheckpointError: config.json is not valid, or a weight is missing or has another shape.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            transformers_config(weights), attn_implementation="sdpa", dtype=dtype
-        ).eval()
+    model = without_storage(weights, dtype)
     for name, parameter in model.named_parameters():
         found = weights.shape(_in_file(name, weights))
         if found != tuple(parameter.shape):
@@ -66,9 +61,7 @@ def fill(model: Any, weights: Weights, device: torch.device) -> None:
         whole = torch.nn.Parameter(values, requires_grad=False)
         setattr(module, name.rpartition(".")[2], whole)
     model.tie_weights()
-    decoder = model.model
-    # Its frequencies are computed when it is built, and so would have no storage either.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
+    store_frequencies(model.model, device)
 
 
 def _in_file(name: str, weights: Weights) -> str:

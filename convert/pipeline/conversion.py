@@ -13,7 +13,7 @@ from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import LayerError
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.rotation import held_bytes, rotation_of
+from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.calibration import begin_calibration
 from lowbit.convert.pipeline.folder import (
     check_apart,
@@ -140,7 +140,6 @@ def convert(
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
     load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
     files = check_small_files(location.folder)
-    rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)
     session = None
@@ -165,16 +164,7 @@ def convert(
             report("convert", done, total)
 
         stream(
-            plan,
-            checkpoint,
-            partial,
-            journal.append,
-            todo,
-            elements,
-            target,
-            advance,
-            calibrated,
-            rotation,
+            plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
         record = None if session is None else session.record

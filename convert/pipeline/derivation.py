@@ -10,7 +10,7 @@ from lowbit.convert.calibrate.session import begin
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.rotation import held_bytes, rotation_of
+from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.folder import small_files
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.pipeline.stream import stream
@@ -80,13 +80,10 @@ def check_derived(
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
             calibrated = session.run(Path(folder), progress)
-        rotation = rotation_of(checkpoint) if plan.recipe.method.rotate else None
         held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
         elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
-        stream(
-            plan, checkpoint, None, compare, steps, elements, target, advance, calibrated, rotation
-        )
+        stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
     return None
 
 

@@ -26,6 +26,7 @@ from lowbit.convert.plan.choice_of_method import (
     WEIGHTED,
     Gain,
     automatic_method,
+    best_gptq,
     gain_of,
     methods,
     needs_no_calibration,
@@ -149,8 +150,7 @@ def look_ahead(
     estimates = [estimate(method) for method in methods(rotatable)]
     if automatic:
         method = automatic_method(plan.schemes, place.type, estimate(GPTQ).seconds, rotatable)
-        best = replace(GPTQ, rotate=rotatable)
-        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best):
+        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best_gptq(rotatable)):
             method = begun
         recipe = replace(recipe, method=method)
         plan = make_plan(config, tensors, recipe, max_shard_bytes)  # a rotation changes fates

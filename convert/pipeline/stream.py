@@ -83,7 +83,6 @@ def stream(
     device: torch.device,
     progress: Progress,
     calibrated: Calibrated | None = None,
-    rotation: Rotation | None = None,
 ) -> None:
     """Carry out steps of a plan into the shards of `folder`.
 
@@ -97,7 +96,6 @@ def stream(
         device: where codes are computed; the result does not depend on it.
         progress: called with the source bytes done.
         calibrated: linears whose codes are chosen already.
-        rotation: of the source; None to take its weights as they are.
 
     Raises:
         QuantizationError: a tensor holds NaN or Inf.
@@ -141,7 +139,7 @@ def stream(
             rule=rule,
             device=device,
             calibrated=calibrated,
-            rotation=rotation,
+            rotation=Rotation(source, plan.rotated),
         )
         for made in _overlap(workers, make, hashed):
             writes.append(writer.submit(put, made))
@@ -226,7 +224,7 @@ def _make(
     rule: ScaleRule,
     device: torch.device,
     calibrated: Calibrated | None,
-    rotation: Rotation | None,
+    rotation: Rotation,
 ) -> _Made:
     """Quantize, pack and measure the rows of a block, or pass them on."""
     step = block.work.step
@@ -236,7 +234,7 @@ def _make(
     sums = WeightSums()
     name = step.source.name if step.module is None else f"{step.module}.weight"
     rows = block.rows
-    if rotation is not None and name in rotation.roles:
+    if name in rotation.roles:
         rows = rotation.rows(name, block.start, rows, device)
     if step.scheme is None:
         rows = rows.to(step.source.dtype).cpu()

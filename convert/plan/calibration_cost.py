@@ -29,7 +29,6 @@ from functools import cached_property
 import torch
 
 from lowbit.convert.original.layer import BATCH_TOKENS
-from lowbit.convert.original.rotation import KEPT as ROTATED_KEPT
 from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
 from lowbit.formats.architectures.table import TensorSpec
@@ -225,10 +224,6 @@ def calibration_memory(
         solving = [SOLVE_BYTES * N * K for layer in shapes.layers for N, K in layer]
         normals = max(N * (K // SMALL_GROUP) ** 2 for layer in shapes.layers for N, K in layer)
         work += max(solving) + NORMAL_BYTES * min(NORMAL_ELEMENTS, normals)
-    if method.rotate:  # matrices whose rows are mixed are whole
-        work += (
-            4 * ROTATED_KEPT * max(math.prod(shape) for layer in shapes.layers for shape in layer)
-        )
     if method.distill:
         learned = min(shapes.weights, learned_together(device))
         head = 8 * shapes.vocabulary * shapes.hidden

@@ -10,7 +10,6 @@ from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.layout.scheme import Scheme
 
 WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
-ROTATED = replace(GPTQ, rotate=True)
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8
@@ -36,8 +35,14 @@ class Gain:
 # What autoround adds to a rotation has not been measured.
 TO_WEIGHTED = "the loss typically a third lower"
 TO_GPTQ = "the loss typically halved"
+RTN_TO_GPTQ = "the loss typically a third of it"
 TO_ROTATED = "the loss typically a sixth lower"
 TO_AUTOROUND = "the loss typically a tenth lower"
+
+
+def best_gptq(rotatable: bool) -> Method:
+    """The method that `auto` takes where there is time: gptq, rotated where that is possible."""
+    return replace(GPTQ, rotate=rotatable)
 
 
 def methods(rotatable: bool) -> tuple[Method, ...]:
@@ -46,7 +51,7 @@ def methods(rotatable: bool) -> tuple[Method, ...]:
     Args:
         rotatable: the checkpoint can be rotated.
     """
-    best = replace(GPTQ, rotate=rotatable)
+    best = best_gptq(rotatable)
     return RTN, WEIGHTED, best, replace(best, autoround=True)
 
 
@@ -60,10 +65,10 @@ def gain_of(method: Method, rotatable: bool) -> Gain | None:
     if method == RTN:
         return Gain(WEIGHTED, TO_WEIGHTED)
     if method == WEIGHTED:
-        return Gain(replace(GPTQ, rotate=rotatable), TO_GPTQ)
+        return Gain(best_gptq(rotatable), TO_GPTQ)
     if method == GPTQ:
         if rotatable:
-            return Gain(ROTATED, TO_ROTATED)
+            return Gain(best_gptq(rotatable), TO_ROTATED)
         return Gain(replace(GPTQ, autoround=True), TO_AUTOROUND)
     return None
 
@@ -82,7 +87,7 @@ def automatic_method(
     if needs_no_calibration(schemes):
         return RTN
     if device == "cuda" or gptq_seconds <= LONGEST_SECONDS:
-        return replace(GPTQ, rotate=rotatable)
+        return best_gptq(rotatable)
     return WEIGHTED
 
 

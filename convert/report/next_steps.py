@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.choice_of_method import Gain, gain_of
+from lowbit.convert.plan.choice_of_method import RTN_TO_GPTQ, Gain, best_gptq, gain_of
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.linears import main_bits
 from lowbit.formats.architectures.dense import MODEL_TYPES
@@ -74,11 +74,7 @@ def _better_method(used: str, model_type: str | None) -> Gain | None:
         method = RTN if used == "absmax" else Method.parse(used)
     except QuantizationError:  # a report may come from anybody
         return None
-    gain = gain_of(method, rotatable)
-    if method == RTN and gain is not None:
-        best = gain_of(gain.method, rotatable)
-        return None if best is None else Gain(best.method, "the loss typically a third of it")
-    return gain
+    return Gain(best_gptq(rotatable), RTN_TO_GPTQ) if method == RTN else gain_of(method, rotatable)
 
 
 def used_options(command: str | None) -> Mapping[str, str] | None:

@@ -91,8 +91,8 @@ def generate(
     if raw and (system is not None or thinking is not None):
         raise click.UsageError("--raw takes no --system and no --think: they need the template.")
     if prompts is not None:
+        from lowbit.runtime.cli.prompt_file import Settings, read_prompts
         from lowbit.runtime.cli.prompts import answer_file
-        from lowbit.runtime.engine.prompt_file import Settings, read_prompts
 
         given = {key: value for key, value in sampling.items() if value is not None}
         lines = read_prompts(prompts, Settings(given, max_new_tokens, tuple(stop), thinking, raw))

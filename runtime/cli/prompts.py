@@ -18,8 +18,8 @@ from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.shell.output import json_line, note, print_json
 from lowbit.formats.shell.tables import progress_bars
 from lowbit.runtime.cli.answer import sampling_of
+from lowbit.runtime.cli.prompt_file import DIGEST, PromptLine, keep_answers
 from lowbit.runtime.conversation.turns import Conversation
-from lowbit.runtime.engine.prompt_file import DIGEST, PromptLine, keep_answers
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
@@ -113,7 +113,8 @@ def _writer(out: Path | None, as_json: bool) -> Iterator[Write]:
 def _show(answer: dict[str, Any]) -> None:
     """An answer for a reader: its id on stderr, its text on stdout."""
     if "error" in answer:
-        note(f"! {answer['id']}: {answer['error']}")
+        hint = f"; {answer['hint']}" if answer["hint"] else ""
+        note(f"! {answer['id']}: {answer['error']}{hint}")
         return
     note(f"{answer['id']}: {len(answer['token_ids'])} tokens, {answer['finish_reason']}")
     text = answer["text"]

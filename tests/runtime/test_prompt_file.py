@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.prompt_file import Settings, keep_answers, read_prompts
+from lowbit.runtime.cli.prompt_file import Settings, keep_answers, read_prompts
 
 BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
 LINES: list[dict[str, Any]] = [

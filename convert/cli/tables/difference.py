@@ -10,7 +10,6 @@ from lowbit.convert.report.words import percent
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
-ROTATED = "+rotate"
 OTHER_BASIS = (
     "one is rotated: its weights differ everywhere, and yet the models may be alike; "
     "compare reports instead"
@@ -31,8 +30,7 @@ def difference(a: Path, b: Path, found: Difference) -> None:
         for where, row in entries:
             table.add_row(where, *map(str, (row.key, row.a, row.b)))
         console.print(table)
-    methods = [row for row in found.recipe if row.key == "method"]
-    if any((ROTATED in str(row.a)) != (ROTATED in str(row.b)) for row in methods):
+    if found.other_basis:
         note(OTHER_BASIS)
     if found.linears:
         text = ("linear", "first", "second")

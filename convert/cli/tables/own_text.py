@@ -24,7 +24,7 @@ def own_text(done: OwnText, source: str, revision: str | None) -> None:
 
 
 def own_text_json(done: OwnText) -> dict[str, Any]:
-    """The same figures as an object."""
+    """Figures of `own_text` as the object of `--json`."""
     return {
         "file": str(done.file),
         "answers": len(done.answers),

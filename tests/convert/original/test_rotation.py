@@ -1,7 +1,6 @@
 """The rotation is orthogonal, gives the same bits everywhere, and leaves the model as it is."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from lowbit.convert.original.rotation import rotated, rotation_of
+from lowbit.convert.original.rotation import Rotation, rotated, rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 
 SIZES = {
@@ -44,7 +43,9 @@ def test_a_loud_channel_is_spread() -> None:
 
 def test_same_bits_by_rows_and_by_columns(tiny: Path) -> None:
     weights = open_weights(tiny)
-    rotation = rotation_of(weights.checkpoint)
+    rotation = Rotation(
+        weights.checkpoint, rotation_roles(weights.checkpoint.config, weights.checkpoint.tensors)
+    )
     cpu = torch.device("cpu")
     for name in ("mlp.gate_proj", "mlp.down_proj"):
         full = f"model.layers.1.{name}.weight"
@@ -90,7 +91,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 @torch.no_grad()
 def logits(weights: Weights, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of transformers' model with weights read through a rotation."""
+    """Logits of transformers' model with weights read through a rotation."""
     model.config.tie_word_embeddings = False
     turned = type(model)(model.config).eval()
     cpu = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_logits_stay(tmp_path: Path, name: str) -> None:
     ids = torch.randint(0, 96, (2, 30))
     expected = model(ids).logits
     weights = open_weights(tmp_path)
-    weights = replace(weights, rotation=rotation_of(weights.checkpoint))
+    weights = weights.rotated()
     found = logits(weights, model, ids)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     embedding = weights.read("model.embed_tokens.weight", (96, 96), torch.device("cpu"))
@@ -128,5 +129,5 @@ def test_logits_of_the_bundled_model_stay(tiny: Path) -> None:
     ids = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
     expected = model(ids).logits
     weights = open_weights(tiny)
-    found = logits(replace(weights, rotation=rotation_of(weights.checkpoint)), model, ids)
+    found = logits(weights.rotated(), model, ids)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()

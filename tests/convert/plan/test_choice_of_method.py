@@ -7,7 +7,6 @@ import pytest
 from lowbit.convert.plan.choice_of_method import (
     GPTQ,
     LONGEST_SECONDS,
-    ROTATED,
     WEIGHTED,
     automatic_method,
     gain_of,
@@ -16,6 +15,7 @@ from lowbit.convert.plan.choice_of_method import (
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.layout.scheme import Scheme
 
+ROTATED = Method("gptq", rotate=True)
 INT4 = {"a": Scheme(4), "b": Scheme(8), "c": None}
 
 

@@ -23,12 +23,12 @@ from lowbit.runtime.text.chat import check_messages
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
 DIGEST = "request_sha256"
-MOST_NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
+NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
 FLAGS = (
     Field("thinking", "flag", default=None, nullable=True),
     Field("raw", "flag", default=False),
 )
-CHECKED = {field.key: field for field in (*SETTINGS.values(), MOST_NEW_TOKENS, *FLAGS)}
+CHECKED = {field.key: field for field in (*SETTINGS.values(), NEW_TOKENS, *FLAGS)}
 KEYS = ("id", "prompt", "messages", "stop", *CHECKED)
 
 Id = str | int
