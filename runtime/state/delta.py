@@ -101,3 +101,52 @@ def new_delta_state(
         memory=torch.zeros(sizes, dtype=torch.float32, device=device),
         sequences=sequences,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSlots:
+    """States of linear layers; a step reads one slot and writes another or the same.
+
+    Attributes:
+        conv: [L, S, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU.
+        memory: [L, S, Hv, Dk, Dv] float32.
+        arrived: [S, Hk] int32, zero between kernels: counts programs that have read a window they
+            share, by slot that is read.
+    """
+
+    conv: Tensor
+    memory: Tensor
+    arrived: Tensor
+
+    @property
+    def count(self) -> int:
+        """Slots; none where the model has no linear layer."""
+        return self.memory.shape[1] if self.memory.dim() > 1 else 0
+
+    def clear(self, slot: int) -> None:
+        """Put the state before the first token into a slot."""
+        self.conv[:, slot].zero_()
+        self.memory[:, slot].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot to another."""
+        self.conv[:, target].copy_(self.conv[:, source])
+        self.memory[:, target].copy_(self.memory[:, source])
+
+
+def no_slots() -> DeltaSlots:
+    """The states of a model without linear layers."""
+    return DeltaSlots(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
+
+
+def new_slots(
+    layers: int, count: int, weights: DeltaWeights, dtype: torch.dtype, device: str
+) -> DeltaSlots:
+    """Slots that hold the state before the first token, for linear layers of the same sizes."""
+    channels, taps = weights.conv.shape
+    sizes = (layers, count, weights.value_heads, weights.key_dim, weights.value_dim)
+    return DeltaSlots(
+        conv=torch.zeros(layers, count, taps - 1, channels, dtype=dtype, device=device),
+        memory=torch.zeros(sizes, dtype=torch.float32, device=device),
+        arrived=torch.zeros(count, weights.key_heads, dtype=torch.int32, device=device),
+    )
