@@ -10,19 +10,16 @@ import torch
 from make_random_checkpoint import config_of
 from torch import Tensor
 
-from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures import prefix_of, read_config, tensor_table
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
-from lowbit.runtime.models.dense import build as build_dense
-from lowbit.runtime.models.qwen3_5 import build as build_hybrid
+from lowbit.runtime.models.architectures import BUILD
 from lowbit.runtime.state.sampling import new_sampler
 from lowbit.runtime.weights.linear import DenseLinear
 
 GROUP = 128
 CONTEXT = 8192
-EMBEDDING = "embed_tokens.weight"
 HEAD_BITS = 8
 
 
@@ -72,12 +69,8 @@ def random_engine(size: str, bits: int, context: int = CONTEXT) -> Engine:
     raw = config_of(size)
     config = read_config(raw)
     weights = RandomWeights({spec.name: spec.shape for spec in tensor_table(raw)}, bits)
-    if isinstance(config, DenseConfig):
-        decoder = build_dense(config, weights, cuda, context)  # type: ignore[arg-type]
-    else:
-        embedding = next(name for name in weights.shapes if name.endswith(EMBEDDING))
-        prefix = embedding.removesuffix(EMBEDDING)
-        decoder = build_hybrid(config, prefix, weights, cuda, context)  # type: ignore[arg-type]
+    build = BUILD[raw["model_type"]]
+    decoder = build(config, prefix_of(raw), weights, cuda, context)  # type: ignore[arg-type]
     return Engine(
         decoder=decoder,
         cache=decoder.new_cache(context, torch.bfloat16, "cuda"),

@@ -23,6 +23,7 @@ from lowbit.convert.export.source import (
     row_blocks,
     wrong_scale,
 )
+from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.layout.packing import WORD_BITS
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -115,7 +116,7 @@ def notes(source: PackedSource) -> Iterable[str]:
     """Sentences on which readers take this export."""
     if any(linear.module == "lm_head" for linear in source.linears):
         yield "the head is quantized: gptqmodel and vLLM read it, transformers does not"
-    if any(linear.module.startswith("mtp.") for linear in source.linears):
+    if any(linear.module.startswith(MTP_PREFIX) for linear in source.linears):
         yield "multi-token prediction is quantized too, which few readers of GPTQ expect"
 
 

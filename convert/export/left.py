@@ -2,8 +2,7 @@
 
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures import part_of
-from lowbit.formats.architectures.names import split_layer
-from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 
 
 def layer_of(module: str) -> tuple[int, str] | None:

@@ -1,8 +1,7 @@
 """MLX's container: the same words as uint32, `W = u * scale + bias` with `bias = -2^(bits-1) * s`.
 
 The files have the form that mlx-lm itself writes (header metadata `{"format": "mlx"}`), so its
-loader changes nothing: in a Qwen3.5 the convolution has its channels last and norm gains are w + 1.
-mlx-lm has no multi-token prediction and no vision tower; they are left out.
+loader changes nothing. mlx-lm has no multi-token prediction and no vision tower; they are left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,21 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.export.architectures import EXPORTED
+from lowbit.convert.export.architectures.architecture import Mlx
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.outputs import Output, copied, row_parts
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, PackedSource, check_scales, row_blocks
-from lowbit.formats.architectures import is_tied, part_of
-from lowbit.formats.architectures.decoder import FULL, LINEAR
-from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 GROUPS = (128, 64, 32)
-HYBRID = "language_model."  # prefix of a Qwen3.5's modules in mlx-lm
-CONV, GATED_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 
 
 def check(source: PackedSource) -> None:
@@ -39,23 +35,12 @@ def check(source: PackedSource) -> None:
         _group(linear)
     dtype = _dtype(source)
     check_scales(source, dtype, torch.finfo(dtype).max / 128)
-    config = source.config
-    if isinstance(config, Qwen35Config) and config.layer_types != _periodic(config):
-        raise FormatError(
-            "config.json: full-attention layers are not at regular distances, as mlx-lm expects"
-        )
+    family(source).check(source.config)
 
 
-def _periodic(config: Qwen35Config) -> tuple[str, ...]:
-    interval = _interval(config)
-    layers = range(1, config.num_hidden_layers + 1)
-    return tuple(LINEAR if i % interval else FULL for i in layers)
-
-
-def _interval(config: Qwen35Config) -> int:
-    """Distance between full-attention layers; the number of layers plus one without any."""
-    kinds = config.layer_types
-    return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+def family(source: PackedSource) -> Mlx[Any]:
+    """MLX names and values of the folder's family."""
+    return EXPORTED[source.model_type].mlx
 
 
 def _group(linear: Linear) -> int:
@@ -76,17 +61,8 @@ def _dtype(source: PackedSource) -> torch.dtype:
     return torch.float16 if stored == torch.float16 else torch.bfloat16
 
 
-def _named(source: PackedSource, name: str) -> str:
-    """A tensor or module as mlx-lm names it."""
-    if not isinstance(source.config, Qwen35Config):
-        return name
-    if name.startswith(NESTED_PREFIX):
-        return f"{HYBRID}model.{name.removeprefix(NESTED_PREFIX)}"
-    return HYBRID + name
-
-
 def _is_exported(source: PackedSource, name: str) -> bool:
-    return part_of(source.checkpoint.config, name) == "decoder"
+    return source.part_of(name) == "decoder"
 
 
 def linears(source: PackedSource) -> list[Linear]:
@@ -105,26 +81,15 @@ def outputs(source: PackedSource) -> list[Output]:
 def copies(source: PackedSource) -> list[tuple[TensorInfo, str]]:
     """Tensors that are exported byte for byte, with their new names."""
     return [
-        (info, _named(source, info.name))
+        (info, family(source).name_of(info.name))
         for info in source.dense
-        if _is_exported(source, info.name) and _change(source, info) is None
+        if _is_exported(source, info.name) and family(source).change(info.name) is None
     ]
 
 
-def _change(source: PackedSource, info: TensorInfo) -> str | None:
-    """Change of a dense tensor: `conv`, `gain`, or None."""
-    if not isinstance(source.config, Qwen35Config):
-        return None
-    if info.name.endswith(CONV):
-        return "conv"
-    if info.name.endswith("norm.weight") and not info.name.endswith(GATED_NORM):
-        return "gain"
-    return None
-
-
 def _dense(source: PackedSource, info: TensorInfo) -> Output:
-    change = _change(source, info)
-    name = _named(source, info.name)
+    change = family(source).change(info.name)
+    name = family(source).name_of(info.name)
     if change is None:
         return copied(source, info, name)
     if change == "gain":  # rounded as mlx-lm rounds it
@@ -144,7 +109,7 @@ def _dense(source: PackedSource, info: TensorInfo) -> Output:
 
 
 def _linear(source: PackedSource, linear: Linear) -> Iterator[Output]:
-    module, dtype = _named(source, linear.module), _dtype(source)
+    module, dtype = family(source).name_of(linear.module), _dtype(source)
     repeat = linear.group // _group(linear)
     shape = (linear.N, linear.groups * repeat)
 
@@ -168,7 +133,7 @@ def config(source: PackedSource) -> dict[str, Any]:
     """config.json of the export."""
     made = linears(source)
     schemes = {
-        _named(source, linear.module): {
+        family(source).name_of(linear.module): {
             "group_size": _group(linear),
             "bits": linear.bits,
             "mode": "affine",
@@ -184,34 +149,12 @@ def config(source: PackedSource) -> dict[str, Any]:
     section: dict[str, Any] = {"group_size": group, "bits": bits, "mode": "affine"}
     section |= {name: scheme for name, scheme in schemes.items() if scheme != section}
     content = {**source.plain_config, "quantization": section, KEY: section}
-    if isinstance(source.config, Qwen35Config):
-        _state_defaults(source, content, source.config)
-    return content
-
-
-def _state_defaults(source: PackedSource, content: dict[str, Any], config: Qwen35Config) -> None:
-    """State the values that mlx-lm would otherwise default differently."""
-    content["model_type"] = "qwen3_5"  # mlx-lm does not know the text-only name
-    text = {**content.get("text_config", content)}
-    rope = {**(text.get("rope_parameters") or {})}
-    rope |= {
-        "rope_theta": config.rope_theta,
-        "partial_rotary_factor": config.rotary_dim / config.head_dim,
-    }
-    text |= {
-        "rope_parameters": {"rope_type": "default", **rope},
-        "full_attention_interval": _interval(config),
-        "tie_word_embeddings": is_tied(source.checkpoint.config),
-    }
-    if "text_config" in content:
-        content["text_config"] = text
-    else:
-        content |= text
+    return family(source).config(source.config, source, content)
 
 
 def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
     """Decode a linear with MLX's arithmetic, `u * scale + bias` in FP32."""
-    module = _named(source, linear.module)
+    module = family(source).name_of(linear.module)
     shifts = torch.arange(0, 32, linear.bits, dtype=torch.int32)
     mask, zero = (1 << linear.bits) - 1, 1 << (linear.bits - 1)
     for start, stop in row_blocks(linear):
@@ -227,7 +170,7 @@ def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[D
 
 def dropped(source: PackedSource) -> Iterable[str]:
     """Parts of the model that are left out, each with its reason."""
-    parts = {part_of(source.checkpoint.config, name) for name in source.checkpoint.tensors}
+    parts = {source.part_of(name) for name in source.checkpoint.tensors}
     if "vision" in parts:
         yield "the vision tower: mlx-lm serves text"
     if "mtp" in parts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures import Config, read_config
+from lowbit.formats.architectures import Config, Part, part_of, read_config
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
 from lowbit.formats.layout.quantization_config import KEY
@@ -78,6 +78,20 @@ class PackedSource:
     def checkpoint(self) -> Checkpoint:
         """The tensors as stored."""
         return self.packed.checkpoint
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of config.json."""
+        return str(self.checkpoint.config["model_type"])
+
+    @property
+    def has_mtp(self) -> bool:
+        """Tell if the folder holds a head for multi-token prediction."""
+        return any(self.part_of(spec.name) == "mtp" for spec in self.packed.specs)
+
+    def part_of(self, name: str) -> Part:
+        """Part of the model that a tensor belongs to."""
+        return part_of(self.checkpoint.config, name)
 
     @property
     def plain_config(self) -> dict[str, Any]:

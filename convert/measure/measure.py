@@ -27,6 +27,7 @@ from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, toke
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
+from lowbit.formats.architectures.decoder import text_part
 from lowbit.formats.errors import CheckpointError, QuantizationError
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
@@ -108,7 +109,7 @@ def measure_logits(
 
 def _context(weights: Weights) -> int:
     config = weights.checkpoint.config
-    context = config.get("text_config", config).get("max_position_embeddings", WINDOW)
+    context = text_part(config).get("max_position_embeddings", WINDOW)
     return max(2, int(context))
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import is_tied
-from lowbit.formats.architectures.dense import MODEL_TYPES
+from lowbit.formats.architectures import ROTATABLE, is_tied
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 
@@ -41,7 +40,7 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     A rotation leaves gains of one where the original has others, and a head beside the embedding.
     """
     config = original.checkpoint.config
-    if config.get("model_type") not in MODEL_TYPES or is_tied(packed.checkpoint.config):
+    if config.get("model_type") not in ROTATABLE or is_tied(packed.checkpoint.config):
         return False
     roles = rotation_roles(config, original.checkpoint.tensors)
     gains = [name for name, role in roles.items() if role.kind == "gain"]

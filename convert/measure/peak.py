@@ -9,8 +9,7 @@ import torch
 from lowbit.convert.measure.logits import SUM_TOKENS
 from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
 from lowbit.formats.architectures import tensor_table
-from lowbit.formats.architectures.names import split_layer
-from lowbit.formats.architectures.qwen3_5 import MTP_PREFIX
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 

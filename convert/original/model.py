@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures import is_tied
-from lowbit.formats.architectures.qwen3_5 import prefix_of
+from lowbit.formats.architectures import is_tied, prefix_of
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lowbit.formats.architectures import Config
 from lowbit.formats.architectures.footprint import kv_bytes, state_bytes
-from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.formats.text.template import THINKING, ChatTemplate
@@ -239,7 +238,7 @@ def _answer_bytes(asked: Asked, config: Config, itemsize: int) -> int:
     cache = kv_bytes(config, asked.longest + asked.tokens, itemsize) + state_bytes(config, itemsize)
     width = 4 * config.intermediate_size + 8 * config.hidden_size
     activations = width * itemsize
-    if isinstance(config, Qwen35Config):
-        activations += LINEAR_BYTES * config.value_dim
+    if config.linear_layers is not None:
+        activations += LINEAR_BYTES * config.linear_layers.value_dim
     work = asked.longest * activations + LOGIT_BYTES * config.vocab_size
     return (cache + work) * 5 // 4

@@ -27,15 +27,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures import is_tied, read_config, tensor_table
+from lowbit.formats.architectures import (
+    ROTATABLE,
+    architecture_of,
+    is_tied,
+    prefix_of,
+    read_config,
+    tensor_table,
+)
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
-READERS = {  # norm -> modules of the same layer that read its output
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-WRITERS = ("self_attn.o_proj", "mlp.down_proj")
-FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 COLUMNS = 1 << 22  # weights that are rotated at a time, where columns are
 KEPT = 2  # matrices with mixed rows: the last blocks of one are at work while the next is begun
@@ -118,31 +120,42 @@ class Rotation:
 
 
 def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Role]:
-    """The tensors of a dense model that a rotation changes, by their name in the result.
+    """The tensors that a rotation changes, by their name in the result.
 
     A head that is tied to the embedding gets a matrix of its own.
 
     Args:
         config: config.json of the original.
         names: of its tensors.
+
+    Raises:
+        UnsupportedModelError: the family's residual stream cannot be rotated.
     """
+    stream = architecture_of(config).stream
+    if stream is None:
+        raise UnsupportedModelError(
+            f"config.json: a `{config['model_type']}` model cannot be rotated",
+            hint=f"rotated are: {', '.join(ROTATABLE)}",
+        )
     table = tensor_table(config, names)
     layers, tied = read_config(config).num_hidden_layers, is_tied(config)
+    decoder = prefix_of(config, names)
+    final_norm = f"{decoder}norm.weight"
     embedding = next(spec.name for spec in table if spec.role == "embedding")
     roles = {embedding: Role("reads", embedding)}
     for number in range(layers):
-        prefix = f"model.layers.{number}."
-        for norm, readers in READERS.items():
+        prefix = f"{decoder}layers.{number}."
+        for norm, readers in stream.readers.items():
             gain = f"{prefix}{norm}.weight"
             roles[gain] = Role("gain", gain)
             for module in readers:
                 name = f"{prefix}{module}.weight"
                 roles[name] = Role("reads", name, gain)
-        for module in WRITERS:
+        for module in stream.writers:
             name = f"{prefix}{module}.weight"
             roles[name] = Role("writes", name)
-    roles[FINAL_NORM] = Role("gain", FINAL_NORM)
-    roles[HEAD] = Role("reads", embedding if tied else HEAD, FINAL_NORM)
+    roles[final_norm] = Role("gain", final_norm)
+    roles[HEAD] = Role("reads", embedding if tied else HEAD, final_norm)
     return roles
 
 

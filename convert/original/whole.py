@@ -7,7 +7,7 @@ import torch
 from lowbit.convert.original.model import store_frequencies, without_storage
 from lowbit.convert.original.walk import HEAD_ROWS
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures.qwen3_5 import prefix_of
+from lowbit.formats.architectures import prefix_of
 from lowbit.formats.errors import CheckpointError
 
 FAST_BF16 = "AVX512"  # of CPUs; on others BF16 products are many times slower than FP32

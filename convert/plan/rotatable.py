@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lowbit.formats.architectures import is_tied, part_of
-from lowbit.formats.architectures.dense import MODEL_TYPES
+from lowbit.formats.architectures import ROTATABLE, is_tied, part_of
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -20,8 +19,8 @@ def why_not_rotated(
     """
     if any(part_of(config, name) == "mtp" for name in names):
         return "its head for multi-token prediction shares lm_head but not the norm before it"
-    if config.get("model_type") not in MODEL_TYPES:
-        return f"only {', '.join(MODEL_TYPES)} can be"
+    if config.get("model_type") not in ROTATABLE:
+        return f"only {', '.join(ROTATABLE)} can be"
     if is_tied(config) and schemes.get("lm_head") is None:
         return "a head that stays the embedding cannot take over the last norm's gain"
     return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -53,8 +53,8 @@ def scheme_text(row: WeightQuality) -> str:
 
 def layer_of(name: str) -> tuple[int | None, str]:
     """Decoder layer of a linear, None outside of layers, and its kind."""
-    if name.startswith("mtp."):  # its layers are no layers of the decoder
-        return None, f"mtp.{name.rpartition('.')[2]}"
+    if name.startswith(MTP_PREFIX):  # its layers are no layers of the decoder
+        return None, MTP_PREFIX + name.rpartition(".")[2]
     _, layer, rest = split_layer(name)
     return layer, name if layer is None else rest.rpartition(".")[2]
 

@@ -9,7 +9,7 @@ from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.choice_of_method import RTN_TO_GPTQ, Gain, best_gptq, gain_of
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.linears import main_bits
-from lowbit.formats.architectures.dense import MODEL_TYPES
+from lowbit.formats.architectures import ROTATABLE
 from lowbit.formats.errors import QuantizationError
 
 MORE_BITS = 1.0  # of the budget that is proposed
@@ -69,7 +69,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
 
 def _better_method(used: str, model_type: str | None) -> Gain | None:
     """The method after the one used; a rounding without calibration is followed by the best."""
-    rotatable = model_type in MODEL_TYPES
+    rotatable = model_type in ROTATABLE
     try:
         method = RTN if used == "absmax" else Method.parse(used)
     except QuantizationError:  # a report may come from anybody

@@ -1,21 +1,63 @@
-"""Tensor table of each architecture, found by `model_type`."""
+"""Families of models, found by `model_type`."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lowbit.formats.architectures import dense, qwen3_5
-from lowbit.formats.architectures.decoder import TIED, TIED_FIELD
-from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.formats.architectures.qwen3_5 import Qwen35Config
+from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
+from lowbit.formats.architectures.config import Config
+from lowbit.formats.architectures.decoder import TEXT, TIED
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
-from lowbit.formats.fields import MAX_SHOWN, read_field
+from lowbit.formats.fields import MAX_SHOWN
 
-Part = Literal["decoder", "mtp", "vision"]
+__all__ = [
+    "ARCHITECTURES",
+    "ROTATABLE",
+    "SUPPORTED",
+    "Architecture",
+    "Config",
+    "Part",
+    "architecture_of",
+    "is_carried",
+    "is_tied",
+    "never_quantized",
+    "part_of",
+    "prefix_of",
+    "read_config",
+    "tensor_table",
+    "untied",
+]
 
-Config = DenseConfig | Qwen35Config
+ARCHITECTURES: Mapping[str, Architecture[Any]] = {
+    model_type: family
+    for family in (dense.ARCHITECTURE, qwen3_5.ARCHITECTURE)
+    for model_type in family.model_types
+}
+SUPPORTED = tuple(ARCHITECTURES)
+ROTATABLE = tuple(name for name, family in ARCHITECTURES.items() if family.stream is not None)
 
-SUPPORTED = (*dense.MODEL_TYPES, *qwen3_5.MODEL_TYPES)
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture[Any]:
+    """Family of the model that a `config.json` describes.
+
+    Raises:
+        UnsupportedModelError: the family is not implemented.
+    """
+    found = _find(config)
+    if found is None:
+        raise UnsupportedModelError(
+            f"config.json: model_type `{str(config.get('model_type'))[:MAX_SHOWN]}` is not "
+            "supported",
+            hint=f"supported: {', '.join(SUPPORTED)}",
+        )
+    return found
+
+
+def _find(config: Mapping[str, Any]) -> Architecture[Any] | None:
+    """Family of a `config.json` that nobody has checked; None for an unknown one."""
+    model_type = config.get("model_type")
+    return ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
 
 
 def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list[TensorSpec]:
@@ -37,10 +79,10 @@ def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list
             f"holds {len(names)} tensors",
             hint="config.json and weights do not belong together, or the download is incomplete",
         )
-    if isinstance(parsed, DenseConfig):
-        return dense.tensor_table(parsed)
-    with_mtp = not names or any(name.startswith(qwen3_5.MTP_PREFIX) for name in names)
-    return qwen3_5.tensor_table(parsed, qwen3_5.prefix_of(config, names), with_mtp)
+    table = architecture_of(config).tensor_table(parsed, prefix_of(config, names))
+    if not names or any(part_of(config, name) == "mtp" for name in names):
+        return table
+    return [spec for spec in table if part_of(config, spec.name) != "mtp"]
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
@@ -50,24 +92,22 @@ def read_config(config: Mapping[str, Any]) -> Config:
         UnsupportedModelError: a key is missing, out of range or names a feature that is not
             implemented, or two keys disagree.
     """
-    model_type = config.get("model_type")
-    if model_type in dense.MODEL_TYPES:
-        return DenseConfig.from_hf(config)
-    if model_type in qwen3_5.MODEL_TYPES:
-        return Qwen35Config.from_hf(config)
-    raise UnsupportedModelError(
-        f"config.json: model_type `{str(model_type)[:MAX_SHOWN]}` is not supported",
-        hint=f"supported: {', '.join(SUPPORTED)}",
-    )
+    parsed: Config = architecture_of(config).read_config(config)
+    return parsed
+
+
+def prefix_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str:
+    """Prefix of decoder tensors: that of `names`, or without names that used on the Hub."""
+    found = _find(config)
+    return PREFIX if found is None else found.prefix_of(config, names)
 
 
 def part_of(config: Mapping[str, Any], name: str) -> Part:
     """Part of the model that a tensor belongs to; embedding and head belong to the decoder."""
-    if config.get("model_type") in qwen3_5.MODEL_TYPES:
-        if name.startswith(qwen3_5.VISION_PREFIXES):
-            return "vision"
-        if name.startswith(qwen3_5.MTP_PREFIX):
-            return "mtp"
+    found = _find(config)
+    for part, prefixes in {} if found is None else found.parts.items():
+        if name.startswith(prefixes):
+            return part
     return "decoder"
 
 
@@ -78,10 +118,11 @@ def is_carried(config: Mapping[str, Any], name: str) -> bool:
 
 def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ...]:
     """Patterns, for engines' module names, of the linears that no recipe quantizes."""
-    if config.get("model_type") not in qwen3_5.MODEL_TYPES:
+    found = _find(config)
+    if found is None or not found.unquantized:
         return ()
-    vision = any(is_carried(config, name) for name in names)
-    return (*((qwen3_5.VISION_PATTERN,) if vision else ()), qwen3_5.GATES_PATTERN)
+    present = {"decoder", *(part_of(config, name) for name in names)}
+    return tuple(pattern for part, pattern in found.unquantized.items() if part in present)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -90,15 +131,14 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     Raises:
         UnsupportedModelError: no flag, or an outer and a nested one that disagree.
     """
-    if config.get("model_type") in qwen3_5.MODEL_TYPES:
-        return qwen3_5.is_tied(config)
-    return bool(read_field(config, TIED_FIELD))
+    found = _find(config)
+    return plain_tied(config) if found is None else found.is_tied(config)
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the config with `tie_word_embeddings` false wherever an engine may look."""
     changed = {**config, TIED: False}
-    nested = config.get("text_config")
+    nested = config.get(TEXT)
     if isinstance(nested, dict) and TIED in nested:
-        changed["text_config"] = {**nested, TIED: False}
+        changed[TEXT] = {**nested, TIED: False}
     return changed

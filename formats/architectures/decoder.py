@@ -18,6 +18,7 @@ MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
 TIED = "tie_word_embeddings"
+TEXT = "text_config"  # key of the decoder's config where it is nested in a larger one
 
 VOCABULARY = Field("vocab_size", least=1, most=2**22)
 SIZES = (
@@ -53,6 +54,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "quantization": (None,),  # MLX weights have a layout of their own
 }
+
+
+def text_part(config: Mapping[str, Any]) -> Any:
+    """The decoder's config in an unchecked `config.json`: the nested one, else the whole."""
+    return config.get(TEXT, config)
 
 
 def check_features(config: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]]) -> None:

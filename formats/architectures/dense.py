@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowbit.formats.architectures.architecture import Architecture, Stream
+from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import (
     FULL,
     HEAD_DIM,
     KV_HEADS,
     SIZES,
+    TEXT,
     TIED_FIELD,
     check_features,
     check_multiple,
@@ -37,37 +40,24 @@ QKV_BIAS = ("qwen2",)  # model types with a bias on q, k and v
 EXPLICIT_HEAD_DIM = ("qwen3",)  # others may leave it out: hidden_size // heads
 WINDOW = Field("sliding_window", least=0, most=2**31, default=None, nullable=True)  # not in use
 LLAMA_THETA = 10_000.0  # Llama 1 and 2, whose configs leave it out
-FEATURES: Mapping[str, tuple[Any, ...]] = {"text_config": ()}  # vision and audio models have it
+FEATURES: Mapping[str, tuple[Any, ...]] = {TEXT: ()}  # vision and audio models have it
 # transformers cuts its cache to the window of a Llama config, which has no key to turn it off.
 LLAMA_FEATURES: Mapping[str, tuple[Any, ...]] = {**FEATURES, "sliding_window": (None,)}
 
 
 @dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """Sizes of a dense decoder; h = hidden_size, I = intermediate_size, D = head_dim.
+class DenseConfig(Config):
+    """Sizes of a dense decoder.
 
     Attributes:
         qk_norm: every q and k head is normed before it is rotated.
         qkv_bias: q, k and v have a bias.
         rope_scaling: None for plain rotations.
-        eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
     qk_norm: bool = True
     qkv_bias: bool = False
     rope_scaling: Llama3Rope | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DenseConfig":
@@ -120,12 +110,12 @@ def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfi
     return rope
 
 
-def tensor_table(config: DenseConfig) -> list[TensorSpec]:
+def tensor_table(config: DenseConfig, prefix: str) -> list[TensorSpec]:
     """All tensors of the checkpoint, in the order of the forward pass."""
     h, inner = config.hidden_size, config.intermediate_size
-    table = [TensorSpec("model.embed_tokens.weight", (config.vocab_size, h), "embedding")]
+    table = [TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding")]
     for i in range(config.num_hidden_layers):
-        p = f"model.layers.{i}"
+        p = f"{prefix}layers.{i}"
         gate_up = f"{p}.mlp.gate_up"
         table += [
             TensorSpec(f"{p}.input_layernorm.weight", (h,), "norm"),
@@ -136,7 +126,7 @@ def tensor_table(config: DenseConfig) -> list[TensorSpec]:
             TensorSpec(f"{p}.mlp.down_proj.weight", (h, inner), "mlp"),
         ]
     table += [
-        TensorSpec("model.norm.weight", (h,), "norm"),
+        TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
         TensorSpec("lm_head.weight", (config.vocab_size, h), "head"),
     ]
     return table
@@ -153,3 +143,17 @@ def _attention(config: DenseConfig, p: str) -> list[TensorSpec]:
     if config.qk_norm:
         table += [TensorSpec(f"{p}.{x}_norm.weight", (D,), "norm") for x in "qk"]
     return [*table, TensorSpec(f"{p}.o_proj.weight", (h, q), "attention")]
+
+
+ARCHITECTURE = Architecture(
+    model_types=MODEL_TYPES,
+    read_config=DenseConfig.from_hf,
+    tensor_table=tensor_table,
+    stream=Stream(
+        readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        writers=("self_attn.o_proj", "mlp.down_proj"),
+    ),
+)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 _LAYER = re.compile(r"^((?:.*\.)?)layers\.(\d+)\.(.+)$")
 _MODEL = re.compile(r"^model\.(?:language_model\.)?")
+MTP_PREFIX = "mtp."  # of the multi-token-prediction head, which has layers of its own
 
 
 class LayerName(NamedTuple):

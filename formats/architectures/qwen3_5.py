@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowbit.formats.architectures.architecture import PREFIX, Architecture
+from lowbit.formats.architectures.config import Config, LinearLayers
 from lowbit.formats.architectures.decoder import (
     FULL,
     HEAD_DIM,
@@ -16,6 +18,7 @@ from lowbit.formats.architectures.decoder import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     SIZES,
+    TEXT,
     TIED,
     TIED_FIELD,
     check_features,
@@ -23,15 +26,14 @@ from lowbit.formats.architectures.decoder import (
     read_layer_types,
     read_token_ids,
 )
+from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.architectures.rope import SHARE, check_sections, read_rope
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field, read_fields, shown
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")  # with nested config, text-only
-TEXT = "text_config"
 NESTED_PREFIX = "model.language_model."  # on the Hub; text-only checkpoints have `model.`
-MTP_PREFIX = "mtp."
 VISION_PREFIXES = ("model.visual.", "visual.")
 VISION_PATTERN = "re:.*visual.*"
 GATES_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"  # too few rows for fast kernels
@@ -58,49 +60,46 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Qwen35Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Config(Config):
     """Sizes of a Qwen3.5 decoder.
-
-    h = hidden_size, I = intermediate_size, D = head_dim; Hk, Hv and Dk, Dv of the linear layers.
 
     Attributes:
         layer_types: `full_attention` or `linear_attention` of every layer.
-        rotary_dim: leading dimensions of a head that are rotated.
+        rotary_share: part of a head's dimensions that is rotated.
         mtp_layers: decoder layers of the multi-token-prediction head.
-        eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rotary_dim: int
+    rotary_share: float
     layer_types: tuple[str, ...]
-    tie_word_embeddings: bool
     mtp_layers: int
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def key_dim(self) -> int:
-        """Rows of q, and of k, in a linear layer: Hk * Dk."""
-        return self.linear_num_key_heads * self.linear_key_head_dim
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return _rotary_dim(self.head_dim, self.rotary_share)
 
     @property
-    def value_dim(self) -> int:
-        """Rows of v, and of z, in a linear layer: Hv * Dv."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
+    def kv_layers(self) -> int:
+        """Number of layers with full attention."""
+        return self.layer_types.count(FULL)
+
+    @property
+    def linear_layers(self) -> LinearLayers:
+        """Sizes of the gated DeltaNet layers."""
+        return LinearLayers(
+            count=self.layer_types.count(LINEAR),
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_head_dim=self.linear_key_head_dim,
+            value_head_dim=self.linear_value_head_dim,
+            taps=self.linear_conv_kernel_dim,
+        )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Qwen35Config":
@@ -117,10 +116,11 @@ class Qwen35Config:
         check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
         check_sections(text)
         rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
+        _check_rotary(values["head_dim"], rope.share)
         return cls(
             **values,
             rope_theta=rope.theta,
-            rotary_dim=_rotary_dim(values["head_dim"], rope.share),
+            rotary_share=rope.share,
             layer_types=_layer_types(text, values["num_hidden_layers"]),
             tie_word_embeddings=is_tied(config),
             mtp_layers=read_field(text, MTP_FIELD),
@@ -182,13 +182,16 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 def _rotary_dim(head_dim: int, share: float) -> int:
     """Rotated dimensions of a head, rounded down as in transformers."""
-    rotary = int(head_dim * share)
+    return int(head_dim * share)
+
+
+def _check_rotary(head_dim: int, share: float) -> None:
+    rotary = _rotary_dim(head_dim, share)
     if rotary < 2 or rotary % 2:
         raise UnsupportedModelError(
             f"config.json: `{SHARE}` {share:g} of `head_dim` {head_dim} rotates {rotary} "
             "dimensions, expected an even number"
         )
-    return rotary
 
 
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
@@ -203,22 +206,21 @@ def prefix_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     nested = TEXT in config
     if names:
         nested = any(name.startswith(NESTED_PREFIX) for name in names)
-    return NESTED_PREFIX if nested else "model."
+    return NESTED_PREFIX if nested else PREFIX
 
 
-def tensor_table(
-    config: Qwen35Config, prefix: str = NESTED_PREFIX, with_mtp: bool = True
-) -> list[TensorSpec]:
+def tensor_table(config: Qwen35Config, prefix: str) -> list[TensorSpec]:
     """All tensors except the vision tower's, in the order of the forward pass."""
     h = config.hidden_size
     table = [TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding")]
     for i, kind in enumerate(config.layer_types):
         table += _layer(config, f"{prefix}layers.{i}", kind)
-    table += [
+    return [
+        *table,
         TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
         TensorSpec("lm_head.weight", (config.vocab_size, h), "head"),
+        *_mtp(config),
     ]
-    return table + (_mtp(config) if with_mtp else [])
 
 
 def _layer(config: Qwen35Config, p: str, kind: str) -> list[TensorSpec]:
@@ -252,22 +254,20 @@ def _attention(config: Qwen35Config, p: str) -> list[TensorSpec]:
 
 
 def _delta_net(config: Qwen35Config, p: str) -> list[TensorSpec]:
-    h, Hv = config.hidden_size, config.linear_num_value_heads
-    channels = 2 * config.key_dim + config.value_dim
+    h, linear = config.hidden_size, config.linear_layers
+    channels, Hv = linear.channels, linear.value_heads
     p = f"{p}.linear_attn"
     qkvz, ba = f"{p}.in_proj_qkvz", f"{p}.in_proj_ba"
     return [
         TensorSpec(f"{p}.in_proj_qkv.weight", (channels, h), "delta_in", qkvz),
-        TensorSpec(f"{p}.in_proj_z.weight", (config.value_dim, h), "delta_in", qkvz),
+        TensorSpec(f"{p}.in_proj_z.weight", (linear.value_dim, h), "delta_in", qkvz),
         TensorSpec(f"{p}.in_proj_b.weight", (Hv, h), "delta_gate", ba),
         TensorSpec(f"{p}.in_proj_a.weight", (Hv, h), "delta_gate", ba),
-        TensorSpec(
-            f"{p}.conv1d.weight", (channels, 1, config.linear_conv_kernel_dim), "delta_state"
-        ),
+        TensorSpec(f"{p}.conv1d.weight", (channels, 1, linear.taps), "delta_state"),
         TensorSpec(f"{p}.A_log", (Hv,), "delta_state"),
         TensorSpec(f"{p}.dt_bias", (Hv,), "delta_state"),
-        TensorSpec(f"{p}.norm.weight", (config.linear_value_head_dim,), "norm"),
-        TensorSpec(f"{p}.out_proj.weight", (h, config.value_dim), "delta_out"),
+        TensorSpec(f"{p}.norm.weight", (linear.value_head_dim,), "norm"),
+        TensorSpec(f"{p}.out_proj.weight", (h, linear.value_dim), "delta_out"),
     ]
 
 
@@ -286,3 +286,15 @@ def _mtp(config: Qwen35Config) -> list[TensorSpec]:
             role = "mtp" if spec.quantizable else spec.role
             table.append(TensorSpec(spec.name, spec.shape, role, spec.fused_set))
     return [*table, TensorSpec("mtp.norm.weight", (h,), "norm")]
+
+
+ARCHITECTURE = Architecture(
+    model_types=MODEL_TYPES,
+    read_config=Qwen35Config.from_hf,
+    tensor_table=tensor_table,
+    prefix_of=prefix_of,
+    is_tied=is_tied,
+    parts={"vision": VISION_PREFIXES, "mtp": (MTP_PREFIX,)},
+    unquantized={"vision": VISION_PATTERN, "decoder": GATES_PATTERN},
+    float32_roles=("norm", "delta_state"),
+)

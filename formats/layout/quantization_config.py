@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
 
@@ -207,13 +207,10 @@ def section_of(
     }
 
 
-_MTP = "mtp."  # prefix of the multi-token-prediction head, which has layers of its own
-
-
 def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> list[str]:
     """Patterns for the modules of one scheme: decoder and head, then multi-token prediction."""
-    decoder = {module: s for module, s in schemes.items() if not module.startswith(_MTP)}
-    mtp = {module: s for module, s in schemes.items() if module.startswith(_MTP)}
+    decoder = {module: s for module, s in schemes.items() if not module.startswith(MTP_PREFIX)}
+    mtp = {module: s for module, s in schemes.items() if module.startswith(MTP_PREFIX)}
     if not mtp:
         return _suffixes(decoder, wanted, ".*")
     patterns = _suffixes(decoder, wanted, "(?!.*mtp[.]).*")

@@ -78,11 +78,21 @@ class Dense(Generic[W]):
         return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
 
 
-def build(config: DenseConfig, weights: Weights[W], ops: Ops[W], context: int) -> Dense[W]:
-    """Read the weights of a checked checkpoint into a model for `context` positions."""
+def build(
+    config: DenseConfig, prefix: str, weights: Weights[W], ops: Ops[W], context: int
+) -> Dense[W]:
+    """Read the weights of a checked checkpoint into a model for `context` positions.
+
+    Args:
+        config: sizes of the model.
+        prefix: of the decoder's tensors in this checkpoint.
+        weights: reads them.
+        ops: of the backend that the weights are prepared for.
+        context: positions to make rotation tables for.
+    """
     layers = []
     for index in range(config.num_hidden_layers):
-        p = f"model.layers.{index}"
+        p = f"{prefix}layers.{index}"
         attn, mlp = f"{p}.self_attn", f"{p}.mlp"
         qkv = [f"{attn}.{x}_proj" for x in "qkv"]
         layers.append(
@@ -102,13 +112,13 @@ def build(config: DenseConfig, weights: Weights[W], ops: Ops[W], context: int) -
                 k_norm=weights.tensor(f"{attn}.k_norm.weight") if config.qk_norm else None,
             )
         )
-    embedding = weights.tensor("model.embed_tokens.weight")
+    embedding = weights.tensor(f"{prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings
     return Dense(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
-        norm=weights.tensor("model.norm.weight"),
+        norm=weights.tensor(f"{prefix}norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
         rope=rope_tables(
             context, config.head_dim, config.rope_theta, weights.device, config.rope_scaling

@@ -8,9 +8,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures import Config, footprint, part_of, qwen3_5, read_config
-from lowbit.formats.architectures.dense import DenseConfig
-from lowbit.formats.architectures.qwen3_5 import Qwen35Config
+from lowbit.formats.architectures import (
+    Config,
+    architecture_of,
+    footprint,
+    part_of,
+    prefix_of,
+    read_config,
+)
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
@@ -22,16 +27,12 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.kernels.tiles import GpuLinear
-from lowbit.runtime.models.dense import Dense
-from lowbit.runtime.models.dense import build as build_dense
-from lowbit.runtime.models.qwen3_5 import Qwen35
-from lowbit.runtime.models.qwen3_5 import build as build_qwen3_5
+from lowbit.runtime.models.architectures import BUILD, Model
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
 W = TypeVar("W")
-Decoder = Dense[CpuLinear] | Dense[GpuLinear] | Qwen35[CpuLinear] | Qwen35[GpuLinear]
-WIDE_ROLES = ("norm", "delta_state")  # kept in float32 by Qwen3.5
+Decoder = Model[CpuLinear] | Model[GpuLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class OpenedModel:
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0
-        wide = WIDE_ROLES if isinstance(self.config, Qwen35Config) else ()
+        wide = architecture_of(self.checkpoint.config).float32_roles
         for spec in self.specs:
             if not spec.quantizable:
                 itemsize = 4 if spec.role in wide else dtype.itemsize
@@ -143,10 +144,11 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
-        config.rotary_dim if isinstance(config, Qwen35Config) else config.head_dim,
+        config.rotary_dim,
     )
-    if isinstance(config, Qwen35Config):
-        cuda.check_delta(config.linear_key_head_dim, config.linear_value_head_dim)
+    linear = config.linear_layers
+    if linear is not None:
+        cuda.check_delta(linear.key_head_dim, linear.value_head_dim)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
@@ -154,12 +156,8 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     return decoder
 
 
-def build_decoder(
-    opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int
-) -> Dense[W] | Qwen35[W]:
+def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int) -> Model[W]:
     """The model of the checkpoint's architecture over the ops of one backend."""
-    config = opened.config
-    if isinstance(config, DenseConfig):
-        return build_dense(config, weights, ops, context)
-    prefix = qwen3_5.prefix_of(opened.checkpoint.config, opened.checkpoint.tensors)
-    return build_qwen3_5(config, prefix, weights, ops, context)
+    content = opened.checkpoint.config
+    prefix = prefix_of(content, opened.checkpoint.tensors)
+    return BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)

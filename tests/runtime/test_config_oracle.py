@@ -18,6 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from lowbit.formats.architectures import Config, is_tied, read_config
 from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.state.rope import rope_tables
 
@@ -77,6 +78,7 @@ def same_as_transformers(content: Content) -> Config:
         assert set(kinds) == {"full_attention"}
         tables = rope_tables(4, ours.head_dim, ours.rope_theta, "cpu", ours.rope_scaling)
     else:
+        assert isinstance(ours, Qwen35Config)
         assert kinds == list(ours.layer_types)
         tables = rope_tables(4, ours.rotary_dim, ours.rope_theta, "cpu")
     angles = torch.arange(4.0)[:, None] * rotary.inv_freq

@@ -19,7 +19,7 @@ from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import size
 from lowbit.formats.architectures import Part, part_of
-from lowbit.formats.architectures.names import split_layer, without_model
+from lowbit.formats.architectures.names import MTP_PREFIX, split_layer, without_model
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -226,7 +226,7 @@ def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: boo
         return Kind(PARTS[part], None, stored)
     short = without_model(split_layer(name).rest).removesuffix(".weight")
     if part == "mtp":
-        short = f"mtp.{short.removeprefix('mtp.')}"
+        short = MTP_PREFIX + short.removeprefix(MTP_PREFIX)
     return Kind(short, shape, stored)
 
 

@@ -1,0 +1,76 @@
+"""Sizes of a decoder that other rooms ask for, under the same names in every family."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """Sizes of the gated DeltaNet layers of a decoder.
+
+    Attributes:
+        count: number of these layers.
+        key_heads: Hk, of q and of k.
+        value_heads: Hv, a multiple of Hk.
+        key_head_dim: Dk.
+        value_head_dim: Dv.
+        taps: width of the convolution.
+    """
+
+    count: int
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    taps: int
+
+    @property
+    def key_dim(self) -> int:
+        """Rows of q, and of k: Hk * Dk."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Rows of v, and of z: Hv * Dv."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_dim + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes of a decoder; h = hidden_size, I = intermediate_size, D = head_dim.
+
+    Attributes:
+        eos_token_ids: tokens that end a text, unless generation_config.json names others.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return self.num_hidden_layers
+
+    @property
+    def linear_layers(self) -> LinearLayers | None:
+        """Layers with a recurrent state; None in a family without them."""
+        return None

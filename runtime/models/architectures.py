@@ -1,0 +1,31 @@
+"""Build function of every family, found by `model_type`."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models import dense, qwen3_5
+from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.models.qwen3_5 import Qwen35
+from lowbit.runtime.weights.weights import Weights
+
+W = TypeVar("W")  # what the backend keeps a linear as
+Model = Dense[W] | Qwen35[W]
+
+
+class Build(Protocol):
+    """Reads the weights of a checked checkpoint into a model for `context` positions."""
+
+    def __call__(
+        self, config: Any, prefix: str, weights: Weights[W], ops: Ops[W], context: int, /
+    ) -> Model[W]:
+        """Build the model of a family's config over the ops of one backend."""
+
+
+BUILD: Mapping[str, Build] = {
+    "qwen3": dense.build,
+    "qwen2": dense.build,
+    "llama": dense.build,
+    "qwen3_5": qwen3_5.build,
+    "qwen3_5_text": qwen3_5.build,
+}
