@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from lowbit.convert.export.architectures import EXPORTED
+from lowbit.formats.architectures import ARCHITECTURES
+from lowbit.runtime.models.architectures import BUILD
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
 IMPORTED_AS = {"pyyaml": "yaml"}  # distributions that are named otherwise
@@ -44,6 +48,7 @@ ORDER = {
         *("evaluate", "conversation", "cli"),
     ],
 }
+FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")
 MAX_LINES = 400
 
 
@@ -93,6 +98,65 @@ def test_packages_import_those_below_them(room: str) -> None:
         names = [name.split(".") for name in imports(path)]
         used = {name[2] for name in names if name[:2] == ["lowbit", room] and name[2] != own}
         assert {name for name in used if order.index(name) > order.index(own)} == set(), path
+
+
+def families() -> list[str]:
+    """File names of the families of models."""
+    tables = sources("formats/architectures")
+    return [path.name for path in tables if "\nARCHITECTURE = " in path.read_text()]
+
+
+def outside_families() -> list[Path]:
+    own = {ROOT / folder / name for folder in FAMILY_FOLDERS for name in families()}
+    return [path for path in sources(*ROOMS, "examples") if path not in own]
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name and attribute in an expression."""
+    nodes = list(ast.walk(node))
+    plain = {part.id for part in nodes if isinstance(part, ast.Name)}
+    return plain | {part.attr for part in nodes if isinstance(part, ast.Attribute)}
+
+
+def test_no_module_compares_configs_of_families() -> None:
+    """What others need of a family is data, or a function, in the family's own files."""
+    trees = [ast.parse((ROOT / FAMILY_FOLDERS[0] / name).read_text()) for name in families()]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    configs = {node.name for node in classes if any("Config" in names_in(b) for b in node.bases)}
+    assert len(configs) >= len(families()) >= 2
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in outside_families()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Call) and "isinstance" in names_in(node.func))
+        and any(names_in(argument) & configs for argument in node.args[1:])
+    ]
+    assert not found
+
+
+def test_only_the_tables_of_families_import_them() -> None:
+    modules = {
+        f"lowbit.{folder.replace('/', '.')}.{Path(name).stem}"
+        for folder in FAMILY_FOLDERS
+        for name in families()
+    }
+    found = {
+        str(path.relative_to(ROOT))
+        for path in outside_families()
+        for name in imports(path)
+        if name in modules or name.rpartition(".")[0] in modules
+    }
+    assert found == {
+        "formats/architectures/__init__.py",
+        "convert/export/architectures/__init__.py",
+        "runtime/models/architectures.py",
+    }
+
+
+def test_every_table_of_families_has_all() -> None:
+    assert BUILD.keys() == EXPORTED.keys() == ARCHITECTURES.keys()
+    for model_type, exported in EXPORTED.items():
+        assert exported.gguf.names.keys() == set(ARCHITECTURES[model_type].model_types)
 
 
 def test_every_import_is_declared() -> None:
