@@ -7,6 +7,7 @@ many launches in one CUDA graph; `tinygemm` is PyTorch's own INT4 kernel on the 
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from random_engine import GROUP, packed, randn, random_engine
@@ -14,6 +15,7 @@ from random_engine import GROUP, packed, randn, random_engine
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.tiles import TiledLinear
 from lowbit.runtime.kernels.widen import gemm
+from lowbit.runtime.state.step import lone_step
 
 GEMVS = [
     (4, 6144, 4096),
@@ -97,8 +99,9 @@ def bench_prefill() -> None:
         engine = random_engine(size, 4)
         for M in (16, 128, 512, 2048):
             prompt = torch.randint(engine.decoder.config.vocab_size, (M,), device="cuda")
-            engine.forget()
-            us = graph_us(lambda e=engine, p=prompt: e.decoder.hidden(p, e.cache), runs=5)
+            step, state = lone_step(M, "cuda"), engine.runner.state
+            body = partial(engine.decoder.hidden, prompt, state, step)
+            us = graph_us(body, runs=5)
             print(f"{size} INT4, prefill of {M:>4}: {us / 1e3:7.2f} ms = {1e6 * M / us:8.0f} tok/s")
         del engine
         torch.cuda.empty_cache()

@@ -18,11 +18,12 @@ import time
 import torch
 from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
-from random_engine import GROUP, HEAD_BITS, random_engine
+from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequence
 
 from lowbit.formats.architectures import footprint, read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS
 from lowbit.runtime.state.sampling import SamplingParams
 
@@ -47,7 +48,7 @@ def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
     """The same for each of some captures."""
     times = []
     for _ in range(CAPTURES):
-        engine._graphs.clear()
+        engine.runner._graphs = Graphs()
         gc.collect()
         token_us(engine, params)
         times.append(statistics.median(token_us(engine, params) for _ in range(RUNS)))
@@ -55,19 +56,21 @@ def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
 
 
 def step_us(engine: Engine, position: int) -> float:
-    """A step with so many tokens in the cache, most of which are zeros."""
-    engine.forget()
-    engine.cache.advance(position)
-    times = []
-    for _ in range(1 + BURSTS):
-        times.append(elapsed_us(lambda: [engine._launch() for _ in range(STEPS)]) / STEPS)
+    """A greedy step with so many tokens in the cache."""
+    sequence = standing_sequence(engine, position, STEPS * (1 + BURSTS) + 1)
+
+    def burst() -> None:
+        for _ in range(STEPS):
+            engine.runner.decode([sequence])
+            sequence.length += 1
+
+    times = [elapsed_us(burst) / STEPS for _ in range(1 + BURSTS)]
     return statistics.median(times[1:])
 
 
 def cache_rates(engine: Engine, size: str) -> str:
     """What a step reads more of the cache at long contexts, by the time it takes longer."""
-    engine.sampler.configure(GREEDY)
-    engine._graphs.clear()
+    engine.runner._graphs = Graphs()
     config, short = read_config(config_of(size)), step_us(engine, PROMPT_TOKENS)
     rates = []
     for context in CONTEXTS:

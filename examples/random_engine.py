@@ -11,11 +11,15 @@ from make_random_checkpoint import config_of
 from torch import Tensor
 
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
+from lowbit.formats.architectures.footprint import SNAPSHOTS
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
 from lowbit.runtime.models.architectures import BUILD
-from lowbit.runtime.state.sampling import new_sampler
+from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.weights.linear import DenseLinear
 
 GROUP = 128
@@ -63,17 +67,35 @@ class RandomWeights:
         return packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
 
 
-def random_engine(size: str, bits: int, context: int = CONTEXT) -> Engine:
-    """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits."""
+def random_engine(
+    size: str, bits: int, context: int = CONTEXT, sequences: int = 1, tokens: int | None = None
+) -> Engine:
+    """An engine of a size that `make_random_checkpoint` knows, with linears of 4 or 8 bits.
+
+    Args:
+        size: of the model.
+        bits: of its linears.
+        context: most tokens of a sequence.
+        sequences: decoded together.
+        tokens: of the cache; None for as many as all sequences may have.
+    """
     torch.manual_seed(0)
     raw = config_of(size)
     config = read_config(raw)
     weights = RandomWeights({spec.name: spec.shape for spec in tensor_table(raw)}, bits)
     build = BUILD[raw["model_type"]]
     decoder = build(config, prefix_of(raw), weights, cuda, context)  # type: ignore[arg-type]
-    return Engine(
-        decoder=decoder,
-        cache=decoder.new_cache(context, torch.bfloat16, "cuda"),
-        sampler=new_sampler(config.vocab_size, context, "cuda"),
-        token=torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
+    pages = pages_for(tokens) if tokens else sequences * pages_for(context)
+    cache = CacheSize(context, sequences, pages, SNAPSHOTS + sequences)
+    return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, "cuda"))
+
+
+def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> Sequence:
+    """A sequence with so many tokens in the cache, most of which are zeros, ready for steps."""
+    engine.forget()
+    sequence = Sequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
+    sequence.row, sequence.length = 1, tokens
+    sequence.pages = list(range(1, 1 + sequence.page_count))
+    engine.runner.batch = []
+    engine.runner.open(sequence, None)
+    return sequence

@@ -4,7 +4,8 @@ Run: python examples/tune_attention.py SIZE [POSITION ...]
 SIZE is one that `make_random_checkpoint` knows. For each position what
 `lowbit.runtime.kernels.launch` takes, then the fastest, each timed as the whole step, since beside
 its neighbours attention behaves otherwise than alone. What wins is put into the rule by hand, with
-the figures in `runtime/kernels/LOG.md`. Kernels compile one by one, some thirty a position.
+the figures in `runtime/kernels/LOG.md`; the order of keys decides the bits of every result, so one
+order must do for all positions. Kernels compile one by one, some thirty a position.
 """
 
 import itertools
@@ -19,13 +20,14 @@ from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import random_engine
 
 from lowbit.formats.architectures import read_config
-from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.runner import reach_for
 from lowbit.runtime.kernels import attention_decode
-from lowbit.runtime.kernels.device import multiprocessors
 from lowbit.runtime.kernels.launch import (
-    KEYS_OF_ONE,
+    MOST_OF_ONE,
     PART,
+    REGISTERS,
     STATIC_SHARED,
     AttentionLaunch,
     attention_launch,
@@ -38,23 +40,32 @@ OUT_OF_RESOURCES = (triton.runtime.errors.OutOfResources, triton.runtime.errors.
 
 
 def candidates(rule: AttentionLaunch, reach: int, shared: int, D: int) -> list[AttentionLaunch]:
-    """All keys by programs that share the columns, or keys in about as many splits as now."""
+    """Launches around the rule's: other orders of keys, and other programs for each order."""
     found = []
     for warps, blocks, early in itertools.product((4, 8), (1, 2), (False, True)):
-        if reach <= KEYS_OF_ONE:
-            whole = AttentionLaunch(1, warps, blocks, early=early)
+        keys = replace(rule.keys, warps=warps, blocks=blocks, groups=8 // warps)
+        if rule.splits == 1:
+            turns = keys.whole // (keys.turn * keys.groups)
             for parts in (parts for parts in (1, 2, 4) if parts * PART <= D):
-                ahead = reach <= 2 * whole.turn
-                found.append(replace(whole, parts=parts, ahead=ahead))
+                ahead = turns if turns <= 4 and D // parts <= PART else 0
+                found.append(AttentionLaunch(keys, 1, parts, ahead, early))
         else:
-            splits = (rule.splits // 2, rule.splits, 2 * rule.splits)
-            found += [AttentionLaunch(n, warps, blocks, early=early) for n in splits if n > 1]
-    return [c for c in found if join_bytes(shared, D, c.warps, c.parts) <= STATIC_SHARED]
+            for most in (keys.most // 2, keys.most, 2 * keys.most):
+                split = replace(keys, most=most)
+                launch = AttentionLaunch(split, min(-(-reach // keys.turn), most), early=early)
+                found += [launch, replace(launch, registers=REGISTERS)]
+    return [launch for launch in found if fits(launch, shared, D)]
+
+
+def fits(launch: AttentionLaunch, shared: int, D: int) -> bool:
+    """Whether a program's shared memory can be declared."""
+    warps = launch.keys.warps * (launch.keys.groups if launch.splits == 1 else 1)
+    return join_bytes(shared, D, warps, launch.parts, MOST_OF_ONE) <= STATIC_SHARED
 
 
 def tried_us(engine: Engine, position: int, launch: AttentionLaunch) -> float:
     """A step that attends so; infinite where the kernel does not fit the GPU."""
-    engine._graphs.clear()
+    engine.runner._graphs = Graphs()
     with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
         try:
             return step_us(engine, position)
@@ -65,12 +76,11 @@ def tried_us(engine: Engine, position: int, launch: AttentionLaunch) -> float:
 
 def tune_attention(size: str, positions: list[int]) -> None:
     config, engine = read_config(config_of(size)), random_engine(size, 4, CONTEXT)
-    engine.sampler.configure(GREEDY)
     Hkv, D = config.num_key_value_heads, config.head_dim
     shared = config.num_attention_heads // Hkv
     for position in positions:
-        reach = engine.cache.reach_for(position + 1)
-        rule = attention_launch(Hkv, shared, reach, D, multiprocessors(engine.token))
+        reach = reach_for(position + 1, engine.context)
+        rule = attention_launch(Hkv, shared, D, reach, tokens=1)
         tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
         times = {launch: tried_us(engine, position, launch) for launch in tried}
         print(f"{position} tokens:\n  {times[rule]:8.1f} us {rule}, the rule's")

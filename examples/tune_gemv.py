@@ -13,23 +13,26 @@ launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by ha
 import multiprocessing
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_kernels import elapsed_us
-from random_engine import packed, randn, random_engine
+from random_engine import packed, randn, random_engine, standing_sequence
 from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.graphs import aside, recorded
+from lowbit.runtime.engine.graphs import Graphs, aside
+from lowbit.runtime.engine.runner import POSITIONS
 from lowbit.runtime.kernels import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch
 from lowbit.runtime.kernels.tiles import TiledLinear
 
+KEY = "step"
 POSITION = 100
 BURST = 6  # steps from there
 REACH = 256
@@ -106,12 +109,12 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
             fused = {"norm": norm, "eps": 1e-6, "added": added, "dtype": use.dtype}
             gemv.gemv(x, w, **fused)
             if use.heads:
-                gemv.gemv(x, w, squares=randn(use.heads, SQUARES).float(), **fused)
+                gemv.gemv(x, w, squares=randn(1, use.heads, SQUARES).float(), **fused)
     except Exception as error:
         print(f"{launch}: {str(error)[-80:]}", file=sys.stderr)
 
 
-def linears_of(engine: Engine) -> dict[Key, Use]:
+def linears_of(step: Callable[[], None]) -> dict[Key, Use]:
     """The packed linears of one decode step."""
     found: dict[Key, Use] = {}
     launch = gemv._launch
@@ -123,7 +126,7 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
     ) -> None:  # fmt: skip
         key = (w.bits, w.tiles, w.steps)
         known = found.get(key)
-        heads = 0 if squares is None else squares.shape[0]
+        heads = 0 if squares is None else squares.shape[1]
         found[key] = Use(
             K=w.K,
             norm=None if norm is None else norm.dtype,
@@ -140,28 +143,37 @@ def linears_of(engine: Engine) -> dict[Key, Use]:
     gemv._launch = spy
     try:
         with aside():
-            engine._step()
+            step()
     finally:
         gemv._launch = launch
     return found
 
 
-def step_us(engine: Engine) -> float:
+def step_us(engine: Engine, step: Callable[[], None]) -> float:
     """Median time of a step as a graph that follows itself, in microseconds."""
+    graphs = Graphs()
     with aside():
-        engine._step()
-    graph = recorded(engine._step, {})
+        step()
+    graphs.record(KEY, step)
     times = []
     for _ in range(RUNS):
-        engine.cache.position.fill_(POSITION)
+        engine.runner._inputs[POSITIONS, :1].fill_(POSITION)
         torch.cuda.synchronize()
-        times.append(elapsed_us(lambda: [graph.replay() for _ in range(BURST)]) / BURST)
+        times.append(elapsed_us(lambda: [graphs.replay(KEY) for _ in range(BURST)]) / BURST)
     return statistics.median(times)
 
 
+def one_step(engine: Engine) -> Callable[[], None]:
+    """The decode step of one sequence, kernel by kernel."""
+    runner, sequence = engine.runner, standing_sequence(engine, POSITION, BURST + 1)
+    runner._compose([sequence])
+    shape = runner.sampler.shape([sequence.row])
+    return lambda: runner._decode(1, REACH, shape, ())
+
+
 def tune(engine: Engine, pool: Any) -> None:
-    engine.cache.reach = REACH
-    uses = linears_of(engine)
+    step = one_step(engine)
+    uses = linears_of(step)
     table = gemv.gemv_launch
     chosen: dict[Key, GemvLaunch] = {}
     gemv.gemv_launch = lambda bits, tiles, steps, tokens: (
@@ -171,14 +183,14 @@ def tune(engine: Engine, pool: Any) -> None:
     def timed(key: Key, launches: list[GemvLaunch]) -> list[tuple[float, GemvLaunch]]:
         pool.map(compile_one, [(key, uses[key], launch) for launch in launches], chunksize=1)
         for _ in range(FORGOTTEN):
-            step_us(engine)
+            step_us(engine, step)
         times = []
         for launch in launches:
             chosen[key] = launch
-            times.append((step_us(engine), launch))
+            times.append((step_us(engine, step), launch))
         return sorted(times, key=lambda pair: pair[0])
 
-    print(f"{step_us(engine):.1f} us a step with the table")
+    print(f"{step_us(engine, step):.1f} us a step with the table")
     for key in sorted(uses, key=lambda key: -uses[key].calls * uses[key].size_bytes):
         bits, tiles, steps = key
         now = timed(key, [table(bits, tiles, steps, 1)])
@@ -194,7 +206,7 @@ def tune(engine: Engine, pool: Any) -> None:
         print(f"  {now[0][0]:8.1f} us {now[0][1]}, the table's")
         for us, launch in found[:SHOWN]:
             print(f"  {us:8.1f} us {launch}", flush=True)
-    print(f"{step_us(engine):.1f} us a step with the best")
+    print(f"{step_us(engine, step):.1f} us a step with the best")
 
 
 def main() -> None:

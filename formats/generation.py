@@ -24,6 +24,7 @@ class GenerationConfig:
         min_p: 0 is off.
         repetition_penalty: 1 is off.
         presence_penalty: 0 is off.
+        frequency_penalty: 0 is off.
         eos_token_ids: None where the file names none.
     """
 
@@ -33,6 +34,7 @@ class GenerationConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     eos_token_ids: tuple[int, ...] | None = None
 
 

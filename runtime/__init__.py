@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
+    from lowbit.runtime.engine.engine import Engine
+    from lowbit.runtime.engine.handle import Handle
     from lowbit.runtime.engine.model import Model, load
+    from lowbit.runtime.engine.sequence import TokenRequest
     from lowbit.runtime.engine.stream import Generation, Stream, Timings
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.chat import Message
     from lowbit.runtime.text.reasoning import Piece
 
 __all__ = [
+    "Engine",
     "Generation",
+    "Handle",
     "LowbitError",
     "Message",
     "Model",
@@ -24,10 +29,13 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "Timings",
+    "TokenRequest",
     "load",
 ]
 
 _HOMES = {
+    "Engine": "engine.engine",
+    "Handle": "engine.handle",
     "Generation": "engine.stream",
     "Message": "text.chat",
     "Model": "engine.model",
@@ -35,6 +43,7 @@ _HOMES = {
     "SamplingParams": "state.sampling",
     "Stream": "engine.stream",
     "Timings": "engine.stream",
+    "TokenRequest": "engine.sequence",
     "load": "engine.model",
 }
 

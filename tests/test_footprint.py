@@ -9,6 +9,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.preview import preview
 from lowbit.runtime.engine.model import load
 from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.state.pages import PAGE
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
@@ -28,9 +29,10 @@ def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> Non
     taken = opened.weight_bytes("cuda", torch.bfloat16)
     assert taken - small * NORM_BYTES <= view.run_bytes - packed * SHAPE_BYTES <= taken
 
-    model = load(tmp_path / "out", device="cpu", context=view.context)
-    cache = model.engine.cache
-    assert view.context == cache.context
-    kv = cache.k.nbytes + cache.v.nbytes
-    states = 2 * opened.state_bytes(torch.bfloat16)
+    model = load(tmp_path / "out", device="cpu", context=view.context, max_sequences=1)
+    assert view.context == model.context
+    pages = model.engine.runner.state.pages
+    kv = (pages.k.nbytes + pages.v.nbytes) * model.context // (pages.count * PAGE)
+    slots = model.engine.runner.state.slots
+    states = slots.conv.nbytes + slots.memory.nbytes if slots.count else 0
     assert view.sequence_bytes == kv + states

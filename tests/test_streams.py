@@ -324,7 +324,7 @@ def test_absurd_numbers_are_usage_errors(
         ("--min-p", "1"),
         ("--repetition-penalty", "0.01"),
         ("--repetition-penalty", "100"),
-        ("--presence-penalty", "-100"),
+        ("--presence-penalty", "-2"),
         ("--max-new-tokens", "1"),
         ("--seed", str(2**63 - 1)),
     ],

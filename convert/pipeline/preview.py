@@ -13,7 +13,12 @@ from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.plan import Plan, runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, kv_bytes, state_bytes
+from lowbit.formats.architectures.footprint import (
+    DEFAULT_CONTEXT,
+    kv_bytes,
+    state_bytes,
+    state_count,
+)
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import hub_id, locate, remote_headers
 from lowbit.formats.machine.cores import core_count
@@ -33,7 +38,8 @@ class Preview:
         unserved: reason why lowbit-run could not serve it; None where it can.
         run_bytes: bytes of its decoder's weights on a GPU.
         context: tokens that a sequence is counted with.
-        sequence_bytes: keys, values and states of such a sequence in BF16 (two of each state).
+        sequence_bytes: keys, values and states of such a sequence in BF16, states that are kept for
+            later prompts included.
     """
 
     source: str
@@ -115,5 +121,5 @@ def preview(
             if part_of(config, step.source.name) == "decoder"
         ),
         context=context,
-        sequence_bytes=kv_bytes(sizes_of, context, 2) + 2 * state_bytes(sizes_of, 2),
+        sequence_bytes=kv_bytes(sizes_of, context, 2) + state_count(1) * state_bytes(sizes_of, 2),
     )

@@ -3,6 +3,12 @@
 from lowbit.formats.architectures.config import Config
 
 DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many positions
+SNAPSHOTS = 3  # recurrent states kept for later prompts, and one more a sequence
+
+
+def state_count(sequences: int) -> int:
+    """Recurrent states in a cache: of each sequence, for padding, and kept for later prompts."""
+    return 1 + sequences + SNAPSHOTS + sequences
 
 
 def kv_bytes(config: Config, tokens: int, itemsize: int) -> int:

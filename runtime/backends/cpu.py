@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.runtime.backends import delta_rule
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
-from lowbit.runtime.state import sampling
-from lowbit.runtime.state.cache import KVCache
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.backends.delta_rule import delta_net as delta_net
+from lowbit.runtime.state.choice import choose as choose
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.logprobs import log_probabilities as log_probabilities
+from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Span, Step
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -54,44 +56,14 @@ def attention(
     k_norm: Tensor | None,
     eps: float,
     rope: Rope,
-    cache: KVCache,
+    pages: KVPages,
+    step: Step,
     layer: int,
     gated: bool = False,
 ) -> Tensor:
-    """Norm and rotate q and k, append k and v to the cache, attend causally: [M, Hq * D]."""
-    keys, values = cache.k[layer], cache.v[layer]
-    if cache.sequences == 1:
-        return _attended(qkv, q_norm, k_norm, eps, rope, keys, values, cache.length, gated)
-    parts = zip(
-        qkv[:, None],
-        keys.chunk(cache.sequences),
-        values.chunk(cache.sequences),
-        cache.position.tolist(),
-        strict=True,
-    )
-    return torch.cat(
-        [
-            _attended(token, q_norm, k_norm, eps, rope, own_keys, own_values, position, gated)
-            for token, own_keys, own_values, position in parts
-        ]
-    )
-
-
-def _attended(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rope: Rope,
-    keys: Tensor,
-    values: Tensor,
-    start: int,
-    gated: bool,
-) -> Tensor:
-    """The M tokens from `start` on of one sequence, its keys and values [Hkv, T, D]."""
+    """Norm and rotate q and k, append k and v to their pages, attend causally: [M, Hq * D]."""
     M = qkv.shape[0]
-    Hkv, _, D = keys.shape
-    stop = start + M
+    Hkv, D = pages.k.shape[3:]
     heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D], a gate beside each q
     q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
     if gated:
@@ -100,18 +72,53 @@ def _attended(
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
-    q = _rotate(q, rope, start, stop)
-    keys[:, start:stop] = _rotate(k, rope, start, stop)
-    values[:, start:stop] = v
-    k, v = keys[:, :stop], values[:, :stop]  # [Hkv, stop, D]
-    mask = None
-    if M > 1:
-        mask = torch.ones(M, stop, dtype=torch.bool, device=qkv.device).tril(start)
-    out = functional.scaled_dot_product_attention(
-        q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
-    )
-    mixed = out[0] * torch.sigmoid(gate) if gated else out[0]
+    q, k = _rotate(q, rope, step), _rotate(k, rope, step)
+    outs = []
+    start = 0
+    for span in step.spans:
+        part = slice(start, start + span.count)
+        outs.append(_attended(q[:, part], k[:, part], v[:, part], pages, span, layer, step.prompt))
+        start += span.count
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    mixed = out * torch.sigmoid(gate) if gated else out
     return mixed.transpose(0, 1).reshape(M, -1)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int, together: bool
+) -> Tensor:
+    """Append k and v [Hkv, M, D] of one sequence and attend with q [Hq, M, D]: [Hq, M, D].
+
+    together: all queries at once, which rounds otherwise than one by one.
+    """
+    stop = span.first + span.count
+    ids = span.pages[: pages_for(stop)]
+    adjacent = ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
+    both = []
+    for new, store in ((k, pages.k[layer]), (v, pages.v[layer])):
+        if adjacent:  # then they are one block of memory
+            rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, D]
+            rows[span.first : stop] = new.transpose(0, 1)
+        else:
+            for at in range(span.first, stop):
+                store[ids[at // PAGE], at % PAGE] = new[:, at - span.first]
+            rows = store[torch.tensor(ids)].flatten(0, 1)
+        both.append(rows[:stop].transpose(0, 1))
+    keys, values = both  # [Hkv, stop, D]
+    if together and span.count > 1:
+        mask = torch.ones(span.count, stop, dtype=torch.bool, device=q.device).tril(span.first)
+        return _attention(q, keys, values, mask)
+    each = [
+        _attention(q[:, m : m + 1], keys[:, : span.first + m + 1], values[:, : span.first + m + 1])
+        for m in range(span.count)
+    ]
+    return each[0] if len(each) == 1 else torch.cat(each, dim=1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, enable_gqa=True
+    )[0]
 
 
 def delta_linear(
@@ -119,26 +126,14 @@ def delta_linear(
     ba: Tensor,
     weights: DeltaWeights,
     eps: float,
-    state: DeltaState,
+    slots: DeltaSlots,
+    step: Step,
     layer: int,
     w: CpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    return linear_add(delta_net(qkvz, ba, weights, eps, state, layer), w, residual)
-
-
-def delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
-) -> Tensor:
-    """What `delta_linear` multiplies: [M, Hv * Dv]."""
-    if state.sequences == 1:
-        return delta_rule.delta_net(qkvz, ba, weights, eps, state, layer)
-    each = [
-        delta_rule.delta_net(qkvz[b : b + 1], ba[b : b + 1], weights, eps, state.of(b), layer)
-        for b in range(state.sequences)
-    ]
-    return torch.cat(each)
+    return linear_add(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,23 +143,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
-def _rotate(x: Tensor, rope: Rope, start: int, stop: int) -> Tensor:
-    """Rotate the first r dimensions of [H, M, D] by positions start to stop, in FP32."""
-    cos, sin = rope.cos[start:stop], rope.sin[start:stop]  # [M, r / 2]
+def _rotate(x: Tensor, rope: Rope, step: Step) -> Tensor:
+    """Rotate the first r dimensions of [H, M, D] by the tokens' positions, in FP32."""
+    if len(step.spans) == 1:
+        first, count = step.spans[0].first, step.spans[0].count
+        cos, sin = rope.cos[first : first + count], rope.sin[first : first + count]  # [M, r / 2]
+    else:
+        cos, sin = rope.cos[step.positions], rope.sin[step.positions]
     half = cos.shape[-1]
     wide = x.float()
     a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
-
-
-def advance(
-    logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor, slots: Tensor
-) -> None:
-    """Choose the next token and move on; see `Ops.advance`."""
-    sampling.advance(logits, sampler, token, position)
-    post(token, sampler.nonfinite, position, slots)
-
-
-def post(token: Tensor, nonfinite: Tensor, position: Tensor, slots: Tensor) -> None:
-    """Leave a token, or -1, where the host reads it; see `Ops.post`."""
-    slots[int(position[0]) % 2] = token[0] | nonfinite[0]

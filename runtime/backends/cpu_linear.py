@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
+from lowbit.runtime.state.step import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 PLANE_BITS = 4
@@ -127,7 +128,7 @@ def prepare(w: Linear, dtype: torch.dtype) -> Planes | Int8Rows | DenseLinear:
 def linear(x: Tensor, w: CpuLinear) -> Tensor:
     """`x @ w.T`: [M, K] to [M, N]."""
     if isinstance(w, DenseLinear):
-        return functional.linear(x, w.weight)
+        return _dense(x, w.weight)
     if isinstance(w, Int8Rows):
         return torch._weight_int8pack_mm(x, w.codes, w.scales)
     if isinstance(w, WatchedLinear):
@@ -139,6 +140,13 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
         return _linear_of_many_tokens(x, w, rows)
     wide = x if w.planes == 1 else torch.cat((x, x), dim=1)
     return torch._weight_int4pack_mm_for_cpu(wide, w.blocks, w.group_size, w.scale_zero)
+
+
+def _dense(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T`; few tokens one by one in FP32, whose sums depend on how many there are."""
+    if x.dtype == torch.float32 and 1 < len(x) <= EXACT_TOKENS:
+        return torch.cat([functional.linear(token, weight) for token in torch.split(x, 1)])
+    return functional.linear(x, weight)
 
 
 def _int8_rows_fit(K: int, bits: int, group_size: int) -> bool:

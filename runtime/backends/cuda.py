@@ -12,25 +12,26 @@ from torch.nn.functional import linear
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
-from lowbit.runtime.kernels.choose import can_choose, choose
-from lowbit.runtime.kernels.choose import post as post
+from lowbit.runtime.kernels.choose import choose as choose
 from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
-from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.gemv import MOST_STAGED, gemv, gemv_and_rows
+from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
+from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm, swiglu
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
-from lowbit.runtime.state import sampling
-from lowbit.runtime.state.cache import KVCache
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
 MOST_SHARED = 8  # rows of half a tile
 MOST_HEAD = 256  # what registers hold
+MOST_EXACT = 16  # tokens of a step that each get the bits of a step of their own
 GEMV_TOKENS = 128  # up to here weights are widened on their way, above before
 
 
@@ -90,20 +91,19 @@ def norm_linear(
 ) -> Tensor:
     """`rms_norm(x) * norm @ w.T + bias`; see `Ops.norm_linear`."""
     added = None if bias is None else bias[None]
-    if x.shape[0] == 1:
-        if isinstance(w, DenseLinear):
-            return dense_gemv(x, w.weight, norm=norm, eps=eps, residual=added)
-        return gemv(x, w, norm=norm, eps=eps, added=added)
-    x = rms_norm(x, norm, eps)
-    return linear(x, w.weight, bias) if isinstance(w, DenseLinear) else _product(x, w, added)
+    if isinstance(w, TiledLinear):
+        return _product(x, w, norm, eps, added)
+    if x.shape[0] <= FEW_TOKENS:
+        return dense_gemv(x, w.weight, norm=norm, eps=eps, added=added)
+    return linear(rms_norm(x, norm, eps), w.weight, bias)
 
 
 def norm_linears(
     x: Tensor, norm: Tensor, eps: float, w: GpuLinear, small: GpuLinear
 ) -> tuple[Tensor, Tensor]:
     """`norm_linear` of two weights; see `Ops.norm_linears`."""
-    fits = x.shape[0] == 1 and w.K <= MOST_STAGED
-    if fits and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
+    few = x.shape[0] <= FEW_TOKENS
+    if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
 
@@ -111,45 +111,45 @@ def norm_linears(
 def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
     """`rms_norm(x) * norm @ w.T` in float32, for a head: [M, K] to [M, N].
 
-    Sums are returned as they are, but for a dense head of several tokens: those are rounded first.
+    Sums are returned as they are, but for a dense head of more than 16 tokens, whose are rounded.
     """
-    if x.shape[0] == 1:
-        if isinstance(w, DenseLinear):
-            return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
-        return gemv(x, w, norm=norm, eps=eps, dtype=torch.float32)
-    x = rms_norm(x, norm, eps)
-    if isinstance(w, DenseLinear):
-        return linear(x, w.weight).float()
-    return _product(x, w, dtype=torch.float32)
+    if isinstance(w, TiledLinear):
+        return _product(x, w, norm, eps, dtype=torch.float32)
+    if x.shape[0] <= FEW_TOKENS:
+        return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
+    return linear(rms_norm(x, norm, eps), w.weight).float()
 
 
 def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: GpuLinear) -> Tensor:
     """`silu(gate) * up` of the normed x; see `Ops.norm_swiglu`."""
-    if x.shape[0] == 1:
-        if isinstance(gate_up, DenseLinear):
-            return swiglu(dense_gemv(x, gate_up.weight, norm=norm, eps=eps))
-        return gemv(x, gate_up, norm=norm, eps=eps)
-    x = rms_norm(x, norm, eps)
     if isinstance(gate_up, DenseLinear):
-        return swiglu(linear(x, gate_up.weight))
-    return (gemv if x.shape[0] <= GEMV_TOKENS else gemm_swiglu)(x, gate_up)
+        return swiglu(norm_linear(x, norm, eps, gate_up))
+    if x.shape[0] <= GEMV_TOKENS:
+        return gemv(x, gate_up, norm=norm, eps=eps)
+    return gemm_swiglu(rms_norm(x, norm, eps), gate_up)
 
 
 def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
     """`residual + x @ w.T`; see `Ops.linear_add`."""
     if isinstance(w, TiledLinear):
-        return _product(x, w, residual)
-    if x.shape[0] == 1:
-        return dense_gemv(x, w.weight, residual=residual)
+        return _product(x, w, added=residual)
+    if x.shape[0] <= FEW_TOKENS:
+        return dense_gemv(x, w.weight, added=residual)
     return residual + linear(x, w.weight)
 
 
 def _product(
-    x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    w: TiledLinear,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`added + x @ w.T`, by the kernel for so many tokens."""
-    multiply = gemv if x.shape[0] <= GEMV_TOKENS else gemm
-    return multiply(x, w, added=added, dtype=dtype)
+    """`added + rms_norm(x) @ w.T`, by the kernel for so many tokens."""
+    if x.shape[0] <= GEMV_TOKENS:
+        return gemv(x, w, norm=norm, eps=eps, added=added, dtype=dtype)
+    return gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)
 
 
 def attention(
@@ -158,14 +158,14 @@ def attention(
     k_norm: Tensor | None,
     eps: float,
     rope: Rope,
-    cache: KVCache,
+    pages: KVPages,
+    step: Step,
     layer: int,
     gated: bool = False,
 ) -> Tensor:
     """Norm, rotate, append, attend; see `Ops.attention`."""
-    decoding = qkv.shape[0] == 1 or cache.sequences > 1
-    attend = attention_decode if decoding else attention_prefill
-    return attend(qkv, q_norm, k_norm, eps, rope, cache, layer, gated)
+    attend = attention_prefill if step.prompt else attention_decode
+    return attend(qkv, q_norm, k_norm, eps, rope, pages, step, layer, gated)
 
 
 def delta_linear(
@@ -173,33 +173,29 @@ def delta_linear(
     ba: Tensor,
     weights: DeltaWeights,
     eps: float,
-    state: DeltaState,
+    slots: DeltaSlots,
+    step: Step,
     layer: int,
     w: GpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    if qkvz.shape[0] == 1 and isinstance(w, TiledLinear) and w.K <= MOST_STAGED:
-        parts, squares = delta_decode_parts(qkvz, ba, weights, eps, state, layer)
+    few = not step.prompt and qkvz.shape[0] <= MOST_EXACT
+    if few and isinstance(w, TiledLinear):
+        parts, squares = delta_decode_parts(qkvz, ba, weights, slots, step, layer)
         return gemv(parts, w, squares=squares, eps=eps, added=residual)
-    return linear_add(delta_net(qkvz, ba, weights, eps, state, layer), w, residual)
+    return linear_add(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, residual)
 
 
 def delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
 ) -> Tensor:
-    """What `delta_linear` multiplies: [M, Hv * Dv]."""
-    decoding = qkvz.shape[0] == 1 or state.sequences > 1
-    advance = delta_decode if decoding else delta_prefill
-    return advance(qkvz, ba, weights, eps, state, layer)
-
-
-def advance(
-    logits: Tensor, sampler: sampling.Sampler, token: Tensor, position: Tensor, slots: Tensor
-) -> None:
-    """Choose the next token and move on; see `Ops.advance`."""
-    if can_choose(sampler.params):
-        choose(logits, sampler, token, position, slots)
-    else:
-        sampling.advance(logits, sampler, token, position)
-        post(token, sampler.nonfinite, position, slots)
+    """Gated DeltaNet without its output linear: [M, Hv * Dv]."""
+    advance = delta_prefill if step.prompt else delta_decode
+    return advance(qkvz, ba, weights, eps, slots, step, layer)

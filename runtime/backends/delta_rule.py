@@ -1,58 +1,105 @@
 """Gated DeltaNet in plain torch: the CPU's path, and what the GPU's kernels are compared with.
 
-One token reads and writes the memory once; several are taken in chunks of `CHUNK`, whose effect on
-one another is a triangular system, so that a prompt is matrix products too. Everything is FP32
-between the linears. T tokens, Hk key heads, H value heads, Dk and Dv their widths.
+A prompt is taken in chunks of `CHUNK` tokens, whose effect on one another is a triangular system,
+so that it is matrix products too. Other tokens are taken one by one, each with a memory of its own
+to read and one to write, so that several in a step give the bits of as many steps. Everything is
+FP32 between the linears. T tokens, Hk key heads, H value heads, Dk and Dv their widths.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.step import NO_SLOT, Step
 
 CHUNK = 64
 L2_EPS = 1e-6  # a constant of the architecture, whatever the norms use
 
+State = tuple[Tensor, Tensor]  # window [W - 1, C] and memory [H, Dk, Dv] of a sequence
+
 
 def delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
 ) -> Tensor:
     """Convolution, gates, delta rule and gated norm; see `Ops.delta_linear`."""
+    rule = chunked if step.prompt else recurrent
+    outs: list[Tensor] = []
+    first = 0
+    for span in step.spans:
+        slot, state = span.read, slots.state(layer, span.read)
+        size = span.count if step.prompt else 1
+        for target in span.writes[size - 1 :: size]:
+            before = state
+            if target != slot:
+                state = _scratch(before) if target == NO_SLOT else slots.state(layer, target)
+                slot = target
+            x, gates = qkvz, ba
+            if size < qkvz.shape[0]:
+                x, gates = qkvz[first : first + size], ba[first : first + size]
+            outs.append(_tokens(x, gates, weights, eps, rule, before, state))
+            first += size
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _scratch(like: State) -> State:
+    """Room for a state that no slot takes."""
+    return torch.empty_like(like[0]), torch.empty_like(like[1])
+
+
+def _tokens(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    rule: Callable[..., Tensor],
+    before: State,
+    after: State,
+) -> Tensor:
+    """T tokens of a sequence: [T, H * Dv]; `after`, which may be `before`, is written."""
     T = qkvz.shape[0]
     heads, shared = weights.value_heads, weights.value_heads // weights.key_heads
     channels = weights.conv.shape[0]
     keys = weights.key_heads * weights.key_dim
-    qkv = convolved(qkvz[:, :channels], weights.conv, state.conv[layer])
+    qkv = convolved(qkvz[:, :channels], weights.conv, before[0], after[0])
     q, k, v = qkv[:, :keys], qkv[:, keys : 2 * keys], qkv[:, 2 * keys :]
     z = qkvz[:, channels:]
     q = l2_normed(q.reshape(T, -1, weights.key_dim)) * weights.key_dim**-0.5
     k = l2_normed(k.reshape(T, -1, weights.key_dim))
     b, a = ba.float().chunk(2, dim=1)  # [T, H]
-    rule = recurrent if T == 1 else chunked
     out = rule(
         per_value_head(q, shared),
         per_value_head(k, shared),
         v.reshape(T, heads, -1),
         weights.decay * softplus(a + weights.dt_bias),
         torch.sigmoid(b),
-        state.memory[layer],
+        before[1],
+        after[1],
     )
     normed = gated_norm(out, z.reshape(T, heads, -1), weights.norm, eps)
     return normed.reshape(T, -1).to(qkvz.dtype)
 
 
-def convolved(x: Tensor, taps: Tensor, past: Tensor) -> Tensor:
+def convolved(x: Tensor, taps: Tensor, past: Tensor, moved: Tensor) -> Tensor:
     """SiLU of the causal convolution over time of x [T, C] with taps [C, W]: [T, C] float32.
 
     Args:
         x: inputs of this call.
         taps: the last one is for the current token.
-        past: [W - 1, C] inputs of the tokens before, oldest first; updated.
+        past: [W - 1, C] inputs of the tokens before, oldest first.
+        moved: [W - 1, C], written: the same after x; it may be past.
     """
     T, W = x.shape[0], taps.shape[1]
     inputs = torch.cat((past, x))  # [W - 1 + T, C]
-    past.copy_(inputs[T:])
+    moved.copy_(inputs[T:])
     wide = inputs.float()
     total = wide[:T] * taps[:, 0]
     for tap in range(1, W):
@@ -71,7 +118,13 @@ def per_value_head(x: Tensor, shared: int) -> Tensor:
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    memory: Tensor,
+    updated: Tensor,
 ) -> Tensor:
     """The delta rule token by token.
 
@@ -81,15 +134,17 @@ def recurrent(
         v: [T, H, Dv].
         log_decay: [T, H], at most 0.
         beta: [T, H], how much of the difference is written.
-        memory: [H, Dk, Dv], updated.
+        memory: [H, Dk, Dv] before the tokens.
+        updated: [H, Dk, Dv], written: the memory after them; it may be `memory`.
 
     Returns:
         [T, H, Dv].
     """
     out = torch.empty_like(v)
     for t in range(q.shape[0]):
-        memory *= log_decay[t].exp()[:, None, None]
-        held = k[t][:, None] @ memory  # [H, 1, Dv], what the memory says for k
+        torch.mul(memory, log_decay[t].exp()[:, None, None], out=updated)
+        memory = updated
+        held = k[t][:, None] @ memory  # [H, 1, Dv], the memory's answer to k
         written = beta[t][:, None, None] * (v[t][:, None] - held)
         memory += k[t][:, :, None] * written
         out[t] = (q[t][:, None] @ memory)[:, 0]
@@ -97,9 +152,17 @@ def recurrent(
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    memory: Tensor,
+    updated: Tensor,
 ) -> Tensor:
     """The same, CHUNK tokens at a time; arguments and result as in `recurrent`."""
+    if updated is not memory:
+        updated.copy_(memory)
     out = torch.empty_like(v)
     for start in range(0, q.shape[0], CHUNK):
         part = slice(start, start + CHUNK)
@@ -109,7 +172,7 @@ def chunked(
             v[part].transpose(0, 1),
             log_decay[part].T.double().cumsum(-1),  # differences of these sums count
             beta[part].T[:, :, None],
-            memory,
+            updated,
         ).transpose(0, 1)
     return out
 
@@ -117,8 +180,9 @@ def chunked(
 def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, memory: Tensor) -> Tensor:
     """C tokens at once.
 
-    What token i writes depends on what tokens j < i have written: written = beta * (v - held),
-    where held sums `decay(j to i) * (k_i . k_j) * written_j` and the decayed memory's answer.
+    A token i writes something that depends on all that tokens j < i have written:
+    written = beta * (v - held), where held sums `decay(j to i) * (k_i . k_j) * written_j` and the
+    decayed memory's answer.
 
     Args:
         q: [H, C, Dk].

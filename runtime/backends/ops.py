@@ -9,10 +9,12 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from lowbit.runtime.state.cache import KVCache
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.logprobs import LogProbabilities
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.sampling import Sampler
+from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.step import Step
 
 W = TypeVar("W", contravariant=True)
 
@@ -52,11 +54,12 @@ class Ops(Protocol[W]):
         k_norm: Tensor | None,
         eps: float,
         rope: Rope,
-        cache: KVCache,
+        pages: KVPages,
+        step: Step,
         layer: int,
         gated: bool = False,
     ) -> Tensor:
-        """Norm and rotate q and k, append k and v to the cache, attend causally.
+        """Norm and rotate q and k, append k and v to the sequences' pages, attend causally.
 
         Args:
             qkv: [M, (Hq + 2 * Hkv) * D], q heads first, then k, then v; where gated, a q head is
@@ -65,9 +68,9 @@ class Ops(Protocol[W]):
             k_norm: [D] gain of every k head; None leaves k as it is.
             eps: of the norms.
             rope: tables for every position of the context.
-            cache: [L, Hkv, T, D]; token m takes row `length + m` (host) = `position + m` (device).
-                Of several sequences, token m is the next one of sequence m.
-            layer: which of the cache's L layers.
+            pages: written at every token's position.
+            step: sequence and position of every token.
+            layer: which of the pages' L layers.
             gated: multiply each head's output by the sigmoid of its gate.
 
         Returns:
@@ -80,7 +83,8 @@ class Ops(Protocol[W]):
         ba: Tensor,
         weights: DeltaWeights,
         eps: float,
-        state: DeltaState,
+        slots: DeltaSlots,
+        step: Step,
         layer: int,
         w: W,
         residual: Tensor,
@@ -94,8 +98,9 @@ class Ops(Protocol[W]):
             ba: [M, 2 * Hv], b of every value head, then a.
             weights: of this layer.
             eps: of the norm.
-            state: brought forward by M tokens, in place; of several sequences, by one each.
-            layer: which of the state's L layers.
+            slots: read and written where the step says.
+            step: sequence of every token.
+            layer: which of the slots' L layers.
             w: [h, Hv * Dv].
             residual: [M, h].
 
@@ -103,17 +108,48 @@ class Ops(Protocol[W]):
             [M, h].
         """
 
-    def advance(
-        self, logits: Tensor, sampler: Sampler, token: Tensor, position: Tensor, slots: Tensor
+    def choose(
+        self,
+        logits: Tensor,
+        sampler: SamplerRows,
+        rows: Tensor,
+        positions: Tensor,
+        token: Tensor,
+        slots: Tensor,
     ) -> None:
-        """Choose the next token from logits [1, V] into token [1]; position [1] moves on by one.
+        """Choose the next token of several rows and move them on, without waiting.
 
-        The token is also left in `slots` for that position, as by `post`; -1 where the largest
-        logit is not finite.
+        The operations are those of `sampler.shape`. A row's token depends on its own logits,
+        parameters and position alone.
+
+        Args:
+            logits: [M, V or more] float32, M at most 64; columns from the sampler's vocabulary on
+                are ignored.
+            sampler: of R rows; the counts of these rows are updated.
+            rows: [M] int32, row of each line of logits; only SCRATCH may stand there repeatedly.
+            positions: [M] int32 of the tokens that the logits come from; one is added, but for
+                SCRATCH.
+            token: [M] int64, written.
+            slots: [2, R] int64 on the host, page-locked beside a GPU; entry [p % 2, row] takes the
+                token at position p, or -1 where the row's largest logit is not finite.
         """
 
-    def post(self, token: Tensor, nonfinite: Tensor, position: Tensor, slots: Tensor) -> None:
-        """Leave token [1] in `slots[position % 2]`, [2] int64 on the host, without waiting.
+    def log_probabilities(
+        self,
+        logits: Tensor,
+        sampler: SamplerRows,
+        rows: Tensor,
+        positions: Tensor,
+        token: Tensor,
+        out: LogProbabilities,
+    ) -> None:
+        """Leave log-probabilities of tokens that `choose` has chosen where the host reads them.
 
-        A nonfinite [1] int64 of -1 leaves -1 there instead; see `Sampler.nonfinite`.
+        Args:
+            logits: [M, V or more] float32, those that `choose` was given.
+            sampler: of R rows.
+            rows: [M] int32.
+            positions: [M] int32 of the chosen tokens, as `choose` leaves them.
+            token: [M] int64, as `choose` leaves them.
+            out: written; before temperature, penalties, bias and mask.
         """

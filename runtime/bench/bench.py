@@ -10,8 +10,8 @@ import torch
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
-from lowbit.runtime.engine.batch import start_batch
 from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.state.sampling import SamplingParams
 
@@ -121,7 +121,7 @@ def bench(
     speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
     opened, dtype = model.opened, model.dtype
     weights = opened.weight_bytes(model.device, dtype)
-    cache = opened.kv_bytes(model.context, dtype) + 2 * opened.state_bytes(dtype)
+    cache = cache_bytes(opened, dtype, model.cache)
     step = step_bytes(model, prompt_tokens + new_tokens // 2).total
     peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
@@ -173,17 +173,25 @@ def batched_speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int)
         The tokens of all sequences together, per second.
 
     Raises:
-        RequestError: the run does not fit the context, or more sequences than can be decoded
-            together.
-        ResourceError: their caches do not fit into free memory.
+        RequestError: the run does not fit the context, or the model has room for fewer sequences.
     """
     check_fits(model, prompt_tokens, new_tokens)
+    check_sequences(model, batch)
     prompts = [arbitrary_prompt(model, prompt_tokens, index) for index in range(batch)]
-    if batch == 1:
-        _, decode = _run(model, prompts[0], new_tokens, GREEDY)
-    else:
-        decode = _run_together(model, prompts, new_tokens)
-    return batch * (new_tokens - 1) / decode
+    return batch * (new_tokens - 1) / _run_together(model, prompts, new_tokens)
+
+
+def check_sequences(model: Model, batch: int) -> None:
+    """Refuse more sequences than the model has room for.
+
+    Raises:
+        RequestError: there are.
+    """
+    if not 1 <= batch <= model.cache.sequences:
+        raise RequestError(
+            f"{batch} sequences cannot be decoded together",
+            hint=f"1 to {model.cache.sequences} can",
+        )
 
 
 def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
@@ -202,7 +210,7 @@ def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
 
 def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
     """So many token ids without a meaning, the same ones every time; others for another first."""
-    return [(7 * index + first) % model.engine.sampler.vocabulary for index in range(tokens)]
+    return [(7 * index + first) % model.engine.runner.sampler.vocabulary for index in range(tokens)]
 
 
 def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
@@ -280,10 +288,24 @@ def _run(
 
 
 def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """Seconds from the first token of every sequence to the last."""
-    batch = start_batch(model, prompts, new_tokens)
+    """Seconds from the first token of every sequence to the last.
+
+    Prompts are run one after the other, so the first sequences are given more tokens: those that
+    they decode while the others' prompts run.
+    """
+    engine = model.engine
+    engine.forget()
+    extra = len(prompts)
+    handles = [engine.generate(prompt, GREEDY, new_tokens + extra) for prompt in prompts]
+    while not all(handle.begun for handle in handles):
+        engine.step()
     settle(model.device)
     started = time.perf_counter()
-    batch.decode(new_tokens - 1)
+    for _ in range(new_tokens - 1):
+        engine.step()
     settle(model.device)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    for handle in handles:
+        handle.cancel()
+    engine.step()
+    return seconds

@@ -15,14 +15,13 @@ from lowbit.runtime.bench.bench import (
     StepBytes,
     batched_speed,
     check_fits,
+    check_sequences,
     device_name,
     measure_speed,
     read_bandwidth,
     step_bytes,
 )
 from lowbit.runtime.bench.plot import NamedLine, line_plot
-from lowbit.runtime.engine.batch import check_sequences
-from lowbit.runtime.engine.memory import check_batch
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.models.loader import open_model
 
@@ -165,10 +164,8 @@ def over_batches(
         RequestError: as `batched_speed`.
         ResourceError: as `batched_speed`.
     """
-    most = max(batches)
-    check_sequences(most)
+    check_sequences(model, max(batches))
     check_fits(model, prompt_tokens, new_tokens)
-    check_batch(model.opened, model.device, model.dtype, most, prompt_tokens + new_tokens - 1)
     timed = []
     for batch in sorted(set(batches)):
         _, *speeds = [

@@ -241,12 +241,13 @@ def _batches(name: str, options: Mapping[str, Any]) -> "Sweep":
     from lowbit.runtime.bench.sweep import over_batches
 
     batches, prompt, new = options["batches"], options["prompt_tokens"], options["new_tokens"]
-    needed = options["context"] or prompt + new - 1  # the rest of the memory is for the batch
-    model = _load(name, {**options, "context": needed})
+    most = max(batches)  # the first sequences decode while the last prompts run
+    needed = options["context"] or prompt + new + most - 1
+    model = _load(name, {**options, "context": needed}, most)
     return over_batches(model, batches, prompt, new, options["runs"])
 
 
-def _load(name: str, options: Mapping[str, Any]) -> "Model":
+def _load(name: str, options: Mapping[str, Any], sequences: int = 1) -> "Model":
     return load_model(
         name,
         options["device"],
@@ -255,4 +256,5 @@ def _load(name: str, options: Mapping[str, Any]) -> "Model":
         options["quantize"],
         options["group_size"],
         options["method"],
+        sequences,
     )

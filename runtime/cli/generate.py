@@ -10,7 +10,7 @@ import click
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.options import Count, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.cli.answer import sampling_of, show, summary
@@ -23,6 +23,7 @@ from lowbit.runtime.cli.options import (
     talk_options,
 )
 from lowbit.runtime.conversation.turns import Conversation
+from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
@@ -55,6 +56,14 @@ if TYPE_CHECKING:
     "answered by its `error`.",
 )
 @click.option(
+    "--max-sequences",
+    type=Count(1, MOST_SEQUENCES),
+    metavar="N",
+    default=SEQUENCES,
+    show_default=True,
+    help="With --prompts: lines that are answered together.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -79,6 +88,7 @@ def generate(
     thinking: bool | None,
     raw: bool,
     prompts: Path | None,
+    max_sequences: int,
     out: Path | None,
     as_json: bool,
     **sampling: Any,
@@ -96,7 +106,8 @@ def generate(
 
         given = {key: value for key, value in sampling.items() if value is not None}
         lines = read_prompts(prompts, Settings(given, max_new_tokens, tuple(stop), thinking, raw))
-        model = load_model(name, device, context, threads, quantize, group_size, method)
+        together = min(max_sequences, len(lines))
+        model = load_model(name, device, context, threads, quantize, group_size, method, together)
         facts = {"device": model.device, "quantized_at_load": quantize}
         failed = answer_file(model, lines, system, out, as_json, facts)
         click.get_current_context().exit(1 if failed else 0)

@@ -90,6 +90,11 @@ sampling_options = with_options(
     _sampling_option(
         "presence_penalty", "X", "Subtract X from every token of the output so far; 0 is off."
     ),
+    _sampling_option(
+        "frequency_penalty",
+        "X",
+        "Subtract X from a token for each time the output has it; 0 is off.",
+    ),
     _sampling_option("seed", "N", "Make sampling repeatable.", shown="another each time"),
 )
 talk_options = with_options(
@@ -137,8 +142,12 @@ def load_model(
     quantize: "Base | None" = None,
     group_size: str | None = None,
     method: "Method | None" = None,
+    sequences: int = 1,
 ) -> "Model":
-    """The model of a folder or Hub id, loaded as the options say."""
+    """The model of a folder or Hub id, loaded as the options say.
+
+    sequences: that are decoded together.
+    """
     check_command(name, "model")
     if quantize is None and (group_size or method):
         option = "--group-size" if group_size else "--method"
@@ -155,6 +164,7 @@ def load_model(
         folder,
         device=device,
         context=context,
+        max_sequences=sequences,
         quantize=quantize,
         group_size=wanted,
         method=method or "rtn",

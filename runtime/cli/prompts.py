@@ -1,4 +1,4 @@
-"""`lowbit-run generate MODEL --prompts FILE`: every prompt of a file, an answer after the other."""
+"""`lowbit-run generate MODEL --prompts FILE`: the prompts of a file, several at a time."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.engine.stream import Generation, Request
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -35,11 +36,11 @@ def answer_file(
     as_json: bool,
     facts: dict[str, Any],
 ) -> int:
-    """Answer all requests; a request that fails is answered by its error, and the next one runs.
+    """Answer all requests; a request that fails is answered by its error, and the others run.
 
     Args:
         model: loaded.
-        lines: the requests, in the order in which they are run.
+        lines: the requests, in the order in which they begin; answers come as they end.
         system: message before each `prompt`; `messages` have their own.
         out: file of answers to write or to continue; None for stdout.
         as_json: one object a line on stdout.
@@ -55,19 +56,23 @@ def answer_file(
         check_place(out)
     identity = _identity(model, system)
     digests = {line.id: line.digest(identity) for line in lines}
+    from lowbit.runtime.engine.many import answer_all  # needs torch
+
     done = set() if out is None else keep_answers(out, lines, digests)
-    failed = 0
+    failed = answered = 0
     with (
         _writer(out, as_json) as write,
         progress_bars({"answers": "answering"}, quiet=out is None) as progress,
     ):
-        for number, line in enumerate(lines):
-            progress("answers", number, len(lines))
-            if line.id in done:
-                continue
-            answer = _answer(model, line, system, facts)
+        asked = [line for line in lines if line.id not in done]
+        requests = (_request(model, line, system) for line in asked)
+        progress("answers", len(done), len(lines))
+        for number, made in answer_all(model.engine, model.tokenizer, requests):
+            answer = _answer(made, facts)
             failed += "error" in answer
-            write({"id": line.id, **answer, DIGEST: digests[line.id]})
+            write({"id": asked[number].id, **answer, DIGEST: digests[asked[number].id]})
+            answered += 1
+            progress("answers", len(done) + answered, len(lines))
         progress("answers", len(lines), len(lines))
     counts = [f"{len(lines) - len(done) - failed} answered", f"{failed} failed" if failed else ""]
     counts.append(f"{len(done)} were there already" if done else "")
@@ -75,24 +80,27 @@ def answer_file(
     return failed
 
 
-def _answer(
-    model: "Model", line: PromptLine, system: str | None, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """The answer to one request, or its error."""
+def _request(model: "Model", line: PromptLine, system: str | None) -> "Request | LowbitError":
+    """A request, or the reason why it cannot be made."""
     settings, prompt = line.settings, line.prompt
+    if isinstance(prompt, str) and not settings.raw:
+        prompt = Conversation(system).prompt(prompt)  # type: ignore[assignment]
     try:
-        made = model.generate(
-            Conversation(system).prompt(prompt)
-            if isinstance(prompt, str) and not settings.raw
-            else prompt,  # type: ignore[arg-type]
+        return model.request(
+            model.encode(prompt, thinking=settings.thinking, raw=settings.raw),  # type: ignore[arg-type]
             sampling=sampling_of(model, dict(settings.sampling)),
             max_new_tokens=settings.max_new_tokens,
             stop=settings.stop,
-            thinking=settings.thinking,
             raw=settings.raw,
         )
     except LowbitError as error:
-        return {"error": str(error), "hint": error.hint}
+        return error
+
+
+def _answer(made: "Generation | LowbitError", facts: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request, or its error."""
+    if isinstance(made, LowbitError):
+        return {"error": str(made), "hint": made.hint}
     return {**asdict(made), **facts}
 
 

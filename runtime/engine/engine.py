@@ -1,228 +1,196 @@
-"""Runs a decoder over one sequence: prefill in chunks, then one token a step.
+"""Runs requests together: a step takes a chunk of a prompt and a token of every other sequence.
 
-On a GPU a step is one CUDA graph (embedding to sampled token, position advanced on the device)
-and the host reads tokens one step late, so the device never waits for it. On a CPU the same step
-runs directly.
+The engine has no thread: whoever waits for a token runs steps for everybody until it is there. One
+request alone is then never handed from thread to thread, and requests from several threads or
+tasks still share their steps.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence as Ids
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from threading import RLock
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import CheckpointError, RequestError
-from lowbit.runtime.engine.graphs import aside, recorded
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.runtime.engine.cuts import CHUNK
+from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.runner import Runner, Sent
+from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.cache import KVCache
-from lowbit.runtime.state.sampling import Sampler, SamplingParams, sample
+from lowbit.runtime.state.pages import EXTRA, PAGE
+from lowbit.runtime.state.sampler_rows import check_bias_ids
+from lowbit.runtime.state.sampling import SamplingParams, random_seed
 
-PREFILL_CHUNK = 1024
+SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
-@dataclass(slots=True)
 class Engine:
-    """A decoder with the cache, the sampler and the history of its one sequence.
+    """Requests on one model.
 
     Attributes:
-        held: ids that the cache holds (and at most one more); the next prompt reuses what it
-            shares with them, as far as the cache can go back.
-        token: [1] int64 on the device, the input of the next step.
-        seed: of the random numbers of the last request.
-        reused: tokens of the last prompt that were in the cache already.
+        runner: sends steps to the device.
+        context: most tokens of a sequence.
     """
 
-    decoder: Decoder
-    cache: KVCache
-    sampler: Sampler
-    token: Tensor
-    held: list[int] = field(default_factory=list)
-    seed: int = 0
-    reused: int = 0
-    _rewinds: int = 0
-    _prompt_length: int = 0  # of the prompt that `held` begins with; 0 after anything else
-    _running: bool = False  # stays set where a change of the cache was interrupted halfway
-    _graphs: "dict[int, torch.cuda.CUDAGraph]" = field(default_factory=dict)  # by the cache's reach
-    _graph_shape: tuple[bool, int, bool] | None = None
-    _slots: Tensor = field(init=False)  # [2] int64 on the host, where steps leave their tokens
+    def __init__(self, runner: Runner) -> None:
+        """Nothing has been asked yet."""
+        self.runner = runner
+        self.context = runner.context
+        self._lock = RLock()
+        self._room = Room(runner)
+        self._waiting: deque[Sequence] = deque()
+        self._prompt: Sequence | None = None  # whose prompt is being run
+        self._decoding: list[Sequence] = []
+        self._sent: deque[Sent] = deque()
+        self._stepping = False  # stays set where a step was interrupted halfway
 
-    def __post_init__(self) -> None:
-        """Make room for the last two tokens on their way to the host."""
-        self._slots = torch.zeros(2, dtype=torch.int64, pin_memory=self.token.is_cuda)
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if steps run as CUDA graphs."""
-        return self.token.is_cuda
-
-    def room(self, prompt: int) -> int:
-        """New tokens that fit after a prompt of so many; the last one needs no row."""
-        return self.cache.context - prompt + 1
-
-    def logits(self, ids: Sequence[int], start: int = 0) -> Tensor:
-        """Logits after every token from `start` on: [T - start, V] float32, on the device.
-
-        Tokens before `start` that the cache holds already are not run again.
+    def submit(self, request: TokenRequest) -> Handle:
+        """Take up a request; its handle gives the tokens.
 
         Raises:
-            RequestError: empty, longer than the context, an id outside the vocabulary, or a start
-                that is no token's.
+            RequestError: an empty prompt, one longer than the context, an id or a bias outside
+                the vocabulary, no new token, or one that would not fit if it were alone.
+        """
+        self.check(request.prompt)
+        check_bias_ids(request.sampling, self.runner.sampler.vocabulary)
+        asked = request.max_new_tokens
+        if asked is not None and asked < 1:
+            raise RequestError(f"`max_new_tokens` must be at least 1, got {asked}")
+        room = self.room(len(request.prompt))
+        seed = request.sampling.seed
+        sequence = Sequence(
+            request=request,
+            count=room if asked is None else min(asked, room),
+            seed=random_seed() if seed is None else seed,
+        )
+        pages = self.runner.state.pages.count - EXTRA
+        if sequence.page_count > pages:
+            raise RequestError(
+                f"the request may take {sequence.page_count * PAGE} tokens of the cache, which "
+                f"has {pages * PAGE}",
+                hint="ask for fewer new tokens or a larger cache",
+            )
+        with self._lock:
+            self._waiting.append(sequence)
+        return Handle(self, sequence)
+
+    def generate(self, prompt: Ids[int], params: SamplingParams, count: int) -> Handle:
+        """Up to `count` new tokens after a prompt, whatever they are; see `submit`."""
+        return self.submit(TokenRequest(tuple(prompt), params, count))
+
+    def next_token(self, sequence: Sequence) -> int | None:
+        """The next token of a sequence, or None where it has ended; runs steps for all meanwhile.
+
+        Raises:
+            LowbitError: that ended it.
+        """
+        while not sequence.unread:
+            if not self.advance(sequence):
+                return None
+        return sequence.unread.popleft()
+
+    def advance(self, sequence: Sequence) -> bool:
+        """Run a step for all unless a token of the sequence is there; False where it has ended.
+
+        Raises:
+            LowbitError: that ended it.
+        """
+        with self._lock:
+            if sequence.unread:
+                return True
+            if sequence.error is not None:
+                raise sequence.error
+            if sequence.ended:
+                return False
+            if not self.step() and not sequence.ended:
+                raise RequestError("the request waits for room that nobody will give back")
+            return True
+
+    def step(self) -> bool:
+        """Send one step to the device and read the one before.
+
+        Returns:
+            False if there was nothing to do.
+        """
+        with self._lock:
+            self._begin()
+            # A CPU runs steps at once: a first token would wait there for the second one.
+            ready = self._decoding if self.runner.on_gpu else list(self._decoding)
+            budget = CHUNK
+            while budget > 0 and (sequence := self._next_prompt()) is not None:
+                budget -= self._run_chunk(sequence)
+            decoding = [each for each in ready if each.chosen < each.count]
+            if decoding:
+                self._sent.append(self.runner.decode(decoding))
+                for each in decoding:
+                    each.length += 1
+                    each.chosen += 1
+            worked = bool(self._sent) or budget < CHUNK
+            ahead = 1 if decoding and self.runner.on_gpu else 0
+            while len(self._sent) > ahead:
+                self._read(self._sent.popleft())
+            self._stepping = False
+            return worked
+
+    def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
+        """Logits after every token from `start` on: [T - start, V] float32, on the device.
+
+        Tokens before `start` that the cache holds are not run again.
+
+        Raises:
+            RequestError: empty, longer than the context, an id outside the vocabulary, a start
+                that is no token's, or other requests leave no room.
         """
         self.check(ids)
         if not 0 <= start < len(ids):
             raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
-        if self._running:
-            self.forget()
-        self._rewind(self.cache.reusable(min(_common_prefix(self.held, ids), start)))
-        if self.cache.recurrent and start > self.cache.length:
-            for _ in self._forward(ids[self.cache.length : start]):
-                pass
-            self.cache.save()
-        skipped = start - self.cache.length
-        chunks = []
-        for hidden in self._forward(ids[self.cache.length :]):
-            if skipped < len(hidden):
-                chunks.append(self.decoder.logits(hidden[skipped:]))
-            skipped = max(0, skipped - len(hidden))
-        return torch.cat(chunks)
+        sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
+        with self._lock:
+            self._begin()
+            while not self._room.open(sequence, scored=start):
+                self._stepping = False
+                if not self.step():
+                    raise RequestError("other requests leave no room for this one")
+                self._begin()
+            parts = []
+            while sequence.length < len(ids):
+                first = sequence.length
+                hidden = self._send_chunk(sequence)
+                if first + len(hidden) > start:
+                    parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
+            self._end(sequence)
+            self._stepping = False
+        return torch.cat(parts)
 
-    def generate(
-        self, prompt: Sequence[int], params: SamplingParams, count: int, kept: int | None = None
-    ) -> Iterator[int]:
-        """Up to `count` new tokens, one at a time; the caller stops when it has seen enough.
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+        return self.runner.decoder
 
-        Args:
-            prompt: token ids.
-            params: how tokens are chosen.
-            count: at least 1.
-            kept: how many tokens of the prompt the next one is likely to begin with, for models
-                that cannot go back to any; None for all but the last.
+    @property
+    def rows(self) -> int:
+        """Sequences that can be decoded together."""
+        return self.runner.tables.shape[0] - 1
 
-        Raises:
-            RequestError: an empty prompt, one longer than the context, or an id outside the
-                vocabulary; also where another request began before this one had ended.
-            CheckpointError: the logits after some token are NaN or infinite.
-        """
-        self.check(prompt)
-        count = min(count, self.room(len(prompt)))
-        if self._running:
-            self.forget()
-        shared = self.cache.reusable(_common_prefix(self.held, prompt))
-        # A prompt that is held whole has been asked before. Prefill and decode round differently,
-        # so only the same steps again give the same bytes, and those of last time are known.
-        if shared == len(prompt):
-            repeated = self._prompt_length == len(prompt) and not self.cache.recurrent
-            shared = self.reused if repeated else 0
-        self.reused = shared
-        self._rewind(self.reused)
-        self._prompt_length = len(prompt)
-        self.sampler.configure(params)  # the step that `_capture` runs divides by the temperature
-        if self._graph_shape != self.sampler.shape:
-            self._graphs.clear()
-            self._graph_shape = self.sampler.shape
-        self.seed = self.sampler.start(params, prompt, count)
-        kept = len(prompt) - 1 if kept is None else min(kept, len(prompt) - 1)
-        if self.cache.recurrent and kept > self.reused:
-            for _ in self._forward(prompt[self.reused : kept]):
-                pass
-            self.cache.save()
-        hidden = None
-        for hidden in self._forward(prompt[self.cache.length :]):  # noqa: B007 - the last is used
-            pass
-        if hidden is not None and count > 0:
-            self.token.copy_(sample(self.decoder.logits(hidden[-1:]), self.sampler))
-            yield from self._decode(count)
+    @cached_property
+    def driver(self) -> ThreadPoolExecutor:
+        """The thread that runs steps while tasks wait."""
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="lowbit-engine")
 
-    def _decode(self, count: int) -> Iterator[int]:
-        """Read token after token; on a GPU the step after is already under way."""
-        sent = _events(self.on_gpu)
-        ahead = 1 if self.on_gpu else 0
-        first = self.cache.length
-        self.decoder.ops.post(self.token, self.sampler.nonfinite, self.cache.position, self._slots)
-        _record(sent, first)
-        launched = 1
-        rewinds = self._rewinds
-        for index in range(count):
-            if self._rewinds != rewinds:
-                raise RequestError(
-                    "another request has taken this one's place in the cache",
-                    hint="iterate a stream to its end, or close it, before the next one",
-                )
-            while launched < min(count, index + 1 + ahead):
-                self._launch()
-                _record(sent, first + launched)
-                launched += 1
-            token = self._read(sent, first + index)
-            if token < 0:
-                self.forget()  # keys, values and states may hold NaN
-                raise nonfinite_error(first + index)
-            self.held.append(token)
-            yield token
-
-    def _read(self, sent: "Sequence[torch.cuda.Event]", position: int) -> int:
-        """The token chosen at a position, one of the last two; -1 after logits with NaN."""
-        if sent:
-            sent[position % 2].synchronize()
-        return int(self._slots[position % 2])
-
-    def _launch(self) -> None:
-        """Run one step: `token` is appended to the cache and replaced by the next one."""
-        self._running = True
-        self.cache.reach = self.cache.reach_for(self.cache.length + 1)
-        if self.on_gpu:
-            if self.cache.reach not in self._graphs:
-                self._capture()
-            self._graphs[self.cache.reach].replay()
-        else:
-            self._step()
-        self.cache.length += 1
-        self._running = False
-
-    def _step(self) -> None:
-        hidden = self.decoder.hidden(self.token, self.cache)
-        logits = self.decoder.logits(hidden)
-        self.decoder.ops.advance(logits, self.sampler, self.token, self.cache.position, self._slots)
-
-    def _capture(self) -> None:
-        """Record a step of the cache's reach as a graph.
-
-        A step is run first; the row it writes lies beyond what the cache holds, and whatever else
-        it changes is set again.
-        """
-        with aside():
-            before = self.cache.delta.clone()
-            sampler, token = self.sampler.snapshot(), self.token.clone()
-            self._step()  # compiles kernels, which cannot happen during the capture
-            self.cache.position.fill_(self.cache.length)
-            self.cache.delta.copy_(before)
-            self.sampler.restore(sampler)
-            self.token.copy_(token)
-        self._graphs[self.cache.reach] = recorded(self._step, self._graphs)
-
-    def _forward(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """Append ids to the cache in chunks; yields the hidden states [M, h] of each."""
-        tokens = torch.tensor(ids, dtype=torch.int64, device=self.token.device)
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = slice(start, start + PREFILL_CHUNK)
-            self._running = True
-            self.cache.reach = self.cache.reach_for(self.cache.length + len(ids[chunk]))
-            hidden = self.decoder.hidden(tokens[chunk], self.cache)
-            self.held.extend(ids[chunk])
-            self.cache.advance(len(tokens[chunk]))
-            self._running = False
-            yield hidden
-
-    def _rewind(self, length: int) -> None:
-        self._rewinds += 1
-        self._prompt_length = 0
-        self._running = True
-        self.cache.truncate(length)
-        del self.held[length:]
-        self._running = False
+    def room(self, prompt: int) -> int:
+        """New tokens that fit after a prompt of so many; the last one needs no place."""
+        return self.context - prompt + 1
 
     def forget(self) -> None:
-        """Drop what the cache holds."""
-        self._rewind(0)
+        """Drop what the cache holds of ended requests."""
+        with self._lock:
+            self._begin()
+            self._room.prefixes.clear()
+            self._stepping = False
 
     def advice(self, tokens: int, before: str = "") -> str:
         """Words that ask for a larger context, empty where the model has too few positions.
@@ -234,7 +202,7 @@ class Engine:
         possible = tokens <= self.decoder.config.max_position_embeddings
         return f"{before}ask for a larger --context" if possible else ""
 
-    def check(self, ids: Sequence[int]) -> None:
+    def check(self, ids: Ids[int]) -> None:
         """Refuse a prompt that cannot be run.
 
         Raises:
@@ -242,14 +210,116 @@ class Engine:
         """
         if not ids:
             raise RequestError("the prompt is empty", hint="give at least one token")
-        if len(ids) > self.cache.context:
+        if len(ids) > self.context:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context is {self.cache.context}",
+                f"the prompt has {len(ids)} tokens, the context is {self.context}",
                 hint=f"shorten the prompt{self.advice(len(ids), ', or ')}",
             )
         rows = self.decoder.config.vocab_size
         if not all(0 <= id < rows for id in ids):
             raise RequestError(f"token ids must be between 0 and {rows - 1}")
+
+    def _begin(self) -> None:
+        """Begin what Ctrl-C or an error may interrupt; end what was cancelled before."""
+        if self._stepping:
+            self._recover()
+        self._stepping = True  # stays where what follows is interrupted
+        self._end_cancelled()
+
+    def _next_prompt(self) -> Sequence | None:
+        """The sequence whose prompt is run next, once it has a row and pages."""
+        if self._prompt is None and self._waiting and self._room.open(self._waiting[0]):
+            self._prompt = self._waiting.popleft()
+        return self._prompt
+
+    def _run_chunk(self, sequence: Sequence) -> int:
+        """Send the next chunk of a prompt, and choose the first token after the last one."""
+        hidden = self._send_chunk(sequence)
+        if sequence.length == len(sequence.request.prompt):
+            self._room.keep(
+                sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
+            )
+            self._sent.append(self.runner.begin(sequence, hidden[-1:]))
+            sequence.chosen = 1
+            sequence.phase = "decoding"
+            self._decoding.append(sequence)
+            self._prompt = None
+        return len(hidden)
+
+    def _send_chunk(self, sequence: Sequence) -> Tensor:
+        """Send the tokens up to the next cut through the layers: their hidden states."""
+        prompt = sequence.request.prompt
+        stop = min((cut for cut in sequence.cuts if cut > sequence.length), default=len(prompt))
+        hidden = self.runner.chunk(sequence, prompt[sequence.length : stop])
+        sequence.length = stop
+        if stop in sequence.cuts:
+            since = stop - max(sequence.snapshots, default=sequence.reused)
+            if since % CHUNK or since >= SNAPSHOT_EVERY:  # the end of a message, or long after one
+                self._room.take_snapshot(sequence)
+        return hidden
+
+    def _read(self, sent: Sent) -> None:
+        """Hand out the tokens of a step and end the sequences that are complete."""
+        tokens_read = self.runner.read(sent)
+        for sequence, position, token in zip(
+            sent.sequences, sent.positions, tokens_read, strict=True
+        ):
+            if sequence.ended:
+                continue
+            if token < 0:
+                tokens = len(sequence.request.prompt) + len(sequence.output)
+                self._end(sequence, nonfinite_error(tokens))
+                continue
+            if sequence.request.sampling.logprobs is not None:
+                found = self.runner.log_probabilities(sequence, position)
+                sequence.log_probabilities.append(found)
+            sequence.output.append(token)
+            sequence.unread.append(token)
+            if token in sequence.request.stop_ids or len(sequence.output) == sequence.count:
+                self._end(sequence)
+
+    def _end_cancelled(self) -> None:
+        for sequence in (*self._waiting, *self._decoding, self._prompt):
+            if sequence is not None and sequence.cancelled:
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence, error: LowbitError | None = None) -> None:
+        """End a sequence, in whatever phase; without an error its tokens stay in the cache."""
+        phase, sequence.phase, sequence.error = sequence.phase, "ended", error
+        if phase == "waiting":
+            self._waiting.remove(sequence)
+            return
+        if error is None:
+            if phase == "decoding":
+                self._room.take_snapshot(sequence)
+            self._room.keep(sequence, sequence.length)
+        self._room.close(sequence)
+        if sequence in self._decoding:
+            self._decoding.remove(sequence)
+        if self._prompt is sequence:
+            self._prompt = None
+
+    def _recover(self) -> None:
+        """Begin anew after a step that was interrupted halfway: its sequences are lost."""
+        for sequence in (*self._decoding, self._prompt):
+            if sequence is not None and not sequence.ended:
+                sequence.phase = "ended"
+                sequence.error = RequestError(
+                    "a step was interrupted while this request ran", hint="ask again"
+                )
+        for sequence in self._waiting:  # the first may have been given a row
+            sequence.phase = "waiting"
+        if self.runner.on_gpu:
+            torch.cuda.synchronize()
+        self._reset()
+
+    def _reset(self) -> None:
+        """All rows, pages and slots are free."""
+        self._room = Room(self.runner)
+        self._prompt = None
+        self._decoding.clear()
+        self._sent.clear()
+        self._stepping = False
 
 
 def nonfinite_error(tokens: int) -> CheckpointError:
@@ -259,22 +329,3 @@ def nonfinite_error(tokens: int) -> CheckpointError:
         hint="some activation overflows: look for damaged weights with `lowbit-convert verify "
         "MODEL` and `lowbit-convert report MODEL`, or convert the original again",
     )
-
-
-def _events(on_gpu: bool) -> "tuple[torch.cuda.Event, ...]":
-    """Marks behind the last two steps; none where steps run at once."""
-    return (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else ()  # type: ignore[no-untyped-call]
-
-
-def _record(sent: "Sequence[torch.cuda.Event]", position: int) -> None:
-    """Mark the step that chose the token at a position."""
-    if sent:
-        sent[position % 2].record()
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading ids that two sequences share."""
-    for index, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return index
-    return min(len(a), len(b))

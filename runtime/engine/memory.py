@@ -1,74 +1,133 @@
-"""What context fits into the memory a device has left."""
+"""How much context and how many sequences fit into the memory a device has left."""
+
+from dataclasses import dataclass
 
 import torch
 
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS, state_count
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
-GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, a graph's pool, the libraries' buffers
+GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, graphs, the libraries' buffers
 
 
-def choose_context(opened: OpenedModel, device: str, dtype: torch.dtype, asked: int | None) -> int:
-    """Tokens to make room for, after checking that weights and cache fit into free memory.
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What the cache has room for.
 
-    Raises:
-        RequestError: more was asked for than the model has positions.
-        ResourceError: weights, or weights and cache, do not fit.
+    Attributes:
+        context: most tokens of a sequence.
+        sequences: that are decoded together.
+        pages: for the keys and values of all of them and of prefixes to reuse.
+        snapshots: recurrent states beside one for each sequence.
     """
-    limit = opened.config.max_position_embeddings
-    if asked is not None and not 1 <= asked <= limit:
-        raise RequestError(f"context {asked}: the model has positions for 1 to {limit} tokens")
-    per_token = max(1, opened.kv_bytes(1, dtype))  # 0 where every layer is linear
-    fixed = opened.weight_bytes(device, dtype) + 2 * opened.state_bytes(dtype)
-    if device != "cpu":
-        fixed += GPU_WORKSPACE + opened.state_bytes(dtype)  # capturing a graph copies the state
-    wanted = asked or min(limit, DEFAULT_CONTEXT)
-    free = free_bytes(device)
-    if free is None:
-        return wanted
-    fits = int((free / HEADROOM - fixed) // per_token)
-    if fits >= wanted:
-        return wanted
-    if asked is None and fits >= MIN_CONTEXT:
-        return fits
-    need = int((fixed + wanted * per_token) * HEADROOM)
-    raise ResourceError(
-        f"needs {gigabytes(need)} for weights and a context of {wanted} tokens, free on "
-        f"{device}: {gigabytes(free)}",
-        hint=f"--context {fits} fits" if fits >= MIN_CONTEXT else "the weights alone do not fit",
-    )
+
+    context: int
+    sequences: int
+    pages: int
+    snapshots: int
 
 
-def check_batch(
-    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, tokens: int
-) -> None:
-    """Refuse a batch whose caches do not fit beside what is loaded.
+def choose_cache(
+    opened: OpenedModel,
+    device: str,
+    dtype: torch.dtype,
+    context: int | None = None,
+    sequences: int = 1,
+    tokens: int | None = None,
+) -> CacheSize:
+    """Sizes of the cache, after checking that it fits into free memory beside the weights.
 
     Args:
         opened: the model.
         device: `cpu` or `cuda`.
         dtype: of keys and values.
+        context: most tokens of a sequence; None for min(positions, DEFAULT_CONTEXT, what fits).
         sequences: decoded together.
-        tokens: of each, prompt and output.
+        tokens: of all sequences together; None for `sequences` times `context`, or what fits.
 
     Raises:
-        ResourceError: they do not fit.
+        RequestError: a context that the model has no positions for, no sequence, or fewer tokens
+            than the context.
+        ResourceError: weights, or weights and cache, do not fit.
     """
-    if device != "cpu":
-        torch.cuda.empty_cache()  # what earlier batches took is free, but not to the system
+    limit = opened.config.max_position_embeddings
+    if context is not None and not 1 <= context <= limit:
+        raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
+    if sequences < 1:
+        raise RequestError(f"{sequences} sequences cannot be decoded", hint="1 or more can")
+    wanted = context or min(limit, DEFAULT_CONTEXT)
+    if tokens is not None and tokens < wanted:
+        raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
+    all_pages = pages_for(tokens) if tokens else sequences * pages_for(wanted)
     free = free_bytes(device)
-    each = int((opened.kv_bytes(tokens, dtype) + opened.state_bytes(dtype)) * HEADROOM)
-    if free is None or sequences * each <= free:
-        return
-    fits = free // each
-    raise ResourceError(
-        f"needs {gigabytes(sequences * each)} for {sequences} sequences of {tokens} tokens, free "
-        f"on {device}: {gigabytes(free)}",
-        hint=f"{fits} of them fit" if fits > 0 else "not one of them fits: use fewer tokens",
+    if free is None:
+        return _sized(wanted, sequences, all_pages)
+    fits = pages_that_fit(opened, device, dtype, sequences, free)
+    if fits >= pages_for(wanted) and (tokens is None or fits >= all_pages):
+        return _sized(wanted, sequences, min(fits, all_pages))
+    if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
+        return _sized(fits * PAGE, sequences, fits)
+    pages = all_pages if tokens else pages_for(wanted)
+    raise _too_large(opened, device, dtype, sequences, pages, free)
+
+
+def pages_that_fit(
+    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, free: int
+) -> int:
+    """Pages that fit into free memory beside the weights and the states of so many sequences."""
+    each = max(1, opened.kv_bytes(PAGE, dtype))  # 0 where every layer is linear
+    left = free / HEADROOM - _fixed_bytes(opened, device, dtype, sequences)
+    return int(left // each) - EXTRA
+
+
+def cache_bytes(opened: OpenedModel, dtype: torch.dtype, size: CacheSize) -> int:
+    """Memory of all pages and states."""
+    pages = opened.kv_bytes((EXTRA + size.pages) * PAGE, dtype)
+    return pages + (1 + size.sequences + size.snapshots) * opened.state_bytes(dtype)
+
+
+def _sized(context: int, sequences: int, pages: int) -> CacheSize:
+    return CacheSize(context, sequences, pages, SNAPSHOTS + sequences)
+
+
+def _fixed_bytes(opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int) -> int:
+    """Memory that does not grow with the context."""
+    workspace = 0 if device == "cpu" else GPU_WORKSPACE
+    return (
+        opened.weight_bytes(device, dtype)
+        + state_count(sequences) * opened.state_bytes(dtype)
+        + workspace
+    )
+
+
+def _too_large(
+    opened: OpenedModel,
+    device: str,
+    dtype: torch.dtype,
+    sequences: int,
+    pages: int,
+    free: int,
+) -> ResourceError:
+    """The error of a cache that does not fit; its hint names a size that does."""
+    fixed = _fixed_bytes(opened, device, dtype, sequences)
+    need = int((fixed + opened.kv_bytes((EXTRA + pages) * PAGE, dtype)) * HEADROOM)
+    fits = pages_that_fit(opened, device, dtype, sequences, free) * PAGE
+    alone = pages_that_fit(opened, device, dtype, 1, free) * PAGE
+    if fits >= MIN_CONTEXT:
+        hint = f"--context {fits} fits"
+    elif alone >= MIN_CONTEXT:
+        hint = f"one sequence with --context {alone} fits"
+    else:
+        hint = "the weights alone do not fit"
+    return ResourceError(
+        f"needs {gigabytes(need)} for weights and a cache of {pages * PAGE} tokens for "
+        f"{sequences} sequence{'s' if sequences > 1 else ''}, free on {device}: {gigabytes(free)}",
+        hint=hint,
     )
 
 

@@ -1,14 +1,15 @@
 """The Python API: a loaded model that generates, streams and gives logits."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, overload
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
@@ -16,10 +17,12 @@ from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.input_power import Method, calibration_ids, check_searched, input_power
-from lowbit.runtime.engine.memory import choose_context
+from lowbit.runtime.engine.many import answer_all
+from lowbit.runtime.engine.memory import CacheSize, choose_cache
+from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
-from lowbit.runtime.state.sampling import SamplingParams, new_sampler, sampling_defaults
+from lowbit.runtime.state.sampling import SamplingParams, sampling_defaults
 from lowbit.runtime.text.chat import Message, render_prompt
 from lowbit.runtime.text.reasoning import begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -27,9 +30,10 @@ from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model; it serves one request at a time.
+    """A loaded model; its requests may come from several threads and run together.
 
     Attributes:
+        cache: what there is room for.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
         load_s: seconds that loading took.
@@ -46,12 +50,13 @@ class Model:
     device: str
     dtype: torch.dtype
     load_s: float
+    cache: CacheSize
     quantized_at_load: Base | None = None
 
     @property
     def context(self) -> int:
         """Tokens that prompt and output may have together."""
-        return self.engine.cache.context
+        return self.engine.context
 
     def encode(
         self,
@@ -139,12 +144,27 @@ class Model:
             RequestError: a prompt longer than the context, no room for a token, or an empty stop
                 string.
         """
+        request = self.request(
+            ids, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw
+        )
+        return Stream(self.engine, self.tokenizer, request)
+
+    def request(
+        self,
+        ids: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+    ) -> Request:
+        """A checked request; arguments and errors as in `stream_ids`."""
         if max_new_tokens is not None and max_new_tokens < 1:
             raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
         if not all(stop):
             raise RequestError("a stop string is empty")
         self.engine.check(ids)
-        request = Request(
+        return Request(
             prompt=tuple(ids),
             sampling=sampling or self.defaults,
             max_new_tokens=max_new_tokens,
@@ -152,9 +172,9 @@ class Model:
             stops=tuple(stop),
             begin="raw" if raw else begin_of(ids, self.tokenizer),
         )
-        return Stream(self.engine, self.tokenizer, request)
 
-    def generate(
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts, too
         self,
         prompt: str | Sequence[Message],
         *,
@@ -163,19 +183,54 @@ class Model:
         stop: Sequence[str] = (),
         thinking: bool | None = None,
         raw: bool = False,
-    ) -> Generation:
-        """The whole text of a request; arguments and errors as in `stream`."""
-        stream = self.stream(
-            prompt,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            thinking=thinking,
-            raw=raw,
-        )
-        for _ in stream:
-            pass
-        return stream.generation
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[str] | Sequence[Sequence[Message]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool | None = None,
+        raw: bool = False,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message] | Sequence[str] | Sequence[Sequence[Message]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        thinking: bool | None = None,
+        raw: bool = False,
+    ) -> Generation | list[Generation]:
+        """The whole text of a request; of a list of prompts all texts, decoded together.
+
+        Arguments and errors as in `stream`; of several requests the first error is raised when all
+        have ended.
+        """
+        many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], Mapping)
+        prompts = cast("Sequence[str | Sequence[Message]]", prompt if many else [prompt])
+        requests = [
+            self.request(
+                self.encode(each, thinking=thinking, raw=raw),
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
+                raw=raw,
+            )
+            for each in prompts
+        ]
+        results = dict(answer_all(self.engine, self.tokenizer, requests))
+        made = [results[number] for number in range(len(requests))]
+        for result in made:
+            if isinstance(result, LowbitError):
+                raise result
+        done = cast("list[Generation]", made)
+        return done if many else done[0]
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence: [T, V] float32 on the model's device."""
@@ -188,6 +243,8 @@ def load(
     device: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     context: int | None = None,
+    max_sequences: int = 4,
+    cache_tokens: int | None = None,
     quantize: Base | None = None,
     group_size: int = GROUP_SIZE,
     method: Method = "rtn",
@@ -200,6 +257,9 @@ def load(
         dtype: of activations and dense weights. float32, on the CPU only, is the checked mode:
             exact dequantized weights.
         context: tokens of prompt and output; None for min(max_position, 8192, what fits).
+        max_sequences: requests that are decoded together; others wait.
+        cache_tokens: of all requests together, and of conversations that are kept; None for
+            `max_sequences` times `context`, or what fits.
         quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
             read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row, the
@@ -235,18 +295,13 @@ def load(
         raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
-    context = choose_context(opened, device, dtype, context)
+    cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens)
     if weighted:
         power = _measured_power(folder, tokenizer, device, dtype)
         opened = open_model(folder, quantize, group_size, rule, power)
-    decoder = load_decoder(opened, device, dtype, context)
+    decoder = load_decoder(opened, device, dtype, cache.context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    engine = Engine(
-        decoder=decoder,
-        cache=decoder.new_cache(context, dtype, device),
-        sampler=new_sampler(vocabulary, context, device),
-        token=torch.zeros(1, dtype=torch.int64, device=device),
-    )
+    engine = Engine(new_runner(decoder, vocabulary, cache, dtype, device))
     if device != "cpu":
         torch.cuda.synchronize()
     return Model(
@@ -260,6 +315,7 @@ def load(
         device=device,
         dtype=dtype,
         load_s=time.perf_counter() - started,
+        cache=cache,
         quantized_at_load=quantize,
     )
 

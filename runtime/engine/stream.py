@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -44,6 +46,7 @@ class Generation:
         finish_reason: `stop` for a stop id or string, `length` for a full context or
             `max_new_tokens`.
         seed: that makes a sampled text again.
+        log_probabilities: of every new token; empty unless `SamplingParams.logprobs` asks for them.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -53,6 +56,7 @@ class Generation:
     finish_reason: FinishReason
     seed: int
     timings: Timings
+    log_probabilities: tuple[TokenLogProbabilities, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +80,78 @@ class Request:
     begin: Begin
 
     @property
-    def turns(self) -> int | None:
-        """Tokens up to the last end of a turn, which the next prompt will begin with too.
+    def tokens(self) -> TokenRequest:
+        """The request without its text."""
+        return TokenRequest(
+            self.prompt, self.sampling, self.max_new_tokens, self.stop_ids, self.stop_ids
+        )
 
-        After it comes what asks for the answer, and that may be rendered otherwise once the answer
-        is there. None where no turn has ended.
-        """
-        for index in range(len(self.prompt) - 1, -1, -1):
-            if self.prompt[index] in self.stop_ids:
-                return index + 1
-        return None
+
+@dataclass(slots=True)
+class Answer:
+    """The text of one request as its tokens arrive.
+
+    Attributes:
+        handle: gives the tokens.
+        generation: the result, once it is complete.
+    """
+
+    request: Request
+    tokenizer: Tokenizer
+    handle: Handle
+    generation: Generation | None = None
+    _text: Splitter = field(init=False)
+    _ids: list[int] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+    _marks: list[float] = field(init=False)  # times of the request, its first and its last token
+
+    def __post_init__(self) -> None:
+        """The request begins now."""
+        self._text = Splitter(self.tokenizer, self.request.begin, self.request.stops)
+        self._marks = [time.perf_counter()] * 3
+
+    def push(self, id: int) -> Piece | None:
+        """Take a token; returns the text that is certain with it."""
+        now = time.perf_counter()
+        self._marks = [self._marks[0], self._marks[1] if self._ids else now, now]
+        self._ids.append(id)
+        if id in self.request.stop_ids:
+            return self._finish("stop")
+        piece = self._text.push(id)
+        if piece is not None:
+            self._pieces.append(piece)
+        if self._text.stopped:
+            self.handle.cancel()
+            self._finish("stop")
+        return piece
+
+    def end(self) -> Piece | None:
+        """Note that no token comes any more; returns text that has been held back."""
+        return self._finish("length") if self.generation is None else None
+
+    def _finish(self, reason: FinishReason) -> Piece | None:
+        tail = self._text.finish()
+        if tail is not None:
+            self._pieces.append(tail)
+        started, first, last = self._marks
+        count = len(self._ids) - 1
+        self.generation = Generation(
+            prompt_token_ids=self.request.prompt,
+            token_ids=tuple(self._ids),
+            reasoning="".join(piece.text for piece in self._pieces if piece.reasoning),
+            text="".join(piece.text for piece in self._pieces if not piece.reasoning),
+            finish_reason=reason,
+            seed=self.handle.seed,
+            timings=Timings(
+                prompt_tokens=len(self.request.prompt),
+                reused_tokens=self.handle.reused,
+                first_token_s=first - started,
+                decode_s=last - first,
+                decode_tokens_per_s=count / (last - first) if count > 0 else None,
+            ),
+            log_probabilities=self.handle.log_probabilities[: len(self._ids)],
+        )
+        return tail
 
 
 class Stream(Iterator[str]):
@@ -97,8 +163,8 @@ class Stream(Iterator[str]):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, request: Request) -> None:
         """Set up the request; nothing runs before the first `next`."""
-        self.pieces = self._run(engine, tokenizer, request)
-        self._generation: Generation | None = None
+        self._made: list[Generation] = []  # empty until the end
+        self.pieces = _pieces(engine, tokenizer, request, self._made)
 
     def __next__(self) -> str:
         """The next piece of the answer, never empty."""
@@ -107,7 +173,7 @@ class Stream(Iterator[str]):
         return piece.text
 
     def close(self) -> None:
-        """Stop early; the model is then free for the next request."""
+        """Stop early; what the request holds is free then."""
         self.pieces.close()
 
     @property
@@ -117,47 +183,27 @@ class Stream(Iterator[str]):
         Raises:
             RequestError: the stream has not ended.
         """
-        if self._generation is None:
+        if not self._made:
             raise RequestError("the stream has not ended", hint="iterate it to its end first")
-        return self._generation
+        return self._made[0]
 
-    def _run(
-        self, engine: Engine, tokenizer: Tokenizer, request: Request
-    ) -> Generator[Piece, None, None]:
-        prompt = request.prompt
-        text = Splitter(tokenizer, request.begin, request.stops)
-        count = request.max_new_tokens or engine.room(len(prompt))
-        ids: list[int] = []
-        pieces: list[Piece] = []
-        reason: FinishReason = "length"
-        started = first = last = time.perf_counter()
-        for id in engine.generate(prompt, request.sampling, count, request.turns):
-            last = time.perf_counter()
-            first = last if not ids else first
-            ids.append(id)
-            piece = None if id in request.stop_ids else text.push(id)
-            if piece is not None:
-                pieces.append(piece)
-                yield piece
-            if id in request.stop_ids or text.stopped:
-                reason = "stop"
-                break
-        tail = text.finish()
-        if tail is not None:
-            pieces.append(tail)
-            yield tail
-        self._generation = Generation(
-            prompt_token_ids=prompt,
-            token_ids=tuple(ids),
-            reasoning="".join(piece.text for piece in pieces if piece.reasoning),
-            text="".join(piece.text for piece in pieces if not piece.reasoning),
-            finish_reason=reason,
-            seed=engine.seed,
-            timings=Timings(
-                prompt_tokens=len(prompt),
-                reused_tokens=engine.reused,
-                first_token_s=first - started,
-                decode_s=last - first,
-                decode_tokens_per_s=(len(ids) - 1) / (last - first) if len(ids) > 1 else None,
-            ),
-        )
+
+def _pieces(
+    engine: Engine, tokenizer: Tokenizer, request: Request, made: list[Generation]
+) -> Generator[Piece, None, None]:
+    """Pieces of an answer, whose result is put into `made` behind the last one.
+
+    It does not know its stream, so that a stream that nobody holds any more is cancelled at once.
+    """
+    answer = Answer(request, tokenizer, engine.submit(request.tokens))
+    for id in answer.handle:
+        piece = answer.push(id)
+        if piece is not None:
+            yield piece
+        if answer.generation is not None:
+            break
+    tail = answer.end()
+    if tail is not None:
+        yield tail
+    if answer.generation is not None:
+        made.append(answer.generation)

@@ -30,6 +30,19 @@ def load16(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
+def reload16(address, OFFSET: gl.constexpr = 0):
+    """`load16` of what a loop reads in every turn: the compiler keeps no copy in registers."""
+    return gl.inline_asm_elementwise(
+        f"ld.relaxed.cta.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        "=r,=r,=r,=r,l",
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def stream16(address, OFFSET: gl.constexpr = 0):
     """`load16` of what is read once: it takes no room in L1."""
     return gl.inline_asm_elementwise(
@@ -104,6 +117,36 @@ def declaration(size_bytes: int) -> str:
 
 
 @gluon.jit
+def large_shared_buffer(never, SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """The address of SIZE bytes of shared memory, which may be more than a kernel can declare.
+
+    Triton asks the driver for what it has allocated itself, from the symbol `global_smem` on. A
+    store that never happens keeps it from dropping the allocation.
+
+    never: false, which the compiler must not know.
+
+    SIZE: a multiple of 1 KB; see `large_size`.
+    """
+    L: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    pieces = ()
+    for bit in gl.static_range(10, 18):
+        if SIZE & (1 << bit) != 0:
+            pieces = pieces + (gl.allocate_shared_memory(gl.int32, [1 << (bit - 2)], FLAT),)
+    if never:
+        for i in gl.static_range(len(pieces)):
+            pieces[i].slice(0, 32).store(gl.full([32], 0, gl.int32, layout=L))
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+def large_size(size_bytes: int) -> int:
+    """So many bytes, rounded up for `large_shared_buffer`."""
+    return -(-size_bytes // 1024) * 1024
+
+
+@gluon.jit
 def store_shared16(address, words, inside):
     """Four words of each lane that is inside, to shared memory."""
     gl.inline_asm_elementwise(
@@ -144,10 +187,10 @@ def load_shared4(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
-def load_shared8(address):
-    """Two words of shared memory for each lane."""
+def load_shared8(address, OFFSET: gl.constexpr = 0):
+    """Two words of shared memory for each lane; see `load16` for OFFSET."""
     return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];",
+        f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
         "=r,=r,r",
         [address],
         dtype=(gl.int32, gl.int32),
@@ -215,6 +258,19 @@ def store16(address, words, inside):
 
 
 @gluon.jit
+def store8(address, words, inside):
+    """Two words of each lane that is inside, to global memory."""
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r",
+        [address, words[0], words[1], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def store_floats(pointer, values, inside):
     """FP32 side by side of each lane that is inside, to global memory; aligned like all of them."""
     if len(values) % 4 == 0:
@@ -230,17 +286,18 @@ def store_floats(pointer, values, inside):
 
 
 @gluon.jit
-def count_up(address, inside):
-    """Add one to a counter in global memory for each lane that is inside; what it was before.
+def count_round(address, LAST: gl.constexpr, inside):
+    """Count at an address for each lane that is inside, from 0 to LAST and then 0 again.
 
-    Relaxed: a lane's loads have returned before it counts if their values have been used, but what
-    it has stored may be seen later.
+    Returns what the counter was before. Relaxed: a lane's loads have returned before it counts if
+    their values have been used, but what it has stored may be seen later. Unlike `add`, which the
+    compiler gathers over the warp, this does not wait for the counter before its value is used.
     """
     return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; "
-        "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}",
-        "=&r,l,r",
-        [address, inside.to(gl.int32)],
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; "
+        "@p atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;}",
+        "=&r,l,r,r",
+        [address, LAST, inside.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

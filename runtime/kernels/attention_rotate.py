@@ -1,4 +1,7 @@
-"""Device functions: heads of one token normed and rotated, a warp a head (see `rotate`)."""
+"""Device functions: heads of a token normed and rotated, a warp a head (see `rotate`).
+
+Sums are explicit `fma`s: a key has the same bits wherever it is rotated.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,7 +47,7 @@ def _scaled(word, gains, NORM: gl.constexpr, FP32: gl.constexpr):
 
 @gluon.jit
 def load_angles(cos, sin, position, lane, D: gl.constexpr, R: gl.constexpr):
-    """Cosines and sines of this lane's words, the same for every head."""
+    """Cosines and sines of this lane's words at a position, the same for every head."""
     loaded = ()
     for i in gl.static_range((D + 63) // 64):
         at = (position * (R // 2) + 2 * _own(lane, i, D) % (R // 2)).to(gl.int64) * 4
@@ -83,7 +86,7 @@ def rotated(
     for i in gl.static_range((D + 63) // 64):
         low = low_half(words[2 * i])
         high = high_half(words[2 * i])
-        mine = low * low + high * high
+        mine = gl.fma(high, high, low * low)
         square += mine if D >= 64 else gl.where(lane < D // 2, mine, 0.0)
         own = _scaled(words[2 * i], gains[i][0] if NORM else (), NORM, FP32)
         other = _scaled(words[2 * i + 1], gains[i][1] if NORM else (), NORM, FP32)
@@ -96,7 +99,7 @@ def rotated(
             if R < D:
                 c = gl.where(word < R // 2, c, 1.0)
                 s = gl.where(word < R // 2, s, 0.0)
-            pair = pair + (own[j] * c + other[j] * s,)
+            pair = pair + (gl.fma(own[j], c, other[j] * s),)
         turned = turned + (pair,)
     factor = none + 1.0
     if NORM:

@@ -7,11 +7,14 @@ In a chunk, with G the running sum of g and D[i, j] = exp(G[i] - G[j]) for j <= 
     S      = exp(G[-1]) * S + (exp(G[-1] - G) * k)^T @ new
 which is the recurrence of `delta_decode` with its sums in another order.
 
-Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv], memory [Hv, Dk, Dv] fp32, window [W - 1, C] bf16
-Plan    convolution, SiLU and L2 norm by tokens and heads; all that needs no S by chunks and value
-        heads at once; then S through the chunks, a program per value head and some columns of S;
-        then `gated_norm`. Everything between is FP32, products too (three TF32 ones for each).
-        Tokens past the end have k = v = beta = g = 0, which leaves S as it is
+Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv]; slots: memory [S, Hv, Dk, Dv] fp32, window
+        [S, W - 1, C] bf16
+Plan    chunks count from the call's first token; the state comes from one slot and goes to another
+        or the same. Convolution, SiLU and L2 norm by tokens and heads; all that needs no S by
+        chunks and value heads at once; then S through the chunks, a program per value head and some
+        columns of S; then `gated_norm`, which moves the window. Everything between is FP32,
+        products too (three TF32 ones for each). Tokens past the end have k = v = beta = g = 0,
+        which leaves S as it is
 """
 
 import torch
@@ -19,11 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.kernels.delta_decode import L2_EPS, delta_decode_ref
+from lowbit.runtime.kernels.delta_decode import L2_EPS, token_ref
 from lowbit.runtime.kernels.delta_gates import gates
 from lowbit.runtime.kernels.delta_out import gated_norm
 from lowbit.runtime.kernels.device import run
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.step import Step
 
 CHUNK = 64
 BLOCK_M = 16  # tokens a program convolves
@@ -32,15 +36,26 @@ BLOCK_V = 32  # columns of S a program carries through the chunks
 
 
 def delta_prefill_ref(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The values `delta_prefill` approximates: token by token in float64, as `delta_decode_ref`."""
-    window, memory = state.conv[layer], state.memory[layer]
+    """The values `delta_prefill` approximates, token by token; no slot is written.
+
+    Returns:
+        out [M, Hv * Dv] and the memory [Hv, Dk, Dv] after the last token in float64, and the window
+        [W - 1, C] after it.
+    """
+    slot = int(step.read[0])
+    window, memory = slots.conv[layer, slot], slots.memory[layer, slot].double()
     outs = []
     for m in range(qkvz.shape[0]):
-        held = DeltaState(conv=window[None], memory=memory[None])
-        token = slice(m, m + 1)
-        out, memory, window = delta_decode_ref(qkvz[token], ba[token], weights, eps, held, 0)
+        x, gate = qkvz[m : m + 1], ba[m : m + 1]
+        out, memory, window = token_ref(x, gate, weights, eps, window, memory)
         outs.append(out)
     return torch.cat(outs), memory, window
 
@@ -74,6 +89,7 @@ def _convolved(
 def _mix_kernel(
     qkvz_ptr,
     window_ptr,
+    read_ptr,
     taps_ptr,
     mixed_ptr,
     M,
@@ -91,6 +107,7 @@ def _mix_kernel(
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (tokens < M)[:, None]
     out = mixed_ptr + tokens[:, None] * C
+    window_ptr += tl.load(read_ptr).to(tl.int64) * ((W - 1) * C)
     if head < 2 * Hk:
         key = head * Dk + tl.arange(0, Dk)
         x = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, key, M, stride, C, W)
@@ -177,6 +194,8 @@ def _scan_kernel(
     scores_ptr,
     steps_ptr,
     memory_ptr,
+    read_ptr,
+    write_ptr,
     o_ptr,
     M,
     Hk: tl.constexpr,
@@ -193,7 +212,8 @@ def _scan_kernel(
     offs_k = tl.arange(0, Dk)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = memory_ptr + head * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
-    S = tl.load(tile)  # [Dk, BLOCK_V]
+    slot = tl.load(read_ptr).to(tl.int64)
+    S = tl.load(tile + slot * (Hv * Dk * Dv))  # [Dk, BLOCK_V]
     for chunk in tl.range(0, chunks):
         tokens = (chunk * CHUNK + offs_t).to(tl.int64)
         inside = (tokens < M)[:, None]
@@ -218,19 +238,28 @@ def _scan_kernel(
         S *= tl.load(steps_ptr + (first + CHUNK - 1) * 3 + 1)
         k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # again: held, it would spill
         S += tl.dot(tl.trans(k), rest * new, input_precision="tf32x3")
-    tl.store(tile, S)
+    target = tl.load(write_ptr + M - 1).to(tl.int64)
+    if target >= 0:
+        tl.store(tile + target * (Hv * Dk * Dv), S)
 
 
 def delta_prefill(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, eps: float, state: DeltaState, layer: int
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
 ) -> Tensor:
-    """M tokens of a gated DeltaNet layer, without its linears; see `Ops.delta_linear`.
+    """M tokens of one sequence in a gated DeltaNet layer; see `Ops.delta_linear`.
 
     Returns:
-        [M, Hv * Dv] in the dtype of qkvz; the state's layer has moved on by the tokens.
+        [M, Hv * Dv] in the dtype of qkvz; the slot `write[M - 1]`, which may be the slot `read[0]`,
+        holds the state after the last token.
     """
     M = qkvz.shape[0]
-    Hv, Dk, Dv = state.memory.shape[1:]
+    Hv, Dk, Dv = weights.value_heads, weights.key_dim, weights.value_dim
     Hk = weights.key_heads
     C, W = weights.conv.shape
     sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
@@ -246,7 +275,8 @@ def delta_prefill(
         _mix_kernel,
         (triton.cdiv(M, BLOCK_M), 2 * Hk + Hv),
         qkvz,
-        state.conv[layer],
+        slots.conv[layer],
+        step.read,
         weights.conv,
         mixed,
         M,
@@ -283,7 +313,9 @@ def delta_prefill(
         inverse,
         scores,
         steps,
-        state.memory[layer],
+        slots.memory[layer],
+        step.read,
+        step.write,
         o,
         M,
         **sizes,
@@ -293,4 +325,4 @@ def delta_prefill(
         num_stages=1,
         enable_fp_fusion=True,
     )
-    return gated_norm(o, qkvz, weights, eps, state.conv[layer])
+    return gated_norm(o, qkvz, weights, eps, slots.conv[layer], step)

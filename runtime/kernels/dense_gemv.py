@@ -1,21 +1,29 @@
-"""dense_gemv: y[n] = sum_k w[n, k] * x[k]     (one token, a weight as stored, fp32 accumulate).
+"""dense_gemv: y[b, n] = sum_k w[n, k] * x[b, k]     (up to 16 tokens, BF16 weights, FP32 sums).
 
-Layout  w [N, K] and x [1, K] bf16 -> y [1, N]
-Fused   RMS norm of x: x * gain goes into the sum and rsqrt(mean(x^2) + eps) multiplies the result;
-        residual + y
+Layout  w [N, K] and x [B, K] bf16 -> y [B, N]
+Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
+        residual + y or bias + y
 Bytes   2*N*K;  N = 248320, K = 1024 (the head of a tied model): 509 MB = 112 us at 4.56 TB/s
-Plan    one program per BLOCK_N rows; every weight is read once; no atomics, so bit-reproducible
+Plan    a program takes 16 rows, its warps a part of K each (`gemv_rows`); every weight is read
+        once; no atomics, so bit-reproducible, and a token has the same bits in any company
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.access import declaration, shared_buffer
 from lowbit.runtime.kernels.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch import dense_gemv_launch
+from lowbit.runtime.kernels.gemv_rows import multiply_rows, rows_bytes
+from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.kernels.mma import threads
 from lowbit.runtime.kernels.rows import rms_norm_ref
+
+FEW_TOKENS = 16  # of a launch
+WARPS = 8
+CHUNK = 8  # columns that a lane loads together
 
 
 def dense_gemv_ref(
@@ -24,67 +32,25 @@ def dense_gemv_ref(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    residual: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
-    """The value `dense_gemv` approximates: [1, N] float64."""
+    """The value `dense_gemv` approximates: [B, N] float64."""
     x = x.double() if norm is None else rms_norm_ref(x, norm, eps)
     y = x @ w.double().T
-    return y if residual is None else y + residual.double()
+    return y if added is None else y + added.double()
 
 
-@triton.jit
-def _load_tile(w_ptr, rows, offs_k, K: tl.constexpr):
-    """Weights [BLOCK_N, BLOCK_K], zero past K."""
-    return tl.load(
-        w_ptr + rows.to(tl.int64)[:, None] * K + offs_k[None, :],
-        mask=(offs_k < K)[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-
-
-@triton.jit
+@gluon.jit(do_not_specialize=["B", "N", "added_stride"])
 def _dense_gemv_kernel(
-    x_ptr,
-    gain_ptr,
-    w_ptr,
-    residual_ptr,
-    y_ptr,
-    N,
-    eps,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(offs_n, N - 1)  # past the end: the last row again, not stored
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    w = _load_tile(w_ptr, rows, tl.arange(0, BLOCK_K), K)
-    for start in tl.range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        if K > BLOCK_K:  # the next tile is in flight while this one is multiplied
-            next_w = _load_tile(w_ptr, rows, offs_k + BLOCK_K, K)
-        if gain_ptr is not None:
-            gain = tl.load(gain_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
-        if PDL:  # noqa: SIM102 - a constexpr, so that the branch below is not compiled elsewhere
-            if start == 0:
-                gdc_wait()
-                gdc_launch_dependents()
-        x = tl.load(x_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
-        if gain_ptr is not None:
-            squares += x * x
-            x *= gain
-        acc += w.to(tl.float32) * x[None, :]
-        if K > BLOCK_K:
-            w = next_w
-    y = tl.sum(acc, axis=1)
-    if gain_ptr is not None:
-        y *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + rows).to(tl.float32)
-    tl.store(y_ptr + offs_n, y.to(y_ptr.dtype.element_ty), mask=offs_n < N)
+    x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps,
+    TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, SHARED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    warp, lane, zero, none = threads(WARPS)
+    multiply_rows(
+        x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero, warp, lane, none,
+        B, N, added_stride, eps, TOKENS, K, WARPS, PDL, False,
+    )  # fmt: skip
 
 
 def dense_gemv(
@@ -93,41 +59,54 @@ def dense_gemv(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    residual: Tensor | None = None,
+    added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`residual + rms_norm(x) @ w.T` for one token and a weight as stored.
+    """`added + rms_norm(x) @ w.T` for up to 16 tokens and a weight as stored.
 
     Args:
-        x: [1, K], contiguous.
-        w: [N, K] in a float dtype, contiguous.
+        x: [B, K] bfloat16, contiguous.
+        w: [N, K] bfloat16, contiguous; K is a multiple of 8.
         norm: [K] gain of the RMS norm; None leaves x as it is.
         eps: of the norm.
-        residual: N elements (a residual or a bias), added in FP32 before the one rounding.
+        added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
         dtype: of the result; None is x's.
 
     Returns:
-        [1, N].
+        [B, N].
+
+    Raises:
+        UnsupportedModelError: another dtype, or K that is not a multiple of 8.
     """
     N, K = w.shape
-    y = torch.empty((1, N), dtype=dtype or x.dtype, device=x.device)
-    launch = dense_gemv_launch(N, K)
+    if w.dtype != torch.bfloat16 or K % CHUNK:
+        raise UnsupportedModelError(
+            f"a dense linear of {N} x {K} in {w.dtype} has no GPU kernel: expected bfloat16 and "
+            f"columns in multiples of {CHUNK}",
+            hint="run on the CPU with --device cpu",
+        )
+    B = x.shape[0]
+    y = torch.empty((B, N), dtype=dtype or x.dtype, device=x.device)
+    tokens = power_of_two(B)
     pdl = programmatic_launch(x)
     run(
         _dense_gemv_kernel,
-        (triton.cdiv(N, launch.block_n),),
+        (-(-N // 16),),
         x,
         norm,
         w,
-        residual,
+        added,
         y,
+        B,
         N,
+        0 if added is None or added.shape[0] == 1 else N,
         eps,
+        TOKENS=tokens,
         K=K,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
+        WARPS=WARPS,
+        SHARED=declaration(rows_bytes(tokens)),
         PDL=pdl,
-        num_warps=launch.num_warps,
+        num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )

@@ -16,9 +16,10 @@ def programmatic_launch(x: Tensor) -> bool:
     """Whether a kernel may start before the one that feeds it ends (Hopper and later).
 
     Every kernel of a decode step waits for its predecessor before it touches what a kernel of the
-    step writes, and none ends before it has waited; so each wait covers all earlier kernels. What
-    earlier steps wrote may be read before the wait: the cache, the position, the states of linear
-    layers. So two steps of one layer need a kernel between them, as every model has.
+    step writes, and none ends before one of its programs has waited; so each wait covers all
+    earlier kernels. What earlier steps or the host wrote may be read before the wait: pages,
+    positions, block tables, states of linear layers. So two steps of one layer need a kernel
+    between them, as every model has.
     """
     return capability(x) >= (9, 0)
 
@@ -33,19 +34,22 @@ def register_cap(x: Tensor, measured: int | None) -> int | None:
     return measured if capability(x) >= (9, 0) else measured or OLDER_REGISTERS
 
 
+def hopper_registers(x: Tensor, measured: int | None) -> int | None:
+    """The most registers of a thread that a launch names, where it was measured."""
+    return measured if capability(x)[0] == 9 else None
+
+
 def capability(x: Tensor) -> tuple[int, int]:
     """Of the tensor's GPU; (0, 0) on a CPU."""
     return _capability(x.device) if x.is_cuda else (0, 0)
 
 
-def multiprocessors(x: Tensor) -> int:
-    """Of the tensor's GPU; those of an H200 where it is on none."""
-    return _multiprocessors(x.device) if x.is_cuda else 132
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def shared_limit(x: Tensor) -> int:
+    """Bytes of shared memory that a program may take on the tensor's GPU."""
+    found = capability(x)
+    if found in ((8, 6), (8, 9)) or found >= (12, 0):
+        return 99 << 10
+    return (163 if found < (9, 0) else 227) << 10
 
 
 @cache

@@ -1,14 +1,16 @@
-"""draw: a token at random among the top_k likeliest, as `state.sampling.draw` draws it.
+"""draw_rows: a token of each row at random among its likeliest, as `state.choice.drawn` draws it.
 
-Layout  logits [1, V] fp32, keys [groups] int64 of 64 logits each (`choose`) -> token [1] int64,
-        slots [2] int64 on the host
-Bytes   4 * V, and 8 * V / 64 for each of V / 1024 programs; V = 151936: 0.6 and 2.8 MB, from L2
+Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose_rows`) ->
+        token [M] int64, slots [2, R] int64 on the host
+Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
+        L2
 Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
-        are the same. A program per block of the vocabulary ranks its 16 groups among all, each
-        thread a share of these; comparisons grow with the square of V. The top_k best groups,
-        which hold the top_k best logits, leave the best of each of their parts. Then one program,
-        a thread a key, ranks the parts and, of the best parts, the logits, puts what it has ranked
-        where it belongs and draws in the sampler's exact integers. No atomics
+        are the same. A program per block of a row's logits ends if top_k blocks are better, else it
+        ranks its 16 groups among all groups, each thread a share of these. The top_k best groups,
+        which hold the top_k best logits, leave the best of each of their parts. Then one program a
+        row, a thread a key, ranks the parts and, of the best parts, the logits, puts what it has
+        ranked where it belongs and draws in exact integers. Each row has its own top_k, up to the
+        class of the launch; a row of temperature 0 takes the first of 1. No atomics
 """
 
 import torch
@@ -31,19 +33,29 @@ from lowbit.runtime.kernels.access import (
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads, total
-from lowbit.runtime.state.sampling import MASS_BITS, Sampler
+from lowbit.runtime.kernels.uniform import uniform_gluon
+from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampling import MASS_BITS
 
 BLOCK = 1024  # logits of a program that ranks groups
 GROUP = 64  # logits of which the best is ranked
 PART = 8  # logits of a part of a group, those of one thread
 MOST = 64  # candidates
 LOWEST = gl.constexpr(-(2**63))  # below every key
+KNOBS, WHOLE = gl.constexpr(6), gl.constexpr(4)  # columns
+TEMPERATURE = gl.constexpr(sampler_rows.TEMPERATURE)
+TOP_P = gl.constexpr(sampler_rows.TOP_P)
+MIN_P = gl.constexpr(sampler_rows.MIN_P)
+TOP_K = gl.constexpr(sampler_rows.TOP_K)
+SEED = gl.constexpr(sampler_rows.SEED)
+SCRATCH = gl.constexpr(sampler_rows.SCRATCH)
 
 
 @gluon.jit
 def _key(x, id):
     """A key that orders by value, then by the lower id: int64."""
-    bits = x.to(gl.int32, bitcast=True)
+    bits = (x + 0.0).to(gl.int32, bitcast=True)  # -0 becomes 0
     ordered = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = gl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
     return (ordered.to(gl.int64) << 32) | (0x7FFFFFFF - id).to(gl.int64)
@@ -71,20 +83,56 @@ def _joined(low, high):
 
 
 @gluon.jit
-def _rank_groups_kernel(
-    logits_ptr, keys_ptr, parts_ptr, count, V, top_k,
-    BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, EACH: gl.constexpr,
-    WARPS: gl.constexpr, BUFFER: gl.constexpr, PDL: gl.constexpr,
+def _candidates(temperature, top_k, V, K: gl.constexpr):
+    """How many tokens a row draws from, whatever its parameters are: 1 to K, at most V."""
+    top_k = gl.where(temperature == 0.0, 1, top_k)
+    return gl.minimum(gl.maximum(gl.minimum(top_k, K), 1), V).to(gl.int32)
+
+
+@gluon.jit
+def _rank_groups_rows_kernel(
+    logits_ptr, keys_ptr, blocks_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, count, stride, V,
+    K: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
+    EACH: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """EACH: of the `count` keys that a thread compares."""
+    """Programs whose block is not among the top_k best blocks have no group to rank, and end."""
+    buffer = shared_buffer(BUFFER)
+    m = gl.program_id(1).to(gl.int64)
+    row = gl.load(rows_ptr + m).to(gl.int64)  # older than the kernel ahead, which has waited
+    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
+    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits, keys = logits_ptr + m * stride, keys_ptr + m * count
+    parts = parts_ptr + m * (K * (GROUP // PART))
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    block = gl.arange(0, BLOCKS, layout=L)
+    bests = blocks_ptr + m * gl.num_programs(0)
+    best = gl.load(bests + block, mask=block < gl.num_programs(0), other=LOWEST)
+    better = gl.sum((best > gl.load(bests + gl.program_id(0))).to(gl.int32), axis=0)
+    if better < top_k:
+        _rank_groups_of_block(
+            logits, keys, parts, count, V, top_k, buffer, BLOCK, GROUP, PART, EACH, WARPS
+        )
+
+
+@gluon.jit
+def _rank_groups_of_block(
+    logits_ptr, keys_ptr, parts_ptr, count, V, top_k, buffer,
+    BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, EACH: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Keep the parts of this program's groups that are among the top_k best of a row.
+
+    EACH: how many of the `count` keys of the row a thread compares.
+    """
     GROUPS: gl.constexpr = BLOCK // GROUP
     LANES: gl.constexpr = GROUP // PART  # that share a group
     warp, lane, zero, _ = threads(WARPS)
     thread = warp * 32 + lane
-    buffer = shared_buffer(BUFFER) + zero
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    buffer += zero
     keys = keys_ptr.to(gl.int64, bitcast=True)
     others = ()
     for i in gl.static_range(EACH):
@@ -153,28 +201,34 @@ def _add(a, b):
 
 
 @gluon.jit
-def _draw_kernel(
-    logits_ptr, parts_ptr, knobs_ptr, uniforms_ptr, drawn_ptr, position_ptr, token_ptr, slots_ptr,
-    count, V, top_k, K: gl.constexpr, PART: gl.constexpr, MASS: gl.constexpr, WARPS: gl.constexpr,
-    BUFFER: gl.constexpr, PDL: gl.constexpr,
+def _draw_rows_kernel(
+    logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, slots_ptr,
+    counts_ptr, groups, stride, V, R, K: gl.constexpr, LANES: gl.constexpr, PART: gl.constexpr,
+    MASS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr, COUNTED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """K: top_k rounded up, a PART-th of the threads; count: of the parts."""
+    """K: most candidates of a row, a PART-th of the threads; LANES: parts of a group."""
     THREADS: gl.constexpr = WARPS * 32
     warp, lane, zero, _ = threads(WARPS)
     thread = warp * 32 + lane
     base = shared_buffer(BUFFER)
     keys_at = base + zero
     best_at = keys_at + THREADS * 8
+    m = gl.program_id(0).to(gl.int64)
+    row = gl.load(rows_ptr + m).to(gl.int64)  # all of these are older than the kernel ahead
+    position = gl.load(positions_ptr + m)
+    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
+    top_p = gl.load(knobs_ptr + row * KNOBS + TOP_P)
+    min_p = gl.load(knobs_ptr + row * KNOBS + MIN_P)
+    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
+    ahead = position + 1
+    uniform = uniform_gluon(gl.load(whole_ptr + row * WHOLE + SEED), ahead.to(gl.int64))
+    temperature = gl.where(temperature == 0.0, 1.0, temperature)
+    count = gl.minimum(top_k, groups) * LANES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    temperature = gl.load(knobs_ptr)
-    top_p = gl.load(knobs_ptr + 1)
-    min_p = gl.load(knobs_ptr + 2)
-    drawn = gl.load(drawn_ptr)
-    position = gl.load(position_ptr) + 1
-    key = gl.load(parts_ptr + thread, mask=thread < count, other=LOWEST)
-    uniform = gl.load(uniforms_ptr + drawn)
+    key = gl.load(parts_ptr + m * (K * LANES) + thread, mask=thread < count, other=LOWEST)
     store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
     barrier()
     rank = _rank(key, keys_at, count)
@@ -182,7 +236,7 @@ def _draw_kernel(
     barrier()
     low, high = load_shared8(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
     id = _id(_joined(low, high)) // PART * PART + thread % PART
-    x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
+    x = gl.load(logits_ptr + m * stride + id, mask=id < V, other=float("-inf"))
     inside = thread < top_k * PART
     key = gl.where(inside, _key(x, id), LOWEST)
     store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
@@ -216,71 +270,105 @@ def _draw_kernel(
     low, high = load_shared8(base + (THREADS * 8) + place * 0)
     largest = _value(_joined(low, high))
     finite = (largest > float("-inf")) & (largest < float("inf"))
-    gl.store(slots_ptr + position % 2, gl.where(finite, chosen, -1))
-    gl.store(token_ptr, chosen)
-    gl.store(drawn_ptr, drawn + 1)
-    gl.store(position_ptr, position)
+    gl.store(slots_ptr + (ahead % 2) * R + row, gl.where(finite, chosen, -1))
+    gl.store(token_ptr + m, chosen)
+    gl.store(positions_ptr + m, gl.where(row != SCRATCH, ahead, position))
+    if COUNTED:
+        at = counts_ptr + row * V + chosen
+        gl.store(at, gl.load(at) + 1)
 
 
-def draw(
-    logits: Tensor, keys: Tensor, sampler: Sampler, token: Tensor, position: Tensor, slots: Tensor
+def draw_rows(
+    logits: Tensor,
+    keys: Tensor,
+    blocks: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
 ) -> None:
-    """The rest of `choose`, where a token is drawn.
+    """The rest of `choose_rows`, where tokens are drawn.
 
     Args:
-        logits: as there.
-        keys: [groups] int64, the best of each group, as `choose` finds it.
-        sampler: of a temperature above 0 and a top_k from 1 to MOST.
-        token: as there.
-        position: as there.
-        slots: as there.
+        logits: [M, V or more] float32, adjusted.
+        keys: [M, groups] int64, the best of each group, as `choose_rows` finds it.
+        blocks: [M, blocks] int64, the best of each block.
+        sampler: of a shape with 2 to MOST candidates.
+        rows: [M] int32.
+        positions: [M] int32, moved on.
+        token: [M] int64, written.
+        slots: [2, R] int64, written.
     """
-    V, count = sampler.vocabulary, keys.shape[0]
-    top_k = min(sampler.params.top_k, V)
-    K = max(32 // PART, power_of_two(top_k))
-    parts = torch.empty(K * (GROUP // PART), dtype=torch.int64, device=logits.device)
+    M, count = keys.shape
+    K, lanes = sampler.shape.candidates, GROUP // PART
+    parts = torch.empty((M, K * lanes), dtype=torch.int64, device=logits.device)
+    _rank_groups_rows(logits, keys, blocks, parts, sampler, rows)
     pdl = programmatic_launch(logits)
     run(
-        _rank_groups_kernel,
-        (count * GROUP // BLOCK,),
+        _draw_rows_kernel,
+        (M,),
+        logits,
+        parts,
+        rows,
+        sampler.knobs,
+        sampler.whole,
+        positions,
+        token,
+        slots,
+        sampler.counts,
+        count,
+        logits.stride(0),
+        sampler.vocabulary,
+        sampler.rows,
+        K=K,
+        LANES=lanes,
+        PART=PART,
+        MASS=2.0**MASS_BITS,
+        WARPS=K * PART // 32,
+        BUFFER=declaration(K * (PART + 1) * 8),
+        COUNTED=sampler.shape.adjusted,
+        PDL=pdl,
+        num_warps=K * PART // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+
+
+def _rank_groups_rows(
+    logits: Tensor,
+    keys: Tensor,
+    blocks: Tensor,
+    parts: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+) -> None:
+    """Fill parts [M, K * parts of a group] with the best keys of the best groups."""
+    M, count = keys.shape
+    pdl = programmatic_launch(logits)
+    run(
+        _rank_groups_rows_kernel,
+        (blocks.shape[1], M),
         logits,
         keys,
+        blocks,
         parts,
+        rows,
+        sampler.knobs,
+        sampler.whole,
         count,
-        V,
-        top_k,
+        logits.stride(0),
+        sampler.vocabulary,
+        K=sampler.shape.candidates,
         BLOCK=BLOCK,
         GROUP=GROUP,
         PART=PART,
         EACH=-(-count // (BLOCK // PART)),
+        BLOCKS=power_of_two(blocks.shape[1]),
         WARPS=BLOCK // PART // 32,
         BUFFER=declaration(BLOCK // GROUP * (8 + BLOCK // PART // 32 * 4)),
         PDL=pdl,
         num_warps=BLOCK // PART // 32,
         launch_pdl=pdl,
         enable_fp_fusion=True,
-    )
-    run(
-        _draw_kernel,
-        (1,),
-        logits,
-        parts,
-        sampler.knobs,
-        sampler.uniforms,
-        sampler.drawn,
-        position,
-        token,
-        slots,
-        min(top_k, count) * (GROUP // PART),
-        V,
-        top_k,
-        K=K,
-        PART=PART,
-        MASS=2.0**MASS_BITS,
-        WARPS=K * PART // 32,
-        BUFFER=declaration(K * (PART + 1) * 8),
-        PDL=pdl,
-        num_warps=K * PART // 32,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
     )

@@ -1,4 +1,10 @@
-"""Device function of the GEMV: a few dense rows beside the packed weight, for the same x."""
+"""Device function: rows of a weight in BF16, as stored, times up to 16 tokens.
+
+BF16 as it is stored is what `mma` takes: a lane's 16 bytes of a row, and of the token of its
+column, are the chunk of 8 that it has of every 32 k. The steps of 32 k are dealt out to eight
+parts, which are summed apart and then joined in order, however many warps there are: so a token's
+result has the same bits in any company.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,84 +12,178 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.access import (
     barrier,
-    load_shared16,
+    load16,
+    load_shared4,
     store_shared4,
-    store_shared8,
     store_shared16,
     stream16,
 )
-from lowbit.runtime.kernels.gemv_stage import chunks_of, load_gains, sum_of_parts, total_of
+from lowbit.runtime.kernels.gemv_stage import (
+    add_squares,
+    diagonal,
+    norm_factor,
+    sum_of_parts,
+    times_gains,
+)
 from lowbit.runtime.kernels.mma import as_word, mma, words_where
+
+ROW_PARTS = gl.constexpr(8)
+PART_BYTES = gl.constexpr(512 + 32)  # of a part for 8 tokens: sums, and those of the squares
+AT_ONCE = gl.constexpr(2)  # steps whose tokens are loaded together
+AHEAD = gl.constexpr(8)  # steps whose rows are on their way
+
+
+def rows_bytes(tokens: int) -> int:
+    """Shared-memory bytes of a program that multiplies dense rows."""
+    return -(-tokens // 8) * 8 * (512 + 32)
 
 
 @gluon.jit
 def multiply_rows(
-    x_ptr, gain_ptr, rows_ptr, y_ptr, buffer, warp, lane, none, eps,
-    ROWS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, X_BYTES: gl.constexpr,
-    PDL: gl.constexpr, EARLY: gl.constexpr,
+    x_ptr, gain_ptr, rows_ptr, added_ptr, y_ptr, buffer, warp, lane, none, B, N, added_stride, eps,
+    TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """16 rows of `rms_norm(x) @ rows.T`, by the program of that number.
+    """16 of N rows of `added + rms_norm(x) @ rows.T`, by the program of that number, for B tokens.
 
-    BF16 as it is stored is what `mma` takes: a lane's 16 bytes of a row are the chunk of 8 columns
-    that it has of every 32.
+    Squares of the norm are the diagonal of tokens times tokens.
     """
-    STEPS: gl.constexpr = K // 32
-    S: gl.constexpr = (STEPS + WARPS - 1) // WARPS
-    FP32: gl.constexpr = gain_ptr.dtype.element_ty == gl.float32
-    AHEAD: gl.constexpr = S if S < 8 else 8  # steps on their way before the wait
+    S: gl.constexpr = (K + 32 * ROW_PARTS - 1) // (32 * ROW_PARTS)  # steps of a part
+    EACH: gl.constexpr = (ROW_PARTS + WARPS - 1) // WARPS  # parts of a warp
+    ALL: gl.constexpr = EACH * S
+    NT: gl.constexpr = (TOKENS + 7) // 8
+    NORM: gl.constexpr = gain_ptr is not None
+    FP32: gl.constexpr = gain_ptr is not None and gain_ptr.dtype.element_ty == gl.float32
     g = lane // 4
     t = lane % 4
-    thread = warp * 32 + lane
     n = gl.program_id(0) * 16 + g
-    rows = rows_ptr.to(gl.int64, bitcast=True) + t * 16
-    low = rows + gl.minimum(n, ROWS - 1).to(gl.int64) * (2 * K)
-    high = rows + gl.minimum(n + 8, ROWS - 1).to(gl.int64) * (2 * K)
-    loaded = _load_rows(low, high, warp, STEPS, AHEAD, WARPS)
-    gains = load_gains(gain_ptr, thread, K, WARPS * 32)
+    rows = rows_ptr.to(gl.int64, bitcast=True)
+    low = rows + gl.minimum(n, N - 1).to(gl.int64) * (2 * K)
+    high = rows + gl.minimum(n + 8, N - 1).to(gl.int64) * (2 * K)
+    first_chunk = gl.minimum(warp * EACH, ROW_PARTS - EACH) * 4 + t
+    loaded = _load_rows((), low, high, first_chunk, 0, min(AHEAD, ALL), S, K)
     if PDL:
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    chunks, squares = chunks_of(x_ptr, gains, thread, lane, none, K, WARPS * 32, True, FP32)
-    for first in gl.static_range(0, K // 8, WARPS * 32):
-        at = buffer + (first + thread) * 16
-        store_shared16(at, chunks[first // (WARPS * 32)], first + thread < K // 8)
-    squares_at = buffer + X_BYTES
-    store_shared4(squares_at + thread * 4, squares, thread >= 0)
+    sources = ()
+    for nt in gl.static_range(NT):
+        token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
+        sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K),)
+    gains = low
+    if NORM:
+        gains = gain_ptr.to(gl.int64, bitcast=True) + g.to(gl.int64) * 0
+    for each in gl.static_range(EACH):
+        sums = ()
+        for _i in gl.static_range(3 * NT):
+            sums = sums + ((none, none, none, none),)
+        for c in gl.static_range(0, S, AT_ONCE):
+            loaded = _load_rows(
+                loaded, low, high, first_chunk, len(loaded) // 2,
+                min(ALL, each * S + c + AHEAD), S, K,
+            )  # fmt: skip
+            sums = _add_rows(
+                sums, loaded, sources, gains, first_chunk, each * S + c,
+                min(AT_ONCE, S - c), S, K, NT, NORM, FP32,
+            )  # fmt: skip
+        part = gl.minimum(warp * EACH, ROW_PARTS - EACH) + each
+        for nt in gl.static_range(NT):
+            d = sums[3 * nt]
+            e = sums[3 * nt + 1]
+            at = buffer + (nt * ROW_PARTS + part) * PART_BYTES
+            words = ()
+            for i in gl.static_range(4):
+                words = words + (as_word(d[i] + e[i]),)
+            store_shared16(at + lane * 16, words, warp < ROW_PARTS)
+            if NORM:
+                own, there = diagonal(sums[3 * nt + 2], lane)
+                store_shared4(at + 512 + g * 4, own, there & (warp < ROW_PARTS))
     barrier()
-    factor = gl.rsqrt(total_of(squares_at + lane * 4, none, WARPS) / K + eps)
-    d = (none, none, none, none)
-    e = (none, none, none, none)
-    for first in gl.static_range(0, S, AHEAD):
-        for c in gl.static_range(AHEAD if first + AHEAD <= S else S - first):
-            step = warp + (first + c) * WARPS
-            x = load_shared16(buffer + gl.minimum(step, STEPS - 1) * 64 + t * 16)
-            if (first + c + 1) * WARPS > STEPS:
-                there = step < STEPS
-                x = words_where(there, x)
-            a = loaded[2 * c]
-            b = loaded[2 * c + 1]
-            d = mma(d, a[0], b[0], a[1], b[1], x[0], x[1])
-            e = mma(e, a[2], b[2], a[3], b[3], x[2], x[3])
-        if first + AHEAD < S:
-            loaded = _load_rows(low, high, warp + (first + AHEAD) * WARPS, STEPS, AHEAD, WARPS)
-    sums_at = squares_at + WARPS * 128 + g * 8
-    store_shared8(sums_at + warp * 64, (as_word(d[0] + e[0]), as_word(d[2] + e[2])), t == 0)
-    barrier()
-    y = sum_of_parts(sums_at, none, WARPS, 8, 1)
-    stored = (warp == 0) & (t == 0)
-    element: gl.constexpr = y_ptr.dtype.element_ty
-    gl.store(y_ptr + n, (y[0] * factor).to(element), mask=stored & (n < ROWS))
-    gl.store(y_ptr + n + 8, (y[1] * factor).to(element), mask=stored & (n + 8 < ROWS))
+    for nt in gl.static_range(NT):
+        _store_rows(
+            added_ptr, y_ptr, buffer + nt * ROW_PARTS * PART_BYTES, warp, lane, none, B, N,
+            added_stride, eps, nt, K, NORM,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _chunk(first_chunk, i: gl.constexpr, S: gl.constexpr, K: gl.constexpr, BYTES: gl.constexpr):
+    """Offset of a warp's i-th chunk of BYTES, and if it is there: past the end the last again."""
+    chunk = first_chunk + (i // S * 4 + i % S * (4 * ROW_PARTS))
+    if K % (32 * ROW_PARTS) != 0:
+        at = gl.minimum(chunk, K // 8 - 1)
+    else:
+        at = chunk
+    return at.to(gl.int64) * BYTES, chunk < K // 8
 
 
 @gluon.jit
 def _load_rows(
-    low, high, step, STEPS: gl.constexpr, COUNT: gl.constexpr, STRIDE: gl.constexpr
+    loaded, low, high, first_chunk, FIRST: gl.constexpr, END: gl.constexpr, S: gl.constexpr,
+    K: gl.constexpr,
 ):  # fmt: skip
-    """16 bytes of two rows for each of COUNT steps."""
-    loaded = ()
-    for c in gl.static_range(COUNT):
-        at = gl.minimum(step + c * STRIDE, STEPS - 1).to(gl.int64) * 64
+    """Loaded, and 16 bytes of two rows for each of the steps from FIRST to END."""
+    for i in gl.static_range(FIRST, END):
+        at, _ = _chunk(first_chunk, i, S, K, 16)
         loaded = loaded + (stream16(low + at), stream16(high + at))
     return loaded
+
+
+@gluon.jit
+def _add_rows(
+    sums, loaded, sources, gains, first_chunk, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, NT: gl.constexpr, NORM: gl.constexpr, FP32: gl.constexpr,
+):  # fmt: skip
+    """Sums with COUNT steps from FIRST on: even and odd products of a row, and squares."""
+    x = ()
+    scales = ()
+    for c in gl.static_range(COUNT):
+        at, _ = _chunk(first_chunk, FIRST + c, S, K, 16)
+        if NORM and FP32:
+            scales = scales + (load16(gains + at * 2) + load16(gains + at * 2, 16),)
+        elif NORM:
+            scales = scales + (load16(gains + at),)
+        for nt in gl.static_range(NT):
+            x = x + (load16(sources[nt] + at),)
+    for c in gl.static_range(COUNT):
+        a = loaded[2 * (FIRST + c)]
+        b = loaded[2 * (FIRST + c) + 1]
+        _, there = _chunk(first_chunk, FIRST + c, S, K, 16)
+        new = ()
+        for nt in gl.static_range(NT):
+            w = x[c * NT + nt]
+            if K % (32 * ROW_PARTS) != 0:
+                w = words_where(there, w)
+            squares = sums[3 * nt + 2]
+            if NORM:
+                squares = add_squares(squares, w)
+                w = times_gains(w, scales[c], FP32)
+            d = mma(sums[3 * nt], a[0], b[0], a[1], b[1], w[0], w[1])
+            e = mma(sums[3 * nt + 1], a[2], b[2], a[3], b[3], w[2], w[3])
+            new = new + (d, e, squares)
+        sums = new
+    return sums
+
+
+@gluon.jit
+def _store_rows(
+    added_ptr, y_ptr, at, warp, lane, none, B, N, added_stride, eps, nt: gl.constexpr,
+    K: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """Join the parts of 16 rows times 8 tokens and store them."""
+    g = lane // 4
+    t = lane % 4
+    y = sum_of_parts(at + lane * 16, none, ROW_PARTS, 34, 2)
+    for i in gl.static_range(4):
+        n = gl.program_id(0) * 16 + i // 2 * 8 + g
+        b = nt * 8 + 2 * t + i % 2
+        v = y[i]
+        if NORM:
+            square = none
+            for part in gl.static_range(ROW_PARTS):
+                square += load_shared4(at + (512 + i % 2 * 4) + t * 8, part * PART_BYTES)
+            v *= norm_factor(square, eps, K)
+        stored = (warp == 0) & (b < B) & (n < N)
+        if added_ptr is not None:
+            v += gl.load(added_ptr + b * added_stride + n, mask=stored, other=0.0).to(gl.float32)
+        gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored)

@@ -1,4 +1,9 @@
-"""Device functions of the GEMV: x times the gain of a norm, factors of heads, sums of a program."""
+"""Device functions of the GEMV: x times the gain of a norm, sums of squares, factors of heads.
+
+Blocks of 256 elements are what a warp takes at a time, a chunk of 8 a lane. What is computed of a
+block does not depend on how many warps there are or how many tokens: so a token's sum of squares,
+which is the sum of its blocks in order, has the same bits in any company.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,19 +17,54 @@ from lowbit.runtime.kernels.mma import (
     low_half,
     mma,
     times,
-    words_where,
 )
 
 SQUARES = 4  # parts of the sum of a head's squares, which are one load
+BLOCK_K = gl.constexpr(256)  # elements that a warp takes at a time
+SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of each row of the diagonal
+
+
+def blocks_of(K: int) -> int:
+    """Blocks of 256 elements that a token's K elements begin."""
+    return -(-K // 256)
 
 
 @gluon.jit
-def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
-    """The gains of the chunks that this thread stages, as stored: nothing waits for them here."""
+def place(turn: gl.constexpr, warp, K: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr):
+    """The token and the block that a warp takes in one of its turns."""
+    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    n = turn * WARPS + warp
+    if TOKENS == 1:
+        token = warp * 0
+        block = n
+    elif BLOCKS % WARPS == 0:
+        token = warp * 0 + turn * WARPS // BLOCKS
+        block = warp + turn * WARPS % BLOCKS
+    else:
+        token = n // BLOCKS
+        block = n % BLOCKS
+    return token, block
+
+
+def turns_of(K: int, warps: int, tokens: int) -> int:
+    """Turns in which so many warps take all blocks of all tokens."""
+    return -(-tokens * blocks_of(K) // warps)
+
+
+@gluon.jit
+def load_gains(
+    gain_ptr, warp, lane, K: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
+    PERIOD: gl.constexpr,
+):  # fmt: skip
+    """Gains of the chunks that this thread stages in its first PERIOD turns, as stored.
+
+    Nothing waits for them here. After PERIOD turns the same blocks come again.
+    """
     gains = ()
     if gain_ptr is not None:
-        for first in gl.static_range(0, K // 8, STRIDE):
-            chunk = gl.minimum(first + at, K // 8 - 1).to(gl.int64)
+        for turn in gl.static_range(PERIOD):
+            _, block = place(turn, warp, K, WARPS, TOKENS)
+            chunk = gl.minimum(block * 32 + lane, K // 8 - 1).to(gl.int64)
             if gain_ptr.dtype.element_ty == gl.float32:
                 base = gain_ptr.to(gl.int64, bitcast=True) + chunk * 32
                 gains = gains + (load16(base) + load16(base + 16),)
@@ -34,22 +74,21 @@ def load_gains(gain_ptr, at, K: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def head_factors(squares_ptr, at, eps, K: gl.constexpr, STRIDE: gl.constexpr, HEAD: gl.constexpr):
-    """The norm's factor for each of this thread's chunks: of the head of HEAD elements it is in."""
-    loaded = ()
-    for first in gl.static_range(0, K // 8, STRIDE):
-        head = gl.minimum(first + at, K // 8 - 1) // (HEAD // 8)
-        loaded = loaded + (load16(squares_ptr.to(gl.int64, bitcast=True) + head.to(gl.int64) * 16),)
-    factors = ()
-    for first in gl.static_range(0, K // 8, STRIDE):
-        s = loaded[first // STRIDE]
-        square = as_float(s[0]) + as_float(s[1]) + (as_float(s[2]) + as_float(s[3]))
-        factors = factors + (gl.rsqrt(square / HEAD + eps),)
-    return factors
+def head_factor(squares, eps, HEAD: gl.constexpr):
+    """The norm's factor of a head of HEAD elements, from the parts of its sum of squares."""
+    square = as_float(squares[0]) + as_float(squares[1])
+    square = square + (as_float(squares[2]) + as_float(squares[3]))
+    return gl.rsqrt(square / HEAD + eps)
 
 
 @gluon.jit
-def _times(words, gains, FP32: gl.constexpr):
+def norm_factor(square, eps, K: gl.constexpr):
+    """The factor of a norm over K elements, from the sum of their squares."""
+    return gl.rsqrt(square / K + eps)
+
+
+@gluon.jit
+def times_gains(words, gains, FP32: gl.constexpr):
     """Eight elements times their gains, each product rounded once."""
     out = ()
     for j in gl.static_range(4):
@@ -62,44 +101,27 @@ def _times(words, gains, FP32: gl.constexpr):
 
 
 @gluon.jit
-def chunks_of(
-    x_ptr, gains, at, lane, none, K: gl.constexpr, STRIDE: gl.constexpr, NORM: gl.constexpr,
-    FP32: gl.constexpr,
-):  # fmt: skip
-    """This thread's chunks of 8 elements of x, times the gain, and squares of x, over all lanes.
-
-    Squares are products too: of a chunk with itself, the diagonal of one `mma`.
-    """
-    g = lane // 4
-    t = lane % 4
-    zero = none.to(gl.int32)
-    squares = (none, none, none, none)
-    loaded = ()
-    for first in gl.static_range(0, K // 8, STRIDE):
-        chunk = gl.minimum(first + at, K // 8 - 1)  # past the end: the last one again
-        loaded = loaded + (load16(x_ptr.to(gl.int64, bitcast=True) + chunk.to(gl.int64) * 16),)
-    chunks = ()
-    for first in gl.static_range(0, K // 8, STRIDE):
-        w = loaded[first // STRIDE]
-        if NORM:
-            if first + STRIDE > K // 8:
-                inside = first + at < K // 8
-                w = words_where(inside, w)
-            squares = mma(squares, w[0], zero, w[1], zero, w[0], w[1])
-            squares = mma(squares, w[2], zero, w[3], zero, w[2], w[3])
-            w = _times(w, gains[first // STRIDE], FP32)
-        chunks = chunks + (w,)
-    own = gl.where(g == 2 * t, squares[0], 0.0)
-    return chunks, gl.where(g == 2 * t + 1, squares[1], own)
+def add_squares(sums, w):
+    """Sums with the products of a chunk of 8 elements with itself, on the diagonal of an `mma`."""
+    zero = w[0] * 0
+    sums = mma(sums, w[0], zero, w[1], zero, w[0], w[1])
+    return mma(sums, w[2], zero, w[3], zero, w[2], w[3])
 
 
 @gluon.jit
-def total_of(at, none, WARPS: gl.constexpr):
-    """The sum of what every thread has put in shared memory, in every lane."""
+def diagonal(sums, lane):
+    """Row g's sum in the lane 4 * g + g // 2, where the second value is true."""
+    g = lane // 4
+    return gl.where(g % 2 == 0, sums[0], sums[1]), g // 2 == lane % 4
+
+
+@gluon.jit
+def total_of(at, lane, none, K: gl.constexpr):
+    """The sum of squares of a token, in every lane, from those of its blocks in shared memory."""
     total = none
-    for w in gl.static_range(WARPS):
-        total += load_shared4(at + w * 128)
-    for i in gl.static_range(5):
+    for block in gl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        total += load_shared4(at + lane // 4 * 4, block * SQUARES_BYTES)
+    for i in gl.static_range(2, 5):
         total += across(total, 1 << i)
     return total
 

@@ -7,6 +7,8 @@ memory than compute capability 8.0 to 12.0 all have.
 
 from dataclasses import dataclass, replace
 
+from lowbit.runtime.state.step import EXACT_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class GemvLaunch:
@@ -21,6 +23,10 @@ class GemvLaunch:
         abreast: tiles that warps take beside each other, each with its share of the warps.
         shared: KB of shared memory that a program takes at least. Programs that may start early
             crowd on the multiprocessors that have room first; so fewer of them find room on one.
+        rounds: in which a program takes that many tiles one after the other, with the same x.
+        split: programs that share a tile, of 8 tokens and more; a kernel joins their sums.
+        staged: whether every program turns x into digits, where shared memory has room for them;
+            else a kernel before does.
     """
 
     tiles: int
@@ -30,6 +36,14 @@ class GemvLaunch:
     registers: int | None = None
     abreast: int = 1
     shared: int = 0
+    rounds: int = 1
+    split: int = 1
+    staged: bool = True
+
+    @property
+    def parts(self) -> int:
+        """Warps that share a tile."""
+        return self.warps // self.abreast * self.split
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
@@ -74,7 +88,7 @@ GEMV_MEASURED = {
     (8, 256, 192): GemvLaunch(1, 6, 8, early=True, registers=128),
     (8, 9496, 64): GemvLaunch(1, 8, 4),
     # Qwen3.5-0.8B: q, k, v, z; q, k, v; gate and up; down; head
-    (4, 512, 8): GemvLaunch(1, 4, 4, abreast=2),
+    (4, 512, 8): GemvLaunch(1, 4, 4, registers=96, abreast=2),
     (4, 320, 8): GemvLaunch(2, 2, 4, early=True, registers=168),
     (4, 448, 8): GemvLaunch(1, 4, 4, abreast=2, shared=32),
     (4, 64, 28): GemvLaunch(1, 7, 4, early=True, registers=168),
@@ -118,92 +132,187 @@ GEMV_SHARES = (
     (0, 16, GemvLaunch(1, 2, 8, early=True, registers=80)),
     (0, 0, GemvLaunch(2, 2, 4, registers=128)),
 )
-# The same for two to eight tokens, whose x takes registers too.
-SEVERAL_SHARES = (
-    (40_000, 128, GemvLaunch(1, 2, 8, early=True, registers=128)),
-    (40_000, 64, GemvLaunch(1, 2, 4, early=True, registers=168)),
-    (40_000, 0, GemvLaunch(2, 2, 4, early=True, registers=168)),
-    (10_000, 64, GemvLaunch(1, 2, 8, early=True, registers=128)),
-    (10_000, 32, GemvLaunch(1, 2, 4, early=True, registers=168)),
-    (10_000, 0, GemvLaunch(2, 1, 8, registers=128)),
-    (0, 16, GemvLaunch(1, 2, 8, registers=128)),
-    (0, 0, GemvLaunch(1, 2, 4, registers=168)),
-)
-MANY_TOKENS = GemvLaunch(1, 1, 8, registers=255)  # more than one block of eight
 
 
 def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
-    """The share of a program, for so many tokens times a weight of tiles by steps."""
-    if tokens > 8:
-        return MANY_TOKENS
-    if tokens == 1 and (bits, tiles, steps) in GEMV_MEASURED:
-        return GEMV_MEASURED[bits, tiles, steps]
-    shares = GEMV_SHARES if tokens == 1 else SEVERAL_SHARES
-    return next(share for size, depth, share in shares if tiles * steps >= size and steps >= depth)
+    """The share of a program, for so many tokens, a power of two, times a weight of tiles by steps.
+
+    As many warps share a tile for any number of tokens: their sums are joined in order.
+    """
+    one = GEMV_MEASURED.get((bits, tiles, steps))
+    if one is None:
+        one = next(
+            launch
+            for size, depth, launch in GEMV_SHARES
+            if tiles * steps >= size and steps >= depth
+        )
+    if tokens == 1:
+        return one
+    if tokens == 2 and tiles < LARGE:
+        return replace(one, registers=one.registers or 128, shared=0)
+    return _for_several(one, tiles, steps, tokens, bits)
+
+
+# For several tokens, as measured in chains of a model's linears on an H200 (LOG.md).
+MULTIPROCESSORS = 132
+LARGE = 1000  # tiles: gate and up of large models, heads
+MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}
+MOST_STEPS = {2: 4, 4: 4, 8: 4, 16: 2, 32: 1}
+# Elements of x that a thread may stage; above, a kernel before is faster.
+MOST_STAGED = {2: 80, 4: 80, 8: 80, 16: 128, 32: 0}
+UNIT_K = 256  # elements of x with one unit
+SPLIT_TILES, SPLIT_ELEMENTS = 256, 1 << 16  # from there on programs share a tile
+
+
+def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
+    """The share of a program that stages x once for several rounds of tiles."""
+    parts, step_k = one.parts, 512 // bits
+    K = steps * step_k
+    most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
+    abreast = max(1, 16 // parts)
+    if tokens not in (4, 8) or tiles < 120 * abreast or tiles > 4 * LARGE:
+        abreast = max(1, 8 // parts)
+    launch = replace(
+        one,
+        tiles=1,
+        steps=_divisor(-(-steps // parts), most),
+        warps=parts * abreast,
+        abreast=abreast,
+        registers=128 if tokens < 32 else 255,
+        shared=0,
+        staged=tokens * K <= MOST_STAGED[tokens] * 32 * parts * abreast,
+    )
+    large = tokens >= 8 and tiles >= SPLIT_TILES and tokens * K >= SPLIT_ELEMENTS
+    if (large or tokens == 32) and not launch.staged and parts > 1 and tiles <= 4 * LARGE:
+        rounds = -(-tiles * parts // (8 * MULTIPROCESSORS * (2 if tokens < 32 else 1)))
+        return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
+    rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * MULTIPROCESSORS)))
+    return replace(launch, rounds=rounds)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n up to a bound."""
+    return max(d for d in range(1, most + 1) if n % d == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySplit:
+    """The order in which the keys before a token are added up; it decides every bit of the result.
+
+    Follows from the sizes of heads alone, so it is the same for a token in any step and on any GPU.
+    Up to `whole` keys there are `groups` splits that take turns; more keys are divided into splits
+    of whole turns, as few turns as leave no more than `most` splits. In a turn each warp of a split
+    takes its blocks, one warp after another. Warps are added up in order, then splits.
+
+    Attributes:
+        most: splits of one sequence; a power of two.
+        warps: of a split.
+        groups: splits up to `whole` keys, 1 or 2.
+        blocks: of 8 keys that a warp takes at a time, 1 or 2.
+        whole: keys, a multiple of a turn of all groups.
+    """
+
+    most: int
+    warps: int
+    groups: int
+    blocks: int
+    whole: int
+
+    @property
+    def turn(self) -> int:
+        """Keys that a split takes at a time."""
+        return KEYS * self.blocks * self.warps
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """Split of the cache for one decoded token.
+    """Programs of a decode step's attention; nothing but `keys` changes a bit.
 
     Attributes:
-        splits: of the keys, a program for each kv head and split; a power of two.
-        warps: of a program.
-        blocks: of 8 keys that a warp takes at a time, 1 or 2.
+        keys: the order in which keys are added up.
+        splits: for each kv head and token; 1 where a program takes all keys, with the warps of all
+            groups.
         parts: of the columns of the values, where the keys are not split: programs of a kv head
             that all take all keys.
-        ahead: whether a warp takes its keys in at most two turns and loads those of both at once.
+        ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
+            0 loads each turn during the one before.
         early: whether the next kernel may start before this one has its input; where the keys are
             split, while they are still read.
+        registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
+            programs of four warps fit on a multiprocessor, not three.
     """
 
+    keys: KeySplit
     splits: int
-    warps: int
-    blocks: int
     parts: int = 1
-    ahead: bool = False
+    ahead: int = 0
     early: bool = False
-
-    @property
-    def turn(self) -> int:
-        """Keys that a program takes at a time."""
-        return KEYS * self.blocks * self.warps
+    registers: int | None = None
 
 
 KEYS = 8  # of a block
 STATIC_SHARED = 48 << 10  # bytes
-KEYS_OF_ONE = 256  # up to here programs take all keys of a kv head: two turns of 8 warps
+KEYS_OF_ONE = 256  # up to here a program takes all keys of a kv head
+UNSPLIT = 1 << 30  # more keys than there are
 PART = 64  # columns of the values
 WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
-WARPS_EACH = 8  # of splits, at most, on a multiprocessor: wide heads leave no registers for more
+MOST_SPLITS = 64
+MOST_OF_ONE = 16  # tokens of one sequence in a step
+REGISTERS = 224  # less makes Triton 3.9 spill
+CROWDED = 128  # programs that leave no multiprocessor for more parts
+FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token alone
+
+
+def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
+    """The order of keys for so many query heads that share a kv head."""
+    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, MOST_OF_ONE) <= STATIC_SHARED
+    most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
+    return KeySplit(
+        most=1 << max(most, 1).bit_length() - 1,
+        warps=8 if wide else 4,
+        groups=1 if wide else 2,
+        blocks=2,
+        whole=KEYS_OF_ONE if most > 1 else UNSPLIT,
+    )
 
 
 def attention_launch(
-    kv_heads: int, shared: int, reach: int, head_dim: int, multiprocessors: int
+    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
 ) -> AttentionLaunch:
-    """The split of the first `reach` rows, for so many query heads that share a kv head."""
+    """The programs for positions below `reach` of so many tokens.
+
+    More than EXACT_TOKENS are programs enough without splits of their keys, which is faster; from
+    KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
+    """
+    keys = key_split(kv_heads, shared, head_dim)
+    if tokens > EXACT_TOKENS:
+        keys = replace(keys, whole=max(keys.whole, FAST_WHOLE))
     width = shared * kv_heads * head_dim
-    if reach <= KEYS_OF_ONE:
+    if reach <= keys.whole:
         parts = max(1, head_dim // PART)
-        return AttentionLaunch(1, 8, 2, parts, ahead=True, early=width <= WIDTH)
-    wide = head_dim > 128
-    warps = 8 if wide and join_bytes(shared, head_dim, 8, 1) <= STATIC_SHARED else 4
-    one = AttentionLaunch(1, warps, 1 if wide else 2)
-    most = max(1, multiprocessors * WARPS_EACH // warps // kv_heads)
-    splits = min(power_of_two(-(-reach // one.turn)), 1 << most.bit_length() - 1)
-    early = splits > 1 and (wide or width > WIDTH or reach <= SHORT)
-    return replace(one, splits=splits, early=early)
+        warps = keys.warps * keys.groups
+        while parts > 1 and tokens * kv_heads * parts > CROWDED:
+            if join_bytes(shared, head_dim, warps, parts // 2, MOST_OF_ONE) > STATIC_SHARED:
+                break
+            parts //= 2
+        near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
+        ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
+        return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
+    splits = min(-(-reach // keys.turn), keys.most)
+    early = head_dim > 128 or width > WIDTH or reach <= SHORT
+    registers = REGISTERS if tokens == 1 and head_dim == 128 else None
+    return AttentionLaunch(keys, splits, early=early, registers=registers)
 
 
-def join_bytes(shared: int, head_dim: int, warps: int, parts: int) -> int:
-    """Shared memory of an attention program: queries and the new key, then sums of each warp."""
+def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int) -> int:
+    """Shared memory of an attention program: queries and new keys, then sums of each warp."""
     sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
-    return (shared + 1) * row_bytes(head_dim) + warps * (64 + sums)
+    return (shared + together) * row_bytes(head_dim) + warps * (64 + sums)
 
 
 def row_bytes(head_dim: int) -> int:
-    """Of a head in shared memory, so far apart that two rows side by side share no bank."""
+    """Bytes from one head in shared memory to the next, padded so that they share no bank."""
     return 2 * head_dim + 64
 
 
@@ -215,26 +324,3 @@ def power_of_two(n: int) -> int:
 # One token of a gated DeltaNet: from so many programs on, each takes so much shared memory that few
 # fit on one multiprocessor; see `GemvLaunch.shared`.
 CROWD = 128
-
-
-@dataclass(frozen=True, slots=True)
-class DenseGemvLaunch:
-    """Tile of one program of a dense GEMV: rows, depth held at a time, warps."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-# (at least this many rows, tile); the first that fits counts. A thread reads 16 bytes of each row.
-DENSE_GEMV_TILES = (
-    (1 << 13, DenseGemvLaunch(8, 512, 2)),
-    (1 << 9, DenseGemvLaunch(2, 1024, 4)),
-    (0, DenseGemvLaunch(1, 1024, 4)),
-)
-
-
-def dense_gemv_launch(N: int, K: int) -> DenseGemvLaunch:
-    """The tile for one token times a dense [N, K]."""
-    tile = next(tile for least, tile in DENSE_GEMV_TILES if least <= N)
-    return replace(tile, block_k=min(tile.block_k, power_of_two(K)))

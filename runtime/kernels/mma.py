@@ -93,12 +93,6 @@ def times(pair, other):
 
 
 @gluon.jit
-def times16(pair):
-    """Two BF16 times 16, exactly."""
-    return times(pair, 0x41804180)
-
-
-@gluon.jit
 def larger(pair, other):
     """The larger BF16 of each half of two words, NaN where one is."""
     return gl.inline_asm_elementwise(

@@ -24,6 +24,7 @@ TILE = 16  # rows
 WORDS = 16  # of each row in a step
 LEAST_GROUP = 32  # the k that the four lanes of a row hold of one chunk each
 BLOCK_WORDS = 1 << 21  # rearranged at a time
+SCALES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # for kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.access import store16, stream16
 from lowbit.runtime.kernels.device import run
-from lowbit.runtime.kernels.gemv import SCALES
 from lowbit.runtime.kernels.mma import (
     bf16_pair,
     high_half,
@@ -25,7 +24,7 @@ from lowbit.runtime.kernels.mma import (
     unpacked_scales,
 )
 from lowbit.runtime.kernels.rows import swiglu
-from lowbit.runtime.kernels.tiles import TILE, TiledLinear, dequantized
+from lowbit.runtime.kernels.tiles import SCALES, TILE, TiledLinear, dequantized
 
 WARPS = 4
 BLOCK_WEIGHTS = 3 << 23  # widened at a time: 50 MB

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.state.cache import KVCache, new_cache
+from lowbit.runtime.state.delta import no_slots
+from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -42,21 +45,21 @@ class Dense(Generic[W]):
     rope: Rope
     ops: Ops[W]
 
-    def new_cache(
-        self, context: int, dtype: torch.dtype, device: str, sequences: int = 1
-    ) -> KVCache:
-        """An empty cache for one sequence, or several, of up to `context` tokens."""
+    def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
+        """Empty pages; a model without linear layers has no slots."""
         config = self.config
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return new_cache(layers, heads, config.head_dim, context, dtype, device, sequences)
+        return DeviceState(
+            new_pages(layers, pages, heads, config.head_dim, dtype, device), no_slots()
+        )
 
-    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
 
         Args:
-            ids: [M] int64 on the model's device; they follow the tokens already in the cache, of
-                several sequences one each.
-            cache: written at rows `position .. position + M - 1`; its counters are the caller's.
+            ids: [M] int64 on the model's device.
+            state: of `new_state`, written where the step says.
+            step: sequence and position of every token.
 
         Returns:
             [M, h], before the final norm.
@@ -66,7 +69,7 @@ class Dense(Generic[W]):
         for index, layer in enumerate(self.layers):
             qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             mixed = ops.attention(
-                qkv, layer.q_norm, layer.k_norm, eps, self.rope, cache, index
+                qkv, layer.q_norm, layer.k_norm, eps, self.rope, state.pages, step, index
             )  # [M, Hq * D]
             x = ops.linear_add(mixed, layer.o, x)
             act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]

@@ -9,9 +9,11 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.state.cache import KVCache, new_cache
-from lowbit.runtime.state.delta import DeltaWeights, new_delta_state
+from lowbit.runtime.state.delta import DeltaWeights, new_slots, no_slots
+from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -78,30 +80,23 @@ class Qwen35(Generic[W]):
     rope: Rope
     ops: Ops[W]
 
-    def new_cache(
-        self, context: int, dtype: torch.dtype, device: str, sequences: int = 1
-    ) -> KVCache:
-        """Empty keys, values and states for one sequence, or several, of up to `context` tokens.
-
-        Those of several have no second state: they do not go back.
-        """
+    def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
+        """Empty pages for the layers with attention, slots for the others."""
         config = self.config
         full, heads = config.layer_types.count(FULL), config.num_key_value_heads
-        cache = new_cache(full, heads, config.head_dim, context, dtype, device, sequences)
         deltas = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
-        if deltas:
-            cache.delta = new_delta_state(len(deltas), deltas[0], dtype, device, sequences)
-            if sequences == 1:
-                cache.saved = cache.delta.clone()
-        return cache
+        return DeviceState(
+            new_pages(full, pages, heads, config.head_dim, dtype, device),
+            new_slots(len(deltas), slots, deltas[0], dtype, device) if deltas else no_slots(),
+        )
 
-    def hidden(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
         """Run M tokens through the layers; keys, values and states are brought forward.
 
         Args:
-            ids: [M] int64 on the model's device; they follow the tokens already in the cache, of
-                several sequences one each.
-            cache: of `new_cache`; its counters are the caller's.
+            ids: [M] int64 on the model's device.
+            state: of `new_state`, written where the step says.
+            step: sequence and position of every token.
 
         Returns:
             [M, h], before the final norm.
@@ -109,7 +104,7 @@ class Qwen35(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
         for layer in self.layers:
-            x = self._with_mixer(x, layer.input_norm, layer.mixer, cache)
+            x = self._with_mixer(x, layer.input_norm, layer.mixer, state, step)
             act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
             x = ops.linear_add(act, layer.down, x)
         return x
@@ -119,18 +114,24 @@ class Qwen35(Generic[W]):
         return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
 
     def _with_mixer(
-        self, x: Tensor, norm: Tensor, mixer: Attention[W] | DeltaNet[W], cache: KVCache
+        self,
+        x: Tensor,
+        norm: Tensor,
+        mixer: Attention[W] | DeltaNet[W],
+        state: DeviceState,
+        step: Step,
     ) -> Tensor:
         """`x` plus what a mixer adds to it: [M, h]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.norm_linears(x, norm, eps, mixer.qkvz, mixer.ba)
             return ops.delta_linear(
-                qkvz, ba, mixer.weights, eps, cache.delta, mixer.index, mixer.out, x
+                qkvz, ba, mixer.weights, eps, state.slots, step, mixer.index, mixer.out, x
             )
         qkv = ops.norm_linear(x, norm, eps, mixer.qkv)
+        index = mixer.index
         mixed = ops.attention(
-            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, cache, mixer.index, gated=True
+            qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, state.pages, step, index, gated=True
         )
         return ops.linear_add(mixed, mixer.out, x)
 

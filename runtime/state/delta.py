@@ -123,6 +123,10 @@ class DeltaSlots:
         """Slots; none where the model has no linear layer."""
         return self.memory.shape[1] if self.memory.dim() > 1 else 0
 
+    def state(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """A layer's window [W - 1, C] and memory [Hv, Dk, Dv] in a slot."""
+        return self.conv[layer, slot], self.memory[layer, slot]
+
     def clear(self, slot: int) -> None:
         """Put the state before the first token into a slot."""
         self.conv[:, slot].zero_()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 PAGE = 64  # tokens
 SCRATCH = 0  # the page that tokens of no sequence are written to; it belongs to nobody
+EXTRA = 2  # pages beyond those for tokens: SCRATCH, and one for the copy of a page that goes on
 
 
 @dataclass(frozen=True, slots=True)

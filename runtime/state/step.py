@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
+
 NO_SLOT = -1  # in `Step.write`: the state after this token is not kept
+EXACT_TOKENS = 16  # of a step, up to which a token has the same bits as in a step of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +19,17 @@ class Span:
         row: of the block tables.
         first: position of the first token.
         count: tokens, one after another.
+        pages: block table of the sequence.
+        read: slot of its row of `Step.read`.
+        writes: slots of its tokens in `Step.write`, one each; empty without linear layers.
     """
 
     row: int
     first: int
     count: int
+    pages: tuple[int, ...] = ()
+    read: int = NO_SLOT
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,7 @@ class Step:
         write: [M] int32, slot that takes the state after the token, or NO_SLOT.
         reach: every position is below it; kernels divide their work by it.
         longest: most tokens of one sequence.
-        spans: of the B sequences, as the host knows them; decode kernels do not look at them.
+        spans: of the B sequences, as the host knows them; GPU kernels do not look at them.
         prompt: whether the tokens are a chunk of one sequence's prompt (B = 1) that takes the
             kernels for many tokens; else they take those that give each token the same bits in
             any company.
@@ -54,3 +64,28 @@ class Step:
     longest: int
     spans: tuple[Span, ...]
     prompt: bool = False
+
+
+def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bool = True) -> Step:
+    """The step that runs `count` tokens of one sequence from position `first` on.
+
+    Its pages are 1, 2, 3 and so on, its recurrent state is in slot 1.
+    """
+    pages = tuple(range(1, 1 + pages_for(first + count)))
+    writes = (*([NO_SLOT] * (count - 1)), 1)
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Step(
+        positions=torch.arange(first, first + count, dtype=torch.int32, device=device),
+        rows=torch.ones(count, dtype=torch.int32, device=device),
+        starts=ints([0, count]),
+        tables=ints([[SCRATCH] * len(pages), pages]),
+        read=ints([1]),
+        write=ints(writes),
+        reach=len(pages) * PAGE,
+        longest=count,
+        spans=(Span(1, first, count, pages, 1, writes),),
+        prompt=prompt,
+    )

@@ -20,7 +20,8 @@ BAD: dict[str, list[Any]] = {
     "top_p": [*NOT_NUMBERS, 0, 0.0, -0.1, 1.1],
     "min_p": [*NOT_NUMBERS, -0.1, 1.1],
     "repetition_penalty": [*NOT_NUMBERS, 0, 0.0, -1],
-    "presence_penalty": NOT_NUMBERS,
+    "presence_penalty": [*NOT_NUMBERS, -2.1, 2.1],
+    "frequency_penalty": [*NOT_NUMBERS, -2.1, 2.1],
     "eos_token_id": [True, "1", 1.0, {}, -1, V, [1, V], [1, "2"], [[1]], [None], 10**400],
 }
 SAMPLED: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
 """Small random packed models, and the tokenizer they share."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, pack
 from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine import cuts, engine
 
 BYTE_TOKENS = 256
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -199,6 +201,45 @@ HUB_CLASSES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
 }
+
+
+@pytest.fixture
+def set_chunk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`set_chunk(n)`: at most n tokens of a prompt pass the layers together."""
+
+    def change(tokens: int) -> None:
+        for module in (cuts, engine):
+            monkeypatch.setattr(module, "CHUNK", tokens)
+
+    return change
+
+
+Say = Callable[[Sequence[int]], None]
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """`say(ids)`: whatever a model on the CPU would choose next, it chooses these tokens."""
+    choose = cpu.choose
+
+    def start(ids: Sequence[int]) -> None:
+        left = list(ids)
+
+        def chosen(
+            logits: Tensor,
+            sampler: Any,
+            rows: Tensor,
+            positions: Tensor,
+            token: Tensor,
+            slots: Tensor,
+        ) -> None:
+            choose(logits, sampler, rows, positions, token, slots)
+            for m, row in enumerate(rows.tolist()):
+                slots[int(positions[m]) % 2, row] = token[m] = left.pop(0)
+
+        monkeypatch.setattr(cpu, "choose", chosen)
+
+    return start
 
 
 @pytest.fixture

@@ -4,23 +4,22 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
-from torch import Tensor
 
-from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.errors import RequestError
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench import sweep
 from lowbit.runtime.bench.bench import Speed
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine import memory
-from lowbit.runtime.engine.batch import Batch, start_batch
+from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import TokenRequest
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")
@@ -156,46 +155,47 @@ def test_batches(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_sequences_are_really_decoded_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[list[list[int]], int]] = []
-    steps: list[tuple[int, int]] = []
-    decode = Batch.decode
+    steps: list[int] = []
+    prompts: list[tuple[int, ...]] = []
+    decode, submit = Runner.decode, Engine.submit
 
-    def noted(model: Model, prompts: list[list[int]], new_tokens: int) -> Batch:
-        begun.append((prompts, new_tokens))
-        return start_batch(model, prompts, new_tokens)
+    def counted(runner: Runner, sequences: list[Any]) -> Any:
+        steps.append(len(sequences))
+        return decode(runner, sequences)
 
-    def counted(batch: Batch, count: int) -> Tensor:
-        steps.append((batch.cache.sequences, count))
-        return decode(batch, count)
+    def noted(engine: Engine, request: TokenRequest) -> Any:
+        prompts.append(request.prompt)
+        return submit(engine, request)
 
-    monkeypatch.setattr(bench_module, "start_batch", noted)
-    monkeypatch.setattr(Batch, "decode", counted)
+    monkeypatch.setattr(Runner, "decode", counted)
+    monkeypatch.setattr(Engine, "submit", noted)
     result = run("--batches", "1,3", "--prompt-tokens", "5", "--json", *SHORT)
     assert result.exit_code == 0, result.stderr
     one, three = json.loads(result.stdout)["points"]
     assert three["tokens_per_s"] == pytest.approx(3e6 / three["us_per_step"])
     assert three["relative"] == pytest.approx(three["tokens_per_s"] / one["tokens_per_s"])
-    assert steps == [(3, 3)] * 2  # a batch of one is the usual decode loop
-    for prompts, new_tokens in begun:
-        assert new_tokens == 4
-        assert [len(prompt) for prompt in prompts] == [5, 5, 5]
-        assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert steps == [1] * 3 * 2 + [3] * 3 * 2  # a run to warm up, and one that counts
+    assert {len(prompt) for prompt in prompts} == {5}
+    assert len(set(prompts)) == 3
 
 
-def test_only_the_steps_of_a_batch_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_steps_of_all_sequences_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
+    decode, chunk = Runner.decode, Runner.chunk
 
-    def takes(seconds: float) -> Callable[..., Any]:
-        def call(*_: Any) -> Any:
-            clock[0] += seconds
-            return SimpleNamespace(decode=takes(2.0))
+    def slow_chunk(*arguments: Any) -> Any:
+        clock[0] += 100.0
+        return chunk(*arguments)
 
-        return call
+    def slow_decode(*arguments: Any) -> Any:
+        clock[0] += 2.0
+        return decode(*arguments)
 
-    monkeypatch.setattr(bench_module, "start_batch", takes(100.0))
+    monkeypatch.setattr(Runner, "chunk", slow_chunk)
+    monkeypatch.setattr(Runner, "decode", slow_decode)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     model = load(BUNDLED, device="cpu", context=32)
-    assert bench_module.batched_speed(model, 4, 5, 11) == 4 * 10 / 2.0
+    assert bench_module.batched_speed(model, 4, 5, 11) == 4 * 10 / (2.0 * 10)
 
 
 def test_a_sweep_that_would_end_in_an_error_does_not_begin(
@@ -203,15 +203,11 @@ def test_a_sweep_that_would_end_in_an_error_does_not_begin(
 ) -> None:
     model = load(BUNDLED, device="cpu", context=32)
     monkeypatch.setattr(sweep, "batched_speed", lambda *_: pytest.fail("began"))
-    with pytest.raises(RequestError, match="9 sequences cannot be decoded together"):
+    with pytest.raises(RequestError, match="9 sequences cannot be decoded together") as e:
         sweep.over_batches(model, [1, 9], 5, 4, 1)
+    assert e.value.hint == "1 to 4 can"
     with pytest.raises(RequestError, match=r"30 \+ 4 tokens do not fit the context of 32"):
         sweep.over_batches(model, [1, 2], 30, 4, 1)
-    each = model.opened.kv_bytes(8, model.dtype) * memory.HEADROOM
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(2.5 * each))
-    with pytest.raises(ResourceError, match="for 8 sequences of 8 tokens") as e:
-        sweep.over_batches(model, [1, 8], 5, 4, 1)
-    assert e.value.hint == "2 of them fit"
 
 
 def test_a_model_makes_room_for_the_run_and_no_more(
@@ -226,7 +222,7 @@ def test_a_model_makes_room_for_the_run_and_no_more(
     monkeypatch.setattr(sweep, "batched_speed", speed)
     assert run("--batches", "2", "--prompt-tokens", "5", *SHORT).exit_code == 0
     assert run("--batches", "2", "--context", "70", *SHORT).exit_code == 0
-    assert contexts == [8, 8, 70, 70]
+    assert contexts == [10, 10, 70, 70]  # the first sequence decodes while the second begins
 
 
 @pytest.mark.parametrize(
@@ -260,7 +256,7 @@ def test_lists_of_anything_but_numbers(run: Run, name: str, text: str) -> None:
         (("--contexts", "8", "--profile"), "--profile looks at one run"),
         (("--contexts", "8", "--prompt-tokens", "64"), "no --prompt-tokens"),
         (("--batches", "1", "--sampled"), "it takes no --sampled"),
-        (("--batches", "1,9"), "9 is none of 1, 2, 3, 4, 5, 6, 7, 8"),
+        (("--batches", "1,65"), "65 is none of 1, 2, 3, 4, 5, 6, 7, 8"),
         (("--group-sizes", "48"), "48 is none of 32, 64, 128, 256, 512"),
         (("--contexts", "8", "--plot", "speed.png"), "does not end in .svg"),
         (("--contexts", "8", "--plot", "no/such/speed.svg"), "there is no folder"),

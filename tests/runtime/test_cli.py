@@ -169,7 +169,7 @@ def test_ctrl_c_ends_generate_quietly(run: Run, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.engine.Engine._launch", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", interrupted)
     result = run(BUNDLED, "Hi", *GREEDY)
     assert result.exit_code == 130
     assert result.stderr.endswith("\ninterrupted\n")
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_a_piped_chat_with_what_there_is(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.engine.Engine._launch", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.runner.Runner.decode", interrupted)
     result = run("chat", BUNDLED, "--json", *GREEDY, stdin="Tell me a story\nHi\n")
     assert result.exit_code == 130
     made = json.loads(result.stdout)

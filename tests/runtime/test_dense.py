@@ -9,7 +9,6 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime.engine import engine
 from lowbit.runtime.state.rope import rope_tables
 
 if TYPE_CHECKING:
@@ -61,13 +60,13 @@ def make_with_large_biases(make_model: Make, name: str) -> "PackedModel":
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_logits_match_transformers(
-    name: str, make_model: Make, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    name: str, make_model: Make, reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:
     packed = make_with_large_biases(make_model, name)
     expected = hub_logits(reference(packed), IDS)
     model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
     for chunk in (512, 7, 1):
-        monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+        set_chunk(chunk)
         assert distance(model.logits(IDS), expected) < 1e-4
 
 

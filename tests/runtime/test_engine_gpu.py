@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime.engine import engine
-from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
-from lowbit.runtime.state.sampling import new_sampler, sample
 from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu
@@ -69,26 +67,20 @@ def long_model(make: Make) -> lowbit.Model:
     return lowbit.load(folder, device="cuda")
 
 
-@dataclass(frozen=True)
-class Directly:
-    """A step that is run, in place of a graph that was recorded of it."""
-
-    engine: Engine
-
-    def replay(self) -> None:
-        self.engine._step()
-
-
 def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on the model's steps are launched kernel by kernel, beginning with no tokens."""
+    """From here on steps are launched kernel by kernel, and nothing is held."""
 
-    def capture(engine: Engine) -> None:
-        graphs: dict[int, Any] = engine._graphs
-        graphs[engine.cache.reach] = Directly(engine)
+    def directly(runner: Runner, M: int, reach: int) -> None:
+        runner._decode(M, reach)
 
-    monkeypatch.setattr(Engine, "_capture", capture)
-    model.engine._graphs.clear()
+    monkeypatch.setattr(Runner, "_replay", directly)
     model.engine.forget()
+
+
+def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
+    """Tokens and reach of the recorded steps."""
+    keys: Any = model.engine.runner._graphs._graphs
+    return [(M, reach) for M, reach, _ in keys]
 
 
 def run(
@@ -105,7 +97,7 @@ def test_the_graph_gives_the_tokens_of_the_step(
 ) -> None:
     captured = run(model, PROMPT, params, 60)
     again = run(model, PROMPT, params, 60)
-    assert list(model.engine._graphs) == [256]
+    assert recorded(model) == [(1, 256)]
     without_graphs(model, monkeypatch)
     assert captured == again == run(model, PROMPT, params, 60)
     assert len(captured) == 60
@@ -122,9 +114,9 @@ def test_a_request_that_outgrows_its_graph_captures_another(
 ) -> None:
     """In the middle of it: what has been drawn, seen and remembered goes on as it was."""
     captured = run(long_model, LONG[:tokens], params, 60)
-    assert list(long_model.engine._graphs) == reaches
+    assert recorded(long_model) == [(1, reach) for reach in reaches]
     again = run(long_model, LONG[:tokens], params, 60)
-    assert list(long_model.engine._graphs) == reaches
+    assert recorded(long_model) == [(1, reach) for reach in reaches]
     without_graphs(long_model, monkeypatch)
     assert captured == again == run(long_model, LONG[:tokens], params, 60)
     assert len(captured) == 60
@@ -170,21 +162,21 @@ def test_an_interrupted_capture_is_forgotten(
     """Ctrl-C while the first graph is captured, or one in the middle of a request."""
     params = SAMPLED[2]
     expected = run(long_model, LONG[:tokens], params, 60)
-    last = max(long_model.engine._graphs)
-    long_model.engine._graphs.clear()
-    step, calls = Engine._step, [0]
+    last = max(recorded(long_model))
+    long_model.engine.runner._graphs = Graphs()
+    decode, calls = Runner._decode, [0]
 
-    def interrupted(engine: Engine) -> None:
-        step(engine)
-        calls[0] += engine.cache.reach == last
+    def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:
+        decode(runner, M, reach, *rest)
+        calls[0] += (M, reach) == last
         if calls[0] == at:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_step", interrupted)
+        patch.setattr(Runner, "_decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(long_model, LONG[:tokens], params, 60)
-    assert last not in long_model.engine._graphs
+    assert last not in recorded(long_model)
     assert list(long_model.engine.generate(LONG[:tokens], params, 60)) == expected
 
 
@@ -220,8 +212,9 @@ def test_turns_on_one_cache_are_the_same_without_graphs(
         model.engine.forget()
         prompt, said = PROMPT, []
         for params in (GREEDY, *SAMPLED, GREEDY):
-            answer = list(model.engine.generate(prompt, params, 20))
-            said.append((model.engine.reused, answer))
+            handle = model.engine.generate(prompt, params, 20)
+            answer = list(handle)
+            said.append((handle.reused, answer))
             prompt = [*prompt, *answer[:-1], 7, 8]
         return said
 
@@ -243,6 +236,22 @@ def test_a_full_context_and_an_early_stop_leave_it_usable(model: lowbit.Model) -
     assert list(model.engine.generate(PROMPT, GREEDY, 50)) == full[:50]
 
 
+def test_sequences_together_are_each_as_if_alone(model: lowbit.Model) -> None:
+    """Also in graphs of other numbers of sequences, which some of them join and leave midway."""
+    asked = [
+        (LONG[index : index + length], params, 12 + 5 * index)
+        for index, (length, params) in enumerate(
+            zip((37, 5, 64, 1, 150, 90, 16, 128), (GREEDY, *SAMPLED) * 2, strict=True)
+        )
+    ]
+    expected = [run(model, *each) for each in asked]
+    engine = lowbit.load(model.folder, device="cuda", max_sequences=5).engine
+    for order in (1, -1):
+        handles = [engine.generate(*each) for each in asked[::order]]
+        assert [list(handle) for handle in handles][::order] == expected
+        engine.forget()
+
+
 def test_bf16_is_close_to_the_exact_weights(
     make_model: Callable[..., PackedModel], reference: Callable[[PackedModel], Any]
 ) -> None:
@@ -261,7 +270,7 @@ def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
     base: Any,
     tmp_path: Path,
     reference: Callable[[PackedModel], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    set_chunk: Callable[[int], None],
 ) -> None:
     folder = tmp_path / base
     # The libraries of the GPU alone may take more than the converter allows itself.
@@ -276,7 +285,7 @@ def test_a_trained_model_is_no_further_from_fp32_than_transformers_in_bf16(
         rounded = hub.to("cuda", torch.bfloat16)(torch.tensor([ids]).cuda()).logits[0]
     allowed = divergence(exact, rounded)
     for chunk in (len(ids), 32, 1):  # the kernels of long prompts, of short ones, of decoding
-        monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+        set_chunk(chunk)
         assert 0 < divergence(exact, model.logits(ids)) <= 1.05 * allowed
 
 
@@ -320,17 +329,6 @@ def divergence(exact: Tensor, got: Tensor) -> float:
     """Mean KL of the next token's distributions, in nats."""
     p, q = exact.double().log_softmax(-1), got.cpu().double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def test_sampling_gives_the_same_on_both_devices() -> None:
-    logits = torch.randn(64, 1, 1000, generator=torch.Generator().manual_seed(0)) * 3
-    for params in SAMPLED:
-        tokens = []
-        for device in ("cpu", "cuda"):
-            sampler = new_sampler(1000, 64, device)
-            sampler.start(params, [1, 2], 64)
-            tokens.append([int(sample(row.to(device), sampler)) for row in logits])
-        assert tokens[0] == tokens[1]
 
 
 def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedModel]) -> None:

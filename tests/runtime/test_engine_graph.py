@@ -1,7 +1,8 @@
-"""The engine's GPU branch without a GPU: a stand-in graph shows what a capture may not change.
+"""The engine's GPU branch without a GPU: a stand-in graph shows what a recording may not change.
 
-A real capture records a step and does not run it; what is recorded belongs to the parameters and
-to the reach of that moment. `test_engine_gpu` runs the real one.
+A real recording notes a step and does not run it; what it notes are the number of tokens, the reach
+and the sampler's shape of that moment, and tensors that do not move. The stand-in takes sequences,
+positions, pages and slots from these tensors alone. `test_engine_gpu` runs the real one.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +14,11 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.state.sampling import Sampler
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.step import Span
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -28,26 +32,15 @@ CONTEXT = 128
 
 
 class Graph:
-    """What `torch.cuda.graph` fills: the step of an engine as it was at its capture."""
+    """Filled by `torch.cuda.graph`: replays a step on the runner's tensors."""
+
+    replay: Callable[[], None]
 
     def __init__(self) -> None:
         self.memory = object()
 
     def pool(self) -> object:
         return self.memory
-
-    def record(self, engine: Engine) -> None:
-        self.engine = engine
-        self.params, self.reach = engine.sampler.params, engine.cache.reach
-
-    def replay(self) -> None:
-        cache, sampler = self.engine.cache, self.engine.sampler
-        assert int(cache.position) == cache.length  # kernels read the first
-        assert cache.length < self.reach
-        asked, reach = sampler.params, cache.reach
-        sampler.params, cache.reach = self.params, self.reach
-        self.engine._step()
-        sampler.params, cache.reach = asked, reach
 
 
 class Stream:
@@ -60,11 +53,28 @@ class Stream:
         self.awaited.append(other)
 
 
-def tensors(engine: Engine) -> list[torch.Tensor]:
-    """Everything that a step writes."""
-    cache, sampler = engine.cache, engine.sampler
-    kept = [cache.k, cache.v, cache.position, cache.delta.conv, cache.delta.memory]
-    return [*kept, engine.token, sampler.drawn, sampler.seen, sampler.produced]
+class Event:
+    """Recorded behind a step, and awaited before its tokens are read."""
+
+    recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+
+def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
+    """The sequences of a step as kernels find them on the device."""
+    inputs = runner._inputs[:, :M].tolist()
+    spans = []
+    for m in range(M):
+        row, first = inputs[ROWS][m], inputs[POSITIONS][m]
+        assert 0 <= first < reach
+        pages = tuple(runner.tables[row, : pages_for(min(reach, first + PAGE))].tolist())
+        spans.append(Span(row, first, 1, pages, inputs[READ][m], (inputs[WRITE][m],)))
+    return tuple(spans)
 
 
 @pytest.fixture(params=["dense", "hybrid"])
@@ -80,25 +90,35 @@ def fresh(
 
 @pytest.fixture
 def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
-    """A model whose steps go through graphs; each leaves one in `Engine._graphs`."""
+    """A model whose decode steps go through graphs."""
     model = fresh()
-    engine = model.engine
+    recording: list[Graph] = []
+    decode = Runner._decode
+
+    def run(runner: Runner, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+        if runner is not model.engine.runner:
+            decode(runner, M, reach, spans)
+        elif recording:
+            graph = recording.pop()
+            graph.replay = lambda: decode(runner, M, reach, spans_of(runner, M, reach))
+        else:
+            decode(runner, M, reach, spans_of(runner, M, reach))
 
     @contextmanager
     def graph(recorded: Graph, pool: object) -> Iterator[None]:
-        assert int(engine.cache.position) == engine.cache.length
-        assert (pool is None) == (not engine._graphs)
-        before = [tensor.clone() for tensor in tensors(engine)]
-        yield
-        for tensor, value in zip(tensors(engine), before, strict=True):
-            tensor.copy_(value)
+        assert (pool is None) == (not len(model.engine.runner._graphs))
         recorded.memory = pool or recorded.memory
-        recorded.record(engine)
+        recording.append(recorded)
+        try:
+            yield
+        finally:
+            recording.clear()
 
     here = Stream()
     fakes: dict[str, Any] = {
         "synchronize": lambda: None,
         "Stream": Stream,
+        "Event": Event,
         "current_stream": lambda: here,
         "stream": lambda stream: nullcontext(),
         "CUDAGraph": Graph,
@@ -106,21 +126,27 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr("lowbit.runtime.engine.engine._events", lambda on_gpu: ())
-    monkeypatch.setattr(Engine, "on_gpu", property(lambda engine: engine is model.engine))
+    monkeypatch.setattr(Runner, "_decode", run)
+    monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
     return model
 
 
 @pytest.fixture
 def reaches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`reaches(n)`: a cache's reach begins with n rows."""
-    return lambda first: monkeypatch.setattr("lowbit.runtime.state.cache.FIRST_REACH", first)
+    """`reaches(n)`: the smallest reach is n tokens."""
+    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.runner.FIRST_REACH", first)
 
 
 def run(
     model: lowbit.Model, prompt: list[int], params: lowbit.SamplingParams = GREEDY, count: int = 12
 ) -> list[int]:
-    return list(model.engine.generate(prompt, params, count, kept=max(0, len(prompt) - 5)))
+    return list(model.engine.generate(prompt, params, count))
+
+
+def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
+    """Tokens and reach of the recorded steps."""
+    keys: Any = model.engine.runner._graphs._graphs
+    return [(M, reach) for M, reach, _ in keys]
 
 
 @EVERY
@@ -129,17 +155,16 @@ def test_the_graph_gives_the_tokens_of_the_step(
 ) -> None:
     expected = run(fresh(), PROMPT, params, 30)
     assert run(graphs, PROMPT, params, 30) == expected
-    captured = dict(graphs.engine._graphs)
-    assert list(captured) == [CONTEXT]
+    assert recorded(graphs) == [(1, CONTEXT)]
     assert run(graphs, PROMPT, params, 30) == expected
-    assert graphs.engine._graphs == captured
+    assert recorded(graphs) == [(1, CONTEXT)]
 
 
 @EVERY
 @pytest.mark.parametrize(
     ("first", "prompt", "expected"), [(12, PROMPT, [48, 128]), (4, [9], [4, 16, 64, 128])]
 )
-def test_a_request_that_outgrows_its_graph_captures_another(
+def test_a_request_that_outgrows_its_graph_records_another(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
     reaches: Callable[[int], None],
@@ -152,59 +177,41 @@ def test_a_request_that_outgrows_its_graph_captures_another(
     reaches(first)
     tokens = run(fresh(), prompt, params, 70)
     assert run(graphs, prompt, params, 70) == tokens
-    captured = dict(graphs.engine._graphs)
-    assert list(captured) == expected
-    assert len({graph.pool() for graph in captured.values()}) == 1
+    assert recorded(graphs) == [(1, reach) for reach in expected]
+    kept = graphs.engine.runner._graphs._graphs
+    assert len({id(graph.pool()) for graph in kept.values()}) == 1
     assert run(graphs, prompt, params, 70) == tokens
-    assert graphs.engine._graphs == captured
+    assert recorded(graphs) == [(1, reach) for reach in expected]
 
 
-def test_other_operations_need_graphs_of_their_own(
+def test_requests_that_join_and_leave_take_graphs_of_their_number(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
-    reaches(12)
-    for params in (GREEDY, HOT, STRICT):
-        run(graphs, PROMPT, GREEDY, 30)
-        before = dict(graphs.engine._graphs)
-        assert run(graphs, PROMPT, params, 30) == run(fresh(), PROMPT, params, 30)
-        kept = graphs.engine._graphs == before
-        assert kept == (params is GREEDY)
-        assert list(graphs.engine._graphs) == [48, 128]
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
+    expected = [run(fresh(), *each) for each in asked]
+    for _ in range(2):
+        handles = [graphs.engine.generate(*asked[0])]
+        begun = [next(handles[0])]
+        handles += [graphs.engine.generate(*each) for each in asked[1:]]
+        assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
+    assert {M for M, _ in recorded(graphs)} == {1, 2, 4}  # three sequences take the graph of four
+    assert {reach for _, reach in recorded(graphs)} == {64}
 
 
-def test_the_step_before_a_capture_knows_the_first_request(
-    graphs: lowbit.Model, monkeypatch: pytest.MonkeyPatch, reaches: Callable[[int], None]
+def test_a_recording_leaves_what_is_reused_as_it_was(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
-    """With the parameters of a new sampler it would divide by a temperature of zero."""
-    step, seen = Engine._step, []
-
-    def noted(engine: Engine) -> None:
-        seen.append((engine.sampler.params, engine.sampler.knobs.tolist()))
-        step(engine)
-
-    monkeypatch.setattr(Engine, "_step", noted)
-    reaches(12)
-    run(graphs, PROMPT, HOT, 20)
-    assert len(seen) == 19 + 2 * 2  # two captures of two steps each
-    assert all(params == HOT for params, _ in seen)
-    assert all(knobs == [0.8, 0.9, 0.01, 1.0, 0.0] for _, knobs in seen)
-
-
-def test_a_capture_leaves_what_is_reused_as_it_was(
-    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
-) -> None:
-    """Each request has another shape, so each captures while the cache holds earlier turns."""
-    prompt = PROMPT
+    """Every turn outgrows a graph while the cache holds the turns before."""
+    reaches(4)
+    prompt = PROMPT[:3]
     for params in (GREEDY, HOT, STRICT, GREEDY):
-        got = run(graphs, prompt, params)
+        handle = graphs.engine.generate(prompt, params, 12)
+        got = list(handle)
         assert got == run(fresh(), prompt, params)
-        captured = dict(graphs.engine._graphs)
+        assert (handle.reused > 0) == (len(prompt) > 3)
         prompt = [*prompt, *got[:-1], 7, 8, 9]  # goes on where the cache ends
-        assert run(graphs, prompt, params) == run(fresh(), prompt, params)
-        assert graphs.engine.reused > 0
-        assert graphs.engine._graphs == captured
-        prompt = [*prompt[:-2], 5, 6]  # turns off after what is kept
-    assert graphs.engine.reused > 0
+    assert set(recorded(graphs)) == {(1, 4), (1, 16), (1, 64)}
 
 
 def test_a_request_that_was_left_leaves_a_step_behind(
@@ -214,27 +221,27 @@ def test_a_request_that_was_left_leaves_a_step_behind(
     request = graphs.engine.generate(PROMPT, GREEDY, 12)
     begun = list(islice(request, 3))
     del request
-    assert graphs.engine.cache.length == len(PROMPT) + 3
     longer = [*PROMPT, *begun, 1]
-    assert run(graphs, longer) == run(fresh(), longer)
-    assert graphs.engine.reused == len(PROMPT) + 3
+    handle = graphs.engine.generate(longer, GREEDY, 12)
+    assert list(handle) == run(fresh(), longer)
+    assert handle.reused == len(PROMPT) + 3
 
 
-def test_a_full_context_leaves_room_for_the_next_capture(
+def test_a_full_context_leaves_room_for_the_next_recording(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
 ) -> None:
     room = CONTEXT - len(PROMPT) + 1
     full = run(graphs, PROMPT, GREEDY, 1000)
     assert len(full) == room
+    assert full == run(fresh(), PROMPT, GREEDY, 1000)
     longest = [*PROMPT, *full][: CONTEXT - 1]
     longest[-1] ^= 1
     assert run(graphs, longest, HOT) == run(fresh(), longest, HOT)
-    assert graphs.engine.cache.length == CONTEXT
 
 
 @pytest.mark.parametrize("first", [256, 48], ids=["at-first", "midway"])
-@pytest.mark.parametrize("at", ["step", "restore", "capture"])
-def test_an_interrupted_capture_is_forgotten(
+@pytest.mark.parametrize("at", ["step", "recording"])
+def test_an_interrupted_recording_is_forgotten(
     graphs: lowbit.Model,
     fresh: Callable[[], lowbit.Model],
     monkeypatch: pytest.MonkeyPatch,
@@ -244,28 +251,33 @@ def test_an_interrupted_capture_is_forgotten(
 ) -> None:
     """The first one compiles kernels for seconds: that is when Ctrl-C comes."""
     reaches(first)
-    one = run(graphs, PROMPT, STRICT, 1)  # needs no graph
-    longer = [*PROMPT, *one, 7, 8]
-    step, calls = Engine._step, [0]
+    decode, calls = Runner._decode, [0]
 
-    def interrupted(engine: Engine) -> None:
-        step(engine)
-        calls[0] += engine.cache.reach == CONTEXT
-        if calls[0] == {"step": 1, "capture": 2}.get(at):
+    def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:
+        decode(runner, M, reach, *rest)
+        calls[0] += reach == CONTEXT
+        if calls[0] == {"step": 1, "recording": 2}[at]:
             raise KeyboardInterrupt
 
-    def not_restored(sampler: Sampler, snapshot: object) -> None:
-        if graphs.engine.cache.reach == CONTEXT:
-            raise KeyboardInterrupt
-
+    other = graphs.engine.generate(PROMPT[:4], GREEDY, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_step", interrupted)
-        if at == "restore":
-            patch.setattr(Sampler, "restore", not_restored)
+        patch.setattr(Runner, "_decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(graphs, longer, STRICT)
+            run(graphs, PROMPT, STRICT, 20)
     here: Any = torch.cuda.current_stream()
     assert len(here.awaited) == (2 if first == 48 else 1)  # a step that has begun goes on
-    assert list(graphs.engine._graphs) == ([48] if first == 48 else [])
-    assert run(graphs, longer, STRICT) == run(fresh(), longer, STRICT)
-    assert list(graphs.engine._graphs) == ([48, 128] if first == 48 else [128])
+    assert recorded(graphs) == ([(2, 48)] if first == 48 else [])
+    with pytest.raises(RequestError, match="a step was interrupted while this request ran"):
+        list(other)
+    assert run(graphs, PROMPT, STRICT, 20) == run(fresh(), PROMPT, STRICT, 20)
+    assert (1, CONTEXT) in recorded(graphs)
+
+
+def test_the_least_recently_used_recordings_are_dropped(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    reaches(4)
+    graphs.engine.runner._graphs = Graphs(most=2)
+    for _ in range(2):
+        assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
+        assert recorded(graphs) == [(1, 64), (1, 128)]

@@ -14,71 +14,71 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 GREEDY = lowbit.SamplingParams()
-PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+END = 250  # of a message; no other token has this id
+IDS = torch.randint(250, (240,), generator=torch.Generator().manual_seed(4)).tolist()
+FIRST, SECOND = [*IDS[:80], END], [*IDS[80:160], END]
+PROMPT = [*FIRST, *SECOND, *IDS[160:170]]
 Load = Callable[[], lowbit.Model]
 
 
 @pytest.fixture
 def load(make_qwen3_5: "Callable[..., PackedModel]") -> Load:
     folder = make_qwen3_5().folder
-    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=128)
+    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=256)
 
 
-def run(model: lowbit.Model, prompt: list[int], kept: int | None = None) -> list[int]:
-    return list(model.engine.generate(prompt, GREEDY, 12, kept))
+def run(model: lowbit.Model, prompt: list[int]) -> tuple[list[int], int]:
+    """The answer, and how many tokens of the prompt were reused."""
+    request = lowbit.TokenRequest(tuple(prompt), GREEDY, 12, message_ends=frozenset({END}))
+    handle = model.engine.submit(request)
+    return list(handle), handle.reused
 
 
 def test_a_prompt_that_goes_on_reuses_everything(load: Load) -> None:
     model = load()
-    longer = [*PROMPT, *run(model, PROMPT), 7, 8, 9]
-    got = run(model, longer)
-    assert model.engine.reused == len(longer) - 4  # the last token of the answer was not run
-    assert got == run(load(), longer)
+    longer = [*PROMPT, *run(model, PROMPT)[0], 7, 8, 9]
+    got, reused = run(model, longer)
+    assert reused == len(longer) - 4  # the last token of the answer was not run
+    assert got == run(load(), longer)[0]
 
 
-def test_a_prompt_that_turns_off_after_the_kept_part_reuses_that(load: Load) -> None:
+def test_a_prompt_that_turns_off_reuses_the_messages_before(load: Load) -> None:
     model = load()
-    run(model, PROMPT, kept=30)
-    for _ in range(2):  # the second time the state of 30 tokens is still there
-        other = [*PROMPT[:33], 99, 98]
-        got = run(model, other, kept=30)
-        assert model.engine.reused == 30
-        assert got == run(load(), other)
-        assert run(model, [*PROMPT[:33], 97], kept=30) == run(load(), [*PROMPT[:33], 97])
-        assert model.engine.reused == 30
-        run(model, PROMPT, kept=30)
+    run(model, PROMPT)
+    for _ in range(2):  # the second time the states are still there
+        for other, expected in (
+            ([*PROMPT[:-3], 99, 98], len(FIRST) + len(SECOND)),
+            ([*FIRST, *SECOND[:-9], 97], len(FIRST)),
+            ([*FIRST[:-1], 5, *SECOND], 0),
+        ):
+            got, reused = run(model, other)
+            if other[:81] == FIRST:
+                assert reused >= expected
+            assert got == run(load(), other)[0]
 
 
 def test_a_prompt_that_turns_off_earlier_starts_over(load: Load) -> None:
     model = load()
-    run(model, PROMPT, kept=30)
-    other = [*PROMPT[:29], 99, 98, *PROMPT]
-    got = run(model, other)
-    assert model.engine.reused == 0
-    assert got == run(load(), other)
-
-
-def test_by_default_all_but_the_last_token_is_kept(load: Load) -> None:
-    model = load()
     run(model, PROMPT)
-    other = [*PROMPT[:-1], 99]
-    assert run(model, other) == run(load(), other)
-    run(model, PROMPT)
-    run(model, [*PROMPT, 200, 201])
-    assert model.engine.reused == len(PROMPT) - 1
+    other = [*PROMPT[:79], 99, 98, *PROMPT]
+    got, reused = run(model, other)
+    assert reused == 0
+    assert got == run(load(), other)[0]
 
 
 def test_a_state_of_other_tokens_is_never_taken_for_these(load: Load) -> None:
     model = load()
-    run(model, PROMPT, kept=10)
-    model.logits(PROMPT[::-1])  # as long, other tokens; nothing of the above is left
-    other = [*PROMPT[::-1][:15], 5]
-    assert run(model, other) == run(load(), other)
+    run(model, PROMPT)
+    model.logits(PROMPT[::-1])  # as long, other tokens
+    other = [*PROMPT[::-1][:95], 5]
+    assert run(model, other)[0] == run(load(), other)[0]
     model.engine.forget()
-    assert run(model, PROMPT) == run(load(), PROMPT)
+    got, reused = run(model, PROMPT)
+    assert reused == 0
+    assert got == run(load(), PROMPT)[0]
 
 
-def test_logits_after_generating_start_over(load: Load) -> None:
+def test_logits_after_generating_are_those_of_a_fresh_model(load: Load) -> None:
     model = load()
     fresh = model.logits(PROMPT)
     run(model, [5, 6, 7])
@@ -91,10 +91,11 @@ def test_an_abandoned_request_leaves_the_engine_usable(load: Load) -> None:
     begun = list(islice(request, 3))
     del request
     longer = [*PROMPT, *begun, 1]
-    assert run(model, longer) == run(load(), longer)
+    assert run(model, longer)[0] == run(load(), longer)[0]
 
 
-@pytest.mark.parametrize("calls", [2, 5, 8, 11])  # three layers: in prefill, at its end, in decode
+# Three layers: in the first message, at its end, in the last chunk of the prompt, in decoding.
+@pytest.mark.parametrize("calls", [2, 3, 8, 11, 14])
 def test_a_pass_interrupted_between_layers_is_forgotten(
     load: Load, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
@@ -110,12 +111,16 @@ def test_a_pass_interrupted_between_layers_is_forgotten(
 
     monkeypatch.setattr(delta_rule, "gated_norm", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(model, PROMPT, kept=30)
+        run(model, PROMPT)
     monkeypatch.undo()
-    assert run(model, PROMPT) == run(load(), PROMPT)
-    assert model.engine.reused == 0
+    got, reused = run(model, PROMPT)
+    assert reused == 0
+    assert got == run(load(), PROMPT)[0]
 
 
-def test_repeating_a_prompt_gives_the_same_bytes(load: Load) -> None:
+def test_repeating_a_prompt_gives_the_same_tokens(load: Load) -> None:
     model = load()
-    assert run(model, PROMPT, kept=30) == run(model, PROMPT, kept=30)
+    first, _ = run(model, PROMPT)
+    again, reused = run(model, PROMPT)
+    assert again == first
+    assert reused == len(FIRST) + len(SECOND)

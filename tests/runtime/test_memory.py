@@ -11,6 +11,7 @@ from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime import load
 from lowbit.runtime.engine import memory
 from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.state.pages import EXTRA, PAGE
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -33,21 +34,29 @@ def test_the_default_context_is_what_fits(
     free(1e12)
     assert load(folder, device="cpu").context == DEFAULT_CONTEXT
     free((weights + 5000.5 * per_token) * memory.HEADROOM)
-    assert load(folder, device="cpu").context == 5000
-    assert load(folder, device="cpu", context=3000).context == 3000
+    assert load(folder, device="cpu").context == (5000 // PAGE - EXTRA) * PAGE
+    model = load(folder, device="cpu", context=3000)
+    assert model.context == 3000
+    assert model.cache.pages == 5000 // PAGE - EXTRA  # of the four contexts asked for, what fits
 
 
-def test_states_of_linear_layers_count_twice(
+def test_states_of_linear_layers_count_by_sequence(
     make_qwen3_5: "Callable[..., PackedModel]", free: Free
 ) -> None:
     folder = make_qwen3_5(max_position_embeddings=100_000).folder
     opened = load(folder, device="cpu", context=1).opened
     weights = opened.weight_bytes("cpu", torch.bfloat16)
     channels, elements = 2 * 2 * 32 + 4 * 32, 4 * 32 * 32
-    states = 2 * 3 * (channels * 3 * 2 + elements * 4)  # now and saved, layers, BF16 and FP32
-    per_token = 2 * 1 * 2 * 64 * 2  # k and v, one layer with keys, kv heads, head_dim, bytes
-    free((weights + states + 5000.5 * per_token) * memory.HEADROOM)
-    assert load(folder, device="cpu").context == 5000
+    state = 3 * (channels * 3 * 2 + elements * 4)  # layers, BF16 and FP32
+    page = 2 * 1 * 2 * 64 * 2 * PAGE  # k and v, one layer with keys, kv heads, head_dim, bytes
+    for sequences in (1, 4):
+        states = (1 + 2 * sequences + 3) * state  # scratch, a state and a snapshot each, and three
+        free((weights + states + 79.5 * page) * memory.HEADROOM)
+        model = load(folder, device="cpu", max_sequences=sequences)
+        assert model.context == (79 - EXTRA) * PAGE
+        size = model.engine.runner.state.size_bytes
+        assert size == states + 79 * page
+        assert size == memory.cache_bytes(opened, torch.bfloat16, model.cache)
 
 
 def test_a_model_of_linear_layers_alone_takes_any_context(
@@ -64,9 +73,9 @@ def test_a_gpu_keeps_room_beside_weights_and_cache(
 ) -> None:
     opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
     dtype = torch.bfloat16
-    held = opened.weight_bytes("cuda", dtype) + 3 * opened.state_bytes(dtype)  # one in a capture
-    free((held + memory.GPU_WORKSPACE + opened.kv_bytes(5000, dtype)) * memory.HEADROOM + 1)
-    assert memory.choose_context(opened, "cuda", dtype, None) == 5000
+    held = opened.weight_bytes("cuda", dtype) + 6 * opened.state_bytes(dtype)
+    free((held + memory.GPU_WORKSPACE + opened.kv_bytes(79 * PAGE, dtype)) * memory.HEADROOM + 1)
+    assert memory.choose_cache(opened, "cuda", dtype).context == (79 - EXTRA) * PAGE
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(
@@ -74,13 +83,16 @@ def test_too_little_memory_says_what_is_needed_and_what_fits(
 ) -> None:
     folder = make_model(max_position_embeddings=100_000).folder
     free(3_000_000)
-    with pytest.raises(ResourceError, match=r"needs .* 90000 tokens, free on cpu: 3\.0 MB") as e:
+    wanted = r"needs .* 90048 tokens for 4 sequences, free on cpu: 3\.0 MB"
+    with pytest.raises(ResourceError, match=wanted) as e:
         load(folder, device="cpu", context=90_000)
     assert e.value.hint is not None
     fitting = int(e.value.hint.split()[1])
     assert load(folder, device="cpu", context=fitting).context == fitting
     with pytest.raises(ResourceError):
         load(folder, device="cpu", context=fitting + 1)
+    with pytest.raises(ResourceError, match=r"needs .* 90048 tokens for 4 sequences"):
+        load(folder, device="cpu", context=fitting, cache_tokens=90_000)
     free(1000)
     with pytest.raises(ResourceError, match="needs") as e:
         load(folder, device="cpu")

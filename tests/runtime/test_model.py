@@ -9,7 +9,6 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.runtime.engine import engine
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -59,20 +58,20 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_fp32_logits_match_transformers(
-    packed: "PackedModel", reference: Reference, monkeypatch: pytest.MonkeyPatch
+    packed: "PackedModel", reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:
     expected = hub_logits(reference(packed), IDS)
     model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
     assert distance(model.logits(IDS), expected) < 1e-4
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", 7)  # 41 = 5 * 7 + 6
+    set_chunk(7)  # 41 = 5 * 7 + 6
     assert distance(model.logits(IDS), expected) < 1e-4
 
 
 def test_fp32_token_by_token_matches_transformers(
-    packed: "PackedModel", reference: Reference, monkeypatch: pytest.MonkeyPatch
+    packed: "PackedModel", reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:
     expected = hub_logits(reference(packed), IDS)
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", 1)
+    set_chunk(1)
     model = lowbit.load(packed.folder, device="cpu", dtype=torch.float32)
     assert distance(model.logits(IDS), expected) < 1e-4
 

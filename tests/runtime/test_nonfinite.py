@@ -12,7 +12,6 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, FormatError
 from lowbit.formats.layout.packing import SCALE
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.batch import decode_batch
 from lowbit.runtime.evaluate.scoring import score
 from tests.runtime.conftest import PackedModel
 
@@ -78,21 +77,25 @@ def test_a_step_that_goes_wrong_ends_the_request_there(make: Make, value: float)
         for id in model.engine.generate(GOOD, PARAMS["greedy"], 20):
             given.append(id)
             if len(given) == 3:
-                model.engine.token.fill_(POISON)  # as if it had been chosen
+                model.engine.runner._ids.fill_(POISON)  # as if it had been chosen
 
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         generate()
     assert 3 <= len(given) <= 4  # a step may have been under way
 
 
-def test_sequences_together_and_scores(make: Make) -> None:
+def test_one_of_several_fails_and_the_others_do_not(make: Make) -> None:
     model = poisoned(make)
-    alone = decode_batch(model, [GOOD, GOOD[:2]], 4)
-    with pytest.raises(CheckpointError, match="NaN or infinite"):
-        decode_batch(model, [GOOD, [POISON], GOOD[:2]], 4)
-    with pytest.raises(CheckpointError, match="NaN or infinite"):
-        score(model, [*GOOD, POISON], [7, 8])
-    assert decode_batch(model, [GOOD, GOOD[:2]], 4) == alone
+    alone = [texts(model, ids, PARAMS["greedy"]) for ids in (GOOD, GOOD[:2])]
+    for bad in ([POISON], [*GOOD, POISON]):
+        prompts = (GOOD, bad, GOOD[:2])
+        first, failing, last = (model.engine.generate(p, PARAMS["greedy"], 6) for p in prompts)
+        assert [list(first), list(last)] == alone
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            next(failing)
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            score(model, bad, [7, 8])
+    assert texts(model, GOOD, PARAMS["greedy"]) == alone[0]
 
 
 @pytest.mark.parametrize("value", ANY_NUMBER)

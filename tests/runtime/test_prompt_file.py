@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompt_file import Settings, keep_answers, read_prompts
+from lowbit.runtime.engine.runner import Runner
 
 BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
 LINES: list[dict[str, Any]] = [
@@ -53,7 +54,8 @@ def test_each_line_is_answered_as_it_would_be_alone(run: Run) -> None:
     done = run(LINES, "--max-new-tokens", 12, "--json")
     assert done.exit_code == 0, done.output
     found = read(done.stdout)
-    assert list(found) == [line["id"] for line in LINES]
+    assert set(found) == {line["id"] for line in LINES}
+    assert next(iter(found)) == "short"  # answers come as they end
     greedy = ("--temperature", 0, "--max-new-tokens")
     expected = {
         1: alone("Once upon a time", "--raw", *greedy, 12),
@@ -65,6 +67,78 @@ def test_each_line_is_answered_as_it_would_be_alone(run: Run) -> None:
         for key in ("token_ids", "prompt_token_ids", "text", "finish_reason", "schema", "device"):
             assert found[id][key] == row[key], (id, key)
     assert found["stop"]["finish_reason"] == "stop"
+
+
+MANY: list[dict[str, Any]] = [
+    {
+        "id": n,
+        "prompt": "Once upon a time" + " and" * n,
+        "raw": True,
+        "max_new_tokens": 3 + n * 5 % 7,
+    }
+    | ({"temperature": 0} if n % 2 else {"temperature": 1, "seed": n})
+    for n in range(7)
+]
+
+
+def test_answers_do_not_depend_on_how_many_run_together(run: Run) -> None:
+    found = {}
+    for together in (1, 3, 7):
+        done = run(MANY, "--max-sequences", together, "--json")
+        assert done.exit_code == 0, done.output
+        found[together] = read(done.stdout)
+        ids = list(found[together])
+        assert (ids == list(range(7))) == (together == 1)  # else they come as they end
+        assert sorted(ids) == list(range(7))
+    for row in MANY:
+        tokens = [each[row["id"]]["token_ids"] for each in found.values()]
+        assert tokens[0] == tokens[1] == tokens[2]
+        assert 0 < len(tokens[0]) <= row["max_new_tokens"]
+
+
+def test_ctrl_c_keeps_the_answers_that_were_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    decode, left = Runner.decode, [6]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return decode(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "decode", interrupted)
+        assert run(MANY, "--max-sequences", 3, "--out", out).exit_code == 130
+    before = out.read_text()
+    there = len(read(before))
+    assert 0 < there < 7
+    again = run(MANY, "--max-sequences", 2, "--out", out)
+    assert f"{7 - there} answered, {there} were there already" in again.stderr
+    assert out.read_text().startswith(before)
+    whole = read(run(MANY, "--json").stdout)
+    found = read(out.read_text())
+    assert {id: row["token_ids"] for id, row in found.items()} == {
+        id: row["token_ids"] for id, row in whole.items()
+    }
+
+
+def test_a_failing_line_does_not_hold_the_others_up(run: Run) -> None:
+    lines = [{"id": f"long {n}", "prompt": "word " * 500} for n in range(5)]
+    done = run([*lines, *MANY[:2]], "--context", 64, "--max-sequences", 1, "--json")
+    assert done.exit_code == 1
+    found = read(done.stdout)
+    assert [id for id, row in found.items() if "error" in row] == [line["id"] for line in lines]
+    assert len(found) == 7
+    assert "2 answered, 5 failed" in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "65", "-1", "x"])
+def test_so_many_sequences_are_not_run_together(run: Run, count: str) -> None:
+    done = run(LINES, "--max-sequences", count)
+    assert done.exit_code == 2
+    assert "--max-sequences" in done.stderr
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(run: Run) -> None:

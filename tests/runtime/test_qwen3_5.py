@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine import engine
 from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.state.pages import PAGE
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -72,13 +72,13 @@ def exact(folder: Path) -> lowbit.Model:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_logits_match_transformers_whatever_the_chunks(
-    name: str, make_qwen3_5: Make35, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    name: str, make_qwen3_5: Make35, reference: Reference, set_chunk: Callable[[int], None]
 ) -> None:
     packed = make_qwen3_5(**MODELS[name])
     expected = hub_logits(reference(packed), IDS)
     model = exact(packed.folder)
     for chunk in RAGGED if name != "27B-heads" else RAGGED[:3]:
-        monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+        set_chunk(chunk)
         assert distance(model.logits(IDS), expected) < 1e-4
 
 
@@ -139,10 +139,9 @@ def test_memory_is_known_before_loading(make_qwen3_5: Make35, dtype: torch.dtype
         else:
             held += mixer.qkv.size_bytes + mixer.q_norm.nbytes + mixer.k_norm.nbytes
     assert opened.weight_bytes("cpu", dtype) == held
-    cache = decoder.new_cache(50, dtype, "cpu")
-    assert cache.k.nbytes + cache.v.nbytes == opened.kv_bytes(50, dtype)
-    for state in (cache.delta, cache.saved):
-        assert state.conv.nbytes + state.memory.nbytes == opened.state_bytes(dtype)
+    state = decoder.new_state(3, 4, dtype, "cpu")
+    assert state.pages.k.nbytes + state.pages.v.nbytes == opened.kv_bytes(3 * PAGE, dtype)
+    assert state.slots.conv.nbytes + state.slots.memory.nbytes == 4 * opened.state_bytes(dtype)
 
 
 def small_weights(decoder: Any) -> Any:
@@ -202,7 +201,7 @@ def loss(logits: Tensor, ids: list[int]) -> float:
 
 
 def test_the_packed_trained_model_matches_transformers(
-    converted: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Path, set_chunk: Callable[[int], None]
 ) -> None:
     model = exact(converted)
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
@@ -213,20 +212,22 @@ def test_the_packed_trained_model_matches_transformers(
     # 3.603 on the whole text before packing
     assert 2.5 < math.exp(loss(got, ids)) < 4.5
     assert math.isclose(loss(got, ids), loss(expected, ids), rel_tol=1e-6)
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", 29)
+    set_chunk(29)
     assert distance(model.logits(ids[:200]), expected[:200]) < 1e-4
 
 
 @pytest.mark.slow
 def test_a_long_sequence_is_the_same_in_chunks_and_token_by_token(
-    converted: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Path, set_chunk: Callable[[int], None]
 ) -> None:
     model = exact(converted)
     text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
     ids = model.tokenizer.encode(text[:12000])[:2100]
     assert len(ids) == 2100
     chunked = model.logits(ids)
-    state = model.engine.cache.delta.memory.clone()
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", 1)
+    memory = model.engine.runner.state.slots.memory[:, 1]  # the only sequence has the first row
+    state = memory.clone()
+    memory.zero_()
+    set_chunk(1)
     assert distance(model.logits(ids), chunked) < 1e-4
-    assert distance(model.engine.cache.delta.memory, state) < 1e-4
+    assert distance(memory, state) < 1e-4

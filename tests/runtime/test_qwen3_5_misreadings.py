@@ -15,6 +15,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu, delta_rule
 from lowbit.runtime.models import qwen3_5
 from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Step
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -103,8 +104,8 @@ def tiled(x: Tensor, shared: int) -> Tensor:
     return x.repeat(1, shared, 1)
 
 
-def adjacent_pairs(x: Tensor, rope: Rope, start: int, stop: int) -> Tensor:
-    cos, sin = rope.cos[start:stop], rope.sin[start:stop]
+def adjacent_pairs(x: Tensor, rope: Rope, step: Step) -> Tensor:
+    cos, sin = rope.cos[step.positions], rope.sin[step.positions]
     width = 2 * cos.shape[-1]
     a, b = x[..., 0:width:2], x[..., 1:width:2]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -118,8 +119,15 @@ def exponent_over_head_dim(positions: int, dim: int, theta: float, device: str) 
 
 
 def old_state(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    before: Tensor,
+    memory: Tensor,
 ) -> Tensor:
+    memory.copy_(before)
     out = torch.empty_like(v)
     for t in range(q.shape[0]):
         memory *= log_decay[t].exp()[:, None, None]

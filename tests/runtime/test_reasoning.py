@@ -2,7 +2,7 @@
 
 import json
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,6 @@ from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.engine import engine
-from lowbit.runtime.state import sampling
 from lowbit.runtime.text.reasoning import Begin, Splitter, begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -121,6 +119,8 @@ def test_the_default_is_the_template_s(
 
 
 Make = Callable[..., "PackedModel"]
+Say = Callable[[Sequence[int]], None]
+Saying = Callable[[lowbit.Model, str], None]
 
 
 @pytest.fixture
@@ -131,41 +131,43 @@ def thinker(make_qwen3_5: Make) -> lowbit.Model:
     return lowbit.load(folder, device="cpu", dtype=torch.float32)
 
 
-def saying(model: lowbit.Model, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def saying(say: Say) -> Saying:
     """Make the model choose the tokens of a text, then the end of its turn."""
-    left = [*model.tokenizer.encode(text), *model.tokenizer.encode("<|im_end|>")]
-    for module in (engine, sampling):  # the first token, and those of steps
-        monkeypatch.setattr(module, "sample", lambda logits, sampler: torch.tensor([left.pop(0)]))
+
+    def start(model: lowbit.Model, text: str) -> None:
+        say([*model.tokenizer.encode(text), *model.tokenizer.encode("<|im_end|>")])
+
+    return start
 
 
-def test_a_generation_holds_both_parts(
-    thinker: lowbit.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saying(thinker, "Well, END\n</think>\n\nHi there", monkeypatch)
+def test_a_generation_holds_both_parts(thinker: lowbit.Model, saying: Saying) -> None:
+    saying(thinker, "Well, END\n</think>\n\nHi there")
     stream = thinker.stream("Hello", stop=["END"])
     assert "".join(stream) == "Hi there"
     made = stream.generation
     assert (made.reasoning, made.text) == ("Well, END", "Hi there")
     assert made.finish_reason == "stop"
     assert thinker.tokenizer.decode(made.token_ids) == "Well, END\n</think>\n\nHi there"
-    saying(thinker, "Hi", monkeypatch)
+    saying(thinker, "Hi")
     assert thinker.generate("Hello", thinking=False).text == "Hi"
-    saying(thinker, "x</think>y", monkeypatch)
+    saying(thinker, "x</think>y")
     assert thinker.generate("<think>", raw=True).text == "x</think>y"
 
 
 def test_the_next_turn_reuses_what_the_template_keeps(
-    thinker: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+    thinker: lowbit.Model, saying: Saying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    messages: list[lowbit.Message] = [{"role": "user", "content": "Hello"}]
-    saying(thinker, "hm\n</think>\n\nHi", monkeypatch)
+    question = "Hello, how are you? " * 4
+    messages: list[lowbit.Message] = [{"role": "user", "content": question}]
+    saying(thinker, "hm\n</think>\n\nHi")
     first = thinker.generate(messages)
     messages.append({"role": "assistant", "content": first.text})
     messages.append({"role": "user", "content": "And?"})
-    saying(thinker, "ok</think>Yes", monkeypatch)
+    saying(thinker, "ok</think>Yes")
     second = thinker.generate(messages)
     # the turns before the first answer; its reasoning is not part of the second prompt
-    turn = thinker.tokenizer.encode("<|im_start|>user\nHello<|im_end|>")
+    turn = thinker.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>")
     assert second.timings.reused_tokens == len(turn)
     monkeypatch.undo()
     fresh = lowbit.load(thinker.folder, device="cpu", dtype=torch.float32)
@@ -175,9 +177,7 @@ def test_the_next_turn_reuses_what_the_template_keeps(
     )
 
 
-def test_the_terminal_shows_the_reasoning_apart(
-    make_qwen3_5: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_terminal_shows_the_reasoning_apart(make_qwen3_5: Make, saying: Saying) -> None:
     from click.testing import CliRunner
 
     from lowbit.runtime.cli.main import main
@@ -186,15 +186,15 @@ def test_the_terminal_shows_the_reasoning_apart(
     (folder / "chat_template.jinja").write_text(OPENED)
     model = lowbit.load(folder, device="cpu")
     arguments = ["generate", str(folder), "Hello", "--device", "cpu"]
-    saying(model, "let me [b]see[/b]\n</think>\n\nHi [i]you[/i]", monkeypatch)
+    saying(model, "let me [b]see[/b]\n</think>\n\nHi [i]you[/i]")
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0, shown.stderr
     assert shown.stdout == "Hi [i]you[/i]\n"
     assert shown.stderr.startswith("thinking: let me [b]see[/b]\n\n")
-    saying(model, "let me see\n</think>\n\nHi", monkeypatch)
+    saying(model, "let me see\n</think>\n\nHi")
     printed = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
     assert (printed["reasoning"], printed["text"]) == ("let me see", "Hi")
-    saying(model, "Hi", monkeypatch)
+    saying(model, "Hi")
     shown = CliRunner().invoke(main, [*arguments, "--no-think"])
     assert shown.stdout == "Hi\n"
     assert "thinking" not in shown.stderr

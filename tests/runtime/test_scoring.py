@@ -19,6 +19,7 @@ CONTEXT = torch.randint(256, (30,), generator=torch.Generator().manual_seed(1)).
 CHOICES = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
            for n in (1, 7, 2, 12)]  # fmt: skip
 Make = Callable[..., "PackedModel"]
+Say = Callable[[Sequence[int]], None]
 Reference = Callable[["PackedModel"], Any]
 
 
@@ -76,9 +77,9 @@ def test_a_context_runs_once_for_all_choices(
     kind = type(model.engine.decoder)
     run, plain = [], kind.hidden
 
-    def counted(self: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    def counted(self: Any, ids: torch.Tensor, state: Any, step: Any) -> torch.Tensor:
         run.append(len(ids))
-        return plain(self, ids, cache)
+        return plain(self, ids, state, step)
 
     monkeypatch.setattr(kind, "hidden", counted)
     totals = []
@@ -188,28 +189,27 @@ def test_a_long_prompt_leaves_room_for_its_continuation(make_model: Make) -> Non
         carry_on(exact(packed, 20), CONTEXT, Continuation((), 20, GREEDY))
 
 
-def test_a_special_token_may_stop_a_text(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_special_token_may_stop_a_text(make_model: Make, say: Say) -> None:
     model = exact(make_model())
     start = model.tokenizer.token_id("<|im_start|>")
     assert start is not None
     assert start not in model.stop_ids
     tokens = [65, 66, start, 67]
-    monkeypatch.setattr(type(model.engine), "generate", lambda *_: iter(tokens))
-    wanted = Continuation(("<|im_start|>",), 20, GREEDY)
-    stopped, _ = carry_on(model, CONTEXT, wanted)
-    passed, _ = carry_on(model, CONTEXT, Continuation((), 20, GREEDY))
+    say(tokens)
+    stopped, _ = carry_on(model, CONTEXT, Continuation(("<|im_start|>",), 4, GREEDY))
+    say(tokens)
+    passed, _ = carry_on(model, CONTEXT, Continuation((), 4, GREEDY))
     assert passed == model.tokenizer.decode(tokens)
     assert stopped == model.tokenizer.decode(tokens[:2])
     assert len(stopped) < len(passed)
 
 
-def test_reasoning_is_no_part_of_a_chat_answer(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_is_no_part_of_a_chat_answer(make_model: Make, say: Say) -> None:
     model = exact(make_model())
     encode = model.tokenizer.encode
     tokens = encode("<think>2 + 2</think>4")
-    monkeypatch.setattr(type(model.engine), "generate", lambda *_: iter(tokens))
-    wanted = Continuation((), 40, GREEDY)
+    wanted = Continuation((), len(tokens), GREEDY)
+    say(tokens)
     assert carry_on(model, encode("?"), wanted, chat=True) == ("4", False)
+    say(tokens)
     assert carry_on(model, encode("?"), wanted) == ("<think>2 + 2</think>4", False)

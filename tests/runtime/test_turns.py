@@ -11,7 +11,13 @@ import lowbit.runtime as lowbit
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 GREEDY = lowbit.SamplingParams()
-QUESTIONS = ("Tell me a story about a dog.", "Go on.", "And then?", "Why?")
+# Long enough that a prompt is cut behind each, and the next one goes on from there.
+LONG = (
+    " Tell it to children, with a dog and a girl, of a day in the garden, in easy words, and so "
+    "that its end makes everybody happy. Leave out the night, the dark, the sea, bad people, and "
+    "all that hurts; and when you are done, tell us who you are."
+)
+QUESTIONS = tuple(q + LONG for q in ("Tell me a story about a dog.", "Go on.", "And then?", "Why?"))
 # An answer is kept without its reasoning, as by the templates of reasoning models.
 REASONING = """
 {%- for message in messages %}
@@ -30,7 +36,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
     folder = tmp_path / request.param
     shutil.copytree(MODELS / request.param, folder)
     (folder / "chat_template.jinja").write_text(REASONING)
-    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=512)
+    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -67,11 +67,15 @@ def test_a_repeated_question_takes_the_steps_of_last_time() -> None:
     assert same.finished[0].timings.reused_tokens > 0
 
 
-def test_scoring_between_two_retries_is_noticed() -> None:
-    chat, shown = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.")
+def test_scoring_between_two_retries_loses_nothing() -> None:
+    chat, shown = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", Slash("set", "seed 3"))
+    chat, before = say(chat, Slash("retry"))
     chat.model.logits(shown.finished[-1].prompt_token_ids)
-    _, again = say(chat, Slash("retry"))
-    assert again.finished[0].timings.reused_tokens == 0
+    chat.model.logits(shown.finished[0].prompt_token_ids[::-1])
+    _, after = say(chat, Slash("retry"))
+    one, other = before.finished[0], after.finished[0]
+    assert other.timings.reused_tokens == one.timings.reused_tokens > 0
+    assert other.token_ids == one.token_ids
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])

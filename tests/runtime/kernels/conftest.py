@@ -1,6 +1,7 @@
 """Random inputs for the kernels, on the GPU if there is one, else on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.kernels.tiles import TiledLinear, tiled
-from lowbit.runtime.state.cache import KVCache, new_cache
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
+from tests.runtime.kernels.delta_layers import Layer
+from tests.runtime.kernels.delta_layers import make_layer as make_delta_layer
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 MakeTiled = Callable[..., TiledLinear]
-MakeCache = Callable[..., KVCache]
 
 
 @pytest.fixture
@@ -82,18 +83,9 @@ def make_tiled(device: str) -> MakeTiled:
 
 
 @pytest.fixture
-def make_cache(device: str) -> MakeCache:
-    """A cache that holds `length` random tokens; rows not yet written are NaN."""
-
-    def make(layers: int, kv_heads: int, head_dim: int, context: int, length: int) -> KVCache:
-        cache = new_cache(layers, kv_heads, head_dim, context, torch.bfloat16, device)
-        for rows in (cache.k, cache.v):
-            rows.normal_()
-            rows[:, :, length:] = float("nan")
-        cache.truncate(length)
-        return cache
-
-    return make
+def make_layer(device: str) -> Callable[..., Layer]:
+    """(sizes, decay of all heads or None, slots) to a random gated DeltaNet layer."""
+    return partial(make_delta_layer, device)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Decode attention against float64: the heads of real models, over every reach of the cache."""
+"""Decode attention against float64, and bit for bit against itself in other company."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels import attention_decode as module
-from lowbit.runtime.kernels.attention_decode import attention_decode, attention_decode_ref
+from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_join import join_splits
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
-from lowbit.runtime.kernels.launch import AttentionLaunch, attention_launch
-from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.kernels.attention_ref import attention_ref
+from lowbit.runtime.kernels.launch import FAST_WHOLE, KEYS_OF_ONE, KeySplit, attention_launch
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 pytestmark = pytest.mark.gpu
 
 Randn = Callable[..., Tensor]
-MakeCache = Callable[..., KVCache]
 MakeRope = Callable[[int, int], Rope]
 
 EPS = 1e-6
@@ -57,53 +59,74 @@ ODD = {
     "rotated-48": Heads(5, 1, 128, 48, gain=FP32),
     "gated-only": Heads(8, 1, 64, 32, gated=True),
     "most": Heads(16, 2, 256, 64, gated=True, gain=FP32),
+    "unsplit": Heads(600, 300, 16, 16),
 }
+BITS = ("qwen3-0.6b", "qwen3-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-0.5b")
 CONTEXT = 4096
-POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 1000, 4095)
+POSITIONS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4095)
 LAYER = 1
 
 
 @dataclass(frozen=True)
-class Case:
-    """A random token and a cache of two layers that holds what came before it."""
+class Model:
+    """Attention of one layer, and sequences of random tokens in pages."""
 
     heads: Heads
-    qkv: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     rope: Rope
-    cache: KVCache
+    pages: KVPages
+    tables: Tensor
 
-    def run(self, layer: int = LAYER) -> Tensor:
-        return attention_decode(*self._given(layer))
+    def given(self, count: int) -> Tensor:
+        """Random input of so many tokens."""
+        Hq, Hkv, D, _, gated, _ = self.heads
+        width = ((2 if gated else 1) * Hq + 2 * Hkv) * D
+        return torch.randn(count, width, device=self.tables.device).bfloat16()
 
-    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_decode_ref(*self._given(LAYER))
-
-    def _given(self, layer: int) -> Any:
+    def attend(self, qkv: Tensor, step: Step, layer: int = LAYER) -> Tensor:
         norms = self.q_norm, self.k_norm
-        return self.qkv, *norms, EPS, self.rope, self.cache, layer, self.heads.gated
+        gated = self.heads.gated
+        return attention_decode(qkv, *norms, EPS, self.rope, self.pages, step, layer, gated)
 
-    def check(self, bf16_error: float) -> None:
-        """The result and the cache after it, and that all of it is ready for the next call."""
-        cache, position = self.cache, int(self.cache.position)
-        before = cache.k.clone(), cache.v.clone()
-        ref, k, v = self.reference()
-        out, again = self.run(), self.run()
-        assert torch.equal(out, again), position
-        error = (out.double() - ref).view(self.heads.Hq, -1).norm(dim=1)
-        relative = error / ref.view(self.heads.Hq, -1).norm(dim=1)
-        assert float(relative.max()) < ROUNDINGS * bf16_error, position
-        # FP32 sums of a rotation may cancel: allow their rounding beside the half ulp.
-        off = (cache.k[LAYER, :, position].double() - k).abs()
-        assert bool((off <= bf16_error * k.abs() + 1e-6 * k.abs().max()).all()), position
-        assert torch.equal(cache.v[LAYER, :, position].double(), v), position
-        for rows, old in zip((cache.k, cache.v), before, strict=True):
-            old[LAYER, :, position] = rows[LAYER, :, position]
-            assert torch.equal(rows.view(torch.int16), old.view(torch.int16)), position
+    def attended(self, qkv: Tensor, spans: list[Span], reach: int = 0) -> tuple[Tensor, KVPages]:
+        """The result and the pages after it; those of this model stay as they are."""
+        own = replace(self, pages=clone(self.pages))
+        return own.attend(qkv, step_of(self.tables, spans, reach)), own.pages
+
+    def check(self, spans: list[Span], bf16_error: float, reach: int = 0) -> None:
+        """Compare results and appended rows with float64; no other row may change."""
+        step = step_of(self.tables, spans, reach)
+        M, label = len(step.positions), str(spans)[:200]
+        qkv = self.given(M)
+        before = clone(self.pages)
+        norms = self.q_norm, self.k_norm
+        gated = self.heads.gated
+        ref, k, v = attention_ref(qkv, *norms, EPS, self.rope, self.pages, step, LAYER, gated)
+        out, again = self.attend(qkv, step), self.attend(qkv, step)
+        assert torch.equal(out, again), label
+        error = (out.double() - ref).view(M, self.heads.Hq, -1).norm(dim=-1)
+        relative = error / ref.view(M, self.heads.Hq, -1).norm(dim=-1)
+        assert float(relative.max()) < ROUNDINGS * bf16_error, label
+        done = 0
+        for span in spans:
+            new = slice(done, done + span.count)
+            done += span.count
+            place = self.tables, span.row, span.first, span.count
+            stored = rows_of(self.pages.k, *place)[LAYER].double()
+            # FP32 sums of a rotation may cancel: allow their rounding beside the half ulp.
+            allowed = bf16_error * k[new].abs() + 1e-6 * k[new].abs().max()
+            assert bool(((stored - k[new]).abs() <= allowed).all()), label
+            assert torch.equal(rows_of(self.pages.v, *place)[LAYER].double(), v[new]), label
+        places = torch.stack((step.positions, step.rows), dim=1).tolist()
+        for new_rows, old in ((self.pages.k, before.k), (self.pages.v, before.v)):
+            for position, row in places:
+                page, offset = int(self.tables[row, position // 64]), position % 64
+                old[LAYER, page, offset] = new_rows[LAYER, page, offset]
+            assert torch.equal(new_rows.view(torch.int16), old.view(torch.int16)), label
 
 
-MakeCase = Callable[..., Case]
+MakeModel = Callable[..., Model]
 
 
 def gains(
@@ -117,190 +140,232 @@ def gains(
 
 
 @pytest.fixture
-def make_case(randn: Randn, make_cache: MakeCache, make_rope: MakeRope, device: str) -> MakeCase:
-    """`make_case(heads, context, position, reach)`; rows from the position on are NaN."""
+def make_model(make_rope: MakeRope, device: str) -> MakeModel:
+    """`make_model(heads, lengths, context)`: sequences of such lengths."""
 
-    def make(heads: Heads, context: int, position: int, reach: int = 0) -> Case:
-        Hq, Hkv, D, R, gated, gain = heads
-        cache = make_cache(2, Hkv, D, context, position)
-        cache.reach = reach
-        qkv = randn(1, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
-        q_norm, k_norm = gains(D, gain, device)
-        return Case(heads, qkv, q_norm, k_norm, make_rope(context, R), cache)
+    def make(heads: Heads, lengths: list[int], context: int = CONTEXT) -> Model:
+        pages, tables = random_pages(2, heads.Hkv, heads.D, lengths, context, device)
+        rope = make_rope(context, heads.R)
+        q_norm, k_norm = gains(heads.D, heads.gain, device)
+        return Model(heads, q_norm, k_norm, rope, pages, tables)
 
     return make
 
 
 @pytest.mark.parametrize("reach", [256, 1024, CONTEXT])
 @pytest.mark.parametrize("heads", REAL.values(), ids=REAL)
-def test_real_heads(make_case: MakeCase, bf16_error: float, heads: Heads, reach: int) -> None:
+def test_real_heads(make_model: MakeModel, bf16_error: float, heads: Heads, reach: int) -> None:
     for position in (position for position in POSITIONS if position < reach):
-        make_case(heads, CONTEXT, position, reach).check(bf16_error)
+        make_model(heads, [position]).check([Span(0, position, 1)], bf16_error, reach)
 
 
 @pytest.mark.parametrize("context", [100, 200, 601])
 @pytest.mark.parametrize("heads", ODD.values(), ids=ODD)
-def test_odd_heads(make_case: MakeCase, bf16_error: float, heads: Heads, context: int) -> None:
-    """Without a reach the whole context is divided."""
+def test_odd_heads(make_model: MakeModel, bf16_error: float, heads: Heads, context: int) -> None:
     for position in (0, 1, 33, context // 2, context - 1):
-        make_case(heads, context, position).check(bf16_error)
+        make_model(heads, [position], context).check([Span(0, position, 1)], bf16_error)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 64])
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-9b"])
-def test_any_number_of_splits(
-    make_case: MakeCase,
-    bf16_error: float,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    splits: int,
+@pytest.mark.parametrize("heads", [*REAL.values(), *ODD.values()], ids=[*REAL, *ODD])
+def test_tokens_of_several_sequences(
+    make_model: MakeModel, bf16_error: float, heads: Heads
 ) -> None:
-    """The sum of few rows by many programs, and of many by one."""
-    monkeypatch.setattr(
-        module, "attention_launch", lambda *sizes: replace(attention_launch(*sizes), splits=splits)
-    )
-    for position in (0, 1, 127, 128, 700, 4095):
-        make_case(REAL[name], CONTEXT, position).check(bf16_error)
+    """Sequences of any length, some tokens of each: what they share is the launch."""
+    lengths = [0, 1, 60, 63, 128, 250, 255, 300, 600]
+    counts = [3, 1, 4, 2, 16, 7, 3, 1, 5]
+    model = make_model(heads, lengths, 1024)
+    spans = [Span(row, lengths[row], counts[row]) for row in (4, 8, 0, 3, 1, 7, 2, 6, 5)]
+    model.check(spans, bf16_error)
+    short = [span for span in spans if span.first + span.count <= 256]
+    make_model(heads, lengths, 1024).check(short, bf16_error, 256)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_same_bits_in_any_company(make_model: MakeModel, name: str) -> None:
+    """A token beside 1, 3, 7 and 15 others of other lengths, in two orders.
+
+    Beside 63 it has other bits where its keys are not split for once.
+    """
+    ours = [0, 7, 64, 200, 255, 256, 257, 500, 1023, 1025, 2100, 4000]
+    others = torch.randint(0, CONTEXT - 64, (63,)).tolist()
+    lengths = ours + others
+    model = make_model(REAL[name], lengths)
+    spans = [Span(row, length, 1) for row, length in enumerate(lengths)]
+    given = model.given(len(lengths))
+    for row, length in enumerate(ours):
+        alone, pages = model.attended(given[row : row + 1], [spans[row]], length + 1)
+        own = model.tables, row, length, 1
+        counts = (1, 3, 7, 15) if KEYS_OF_ONE < length <= FAST_WHOLE else (1, 3, 7, 15, 63)
+        for count in counts:
+            company = list(range(len(ours), len(ours) + count))
+            for order in ([row, *company], [*company[::-1], row]):
+                out, after = model.attended(given[order], [spans[i] for i in order])
+                assert torch.equal(out[order.index(row)], alone[0]), (length, count)
+                for one, other in ((pages.k, after.k), (pages.v, after.v)):
+                    assert torch.equal(rows_of(one, *own)[LAYER], rows_of(other, *own)[LAYER])
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_same_bits_one_by_one_and_together(make_model: MakeModel, name: str) -> None:
+    """k tokens of a sequence in one step are those of k steps, beside others too."""
+    lengths = [0, 5, 60, 120, 250, 256, 300, 1020, 2046, 4000]
+    model = make_model(REAL[name], lengths)
+    most = 16
+    given = model.given(most * len(lengths)).view(len(lengths), most, -1)
+    single = replace(model, pages=clone(model.pages))
+    alone = []
+    for row, length in enumerate(lengths):
+        for i in range(most):
+            reach = length + i + 1
+            step = step_of(model.tables, [Span(row, length + i, 1)], reach)
+            alone.append(single.attend(given[row, i : i + 1], step))
+    expected = torch.cat(alone).view(len(lengths), most, -1)
+    for k in (1, 2, 3, 4, 5, 8, 16):
+        spans = [Span(row, length, k) for row, length in enumerate(lengths)]
+        several = EXACT_TOKENS // k
+        groups = [spans[i : i + several] for i in range(0, len(spans), several)]
+        for together in [[span] for span in spans] + groups:
+            rows = [span.row for span in together]
+            out, pages = model.attended(given[rows, :k].flatten(0, 1), together)
+            assert torch.equal(out.view(len(rows), k, -1), expected[rows, :k]), (k, together)
+            for span in together:
+                own = model.tables, span.row, span.first, k
+                for one, other in ((pages.k, single.pages.k), (pages.v, single.pages.v)):
+                    assert torch.equal(rows_of(one, *own)[LAYER], rows_of(other, *own)[LAYER])
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_reach_changes_nothing(make_model: MakeModel, name: str) -> None:
+    lengths = [0, 100, 250, 255, 256, 700, 1500]
+    model = make_model(REAL[name], lengths)
+    for row, length in enumerate(lengths):
+        given = model.given(1)
+        reaches = [length + 1, 256, 1024, 2048, CONTEXT]
+        outs = [
+            model.attended(given, [Span(row, length, 1)], reach)[0]
+            for reach in reaches
+            if reach > length
+        ]
+        assert all(torch.equal(out, outs[0]) for out in outs), length
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-9b"])
+def test_programs_change_nothing(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Parts of the columns, turns loaded ahead and early starts are a matter of speed."""
+
+    def programs(**changes: Any) -> None:
+        monkeypatch.setattr(
+            module, "attention_launch", lambda *sizes: replace(attention_launch(*sizes), **changes)
+        )
+
+    positions = (0, 63, 64, 129, 255)
+    model = make_model(REAL[name], list(positions))
+    spans = [Span(row, first, 1) for row, first in enumerate(positions)]
+    given = model.given(len(spans))
+    expected, _ = model.attended(given, spans, CONTEXT)
+    for parts, ahead, early in ((1, 0, False), (1, 0, True), (2, 2, True), (2, 0, False)):
+        programs(parts=parts, ahead=ahead, early=early)
+        out, _ = model.attended(given, spans, 256)
+        assert torch.equal(out, expected), (parts, ahead, early)
+
+
+def test_padding_is_harmless(make_model: MakeModel) -> None:
+    """Tokens of row 0 at position 0 write the scratch page, whatever its rows hold."""
+    model = make_model(REAL["qwen3-8b"], [0, 300, 70])
+    model.tables[0] = 0
+    given = model.given(8)
+    spans = [Span(1, 300, 2), Span(2, 70, 1), *([Span(0, 0, 1)] * 5)]
+    out, pages = model.attended(given, spans)
+    expected, alone = model.attended(given[:3], spans[:2])
+    assert torch.equal(out[:3], expected)
+    assert torch.equal(pages.k[:, 1:].view(torch.int16), alone.k[:, 1:].view(torch.int16))
+    assert torch.equal(pages.v[:, 1:].view(torch.int16), alone.v[:, 1:].view(torch.int16))
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-2b"])
-@pytest.mark.parametrize(
-    "launch",
-    [
-        AttentionLaunch(1, 4, 2, parts=2),
-        AttentionLaunch(1, 8, 1, parts=2, ahead=False),
-        AttentionLaunch(1, 8, 2, ahead=True, early=True),
-        AttentionLaunch(8, 4, 1),
-        AttentionLaunch(4, 8, 1, early=True),
-    ],
-    ids=repr,
-)
-def test_any_other_launch(
-    make_case: MakeCase,
-    bf16_error: float,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    launch: AttentionLaunch,
-) -> None:
-    """What the rule does not take is right too: `tune_attention.py` tries it."""
-    monkeypatch.setattr(module, "attention_launch", lambda *sizes: launch)
-    for position in (0, 1, 63, 64, 65, 128, 129, 255):
-        make_case(REAL[name], CONTEXT, position, 256).check(bf16_error)
+def test_a_recorded_step_follows_its_sequences(make_model: MakeModel, name: str) -> None:
+    """Positions that advance on the device, and a table that is filled as pages are taken."""
+    lengths = [250, 60, 1000]
+    model = make_model(REAL[name], lengths, 2048)
+    spans = [Span(row, length, 1) for row, length in enumerate(lengths)]
+    step, given = step_of(model.tables, spans), model.given(len(lengths))
+    once = replace(model, pages=clone(model.pages))
+    once.attend(given, step)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model.attend(given, step)
+        step.positions.add_(1)
+    step.positions.copy_(torch.tensor(lengths))
+    again = replace(model, pages=clone(model.pages))
+    for i in range(10):
+        expected = again.attend(given, step_of(model.tables, [
+            Span(row, length + i, 1) for row, length in enumerate(lengths)
+        ]))  # fmt: skip
+        graph.replay()
+        assert torch.equal(out, expected)
+        given.normal_()
 
 
-@pytest.mark.parametrize("splits", [2, 8, 128])
+@pytest.mark.parametrize("splits", [2, 8, 33, 64])
 @pytest.mark.parametrize(("heads", "D", "gated"), [(3, 16, False), (2, 128, False), (4, 256, True)])
 def test_splits_join(
     randn: Randn, bf16_error: float, device: str, heads: int, D: int, gated: bool, splits: int
 ) -> None:
     """In float64 they make the same; what splits without rows have left is not looked at."""
-    turn, B = 32, 4
-    position = torch.tensor([turn * splits, 16 * splits, 1, 0], dtype=torch.int32, device=device)
-    sums = randn(B, heads, splits, D).float()
-    tops, totals = 30 * randn(B, heads, splits).float(), randn(B, heads, splits).float().abs() + 1
-    for sequence, running in enumerate((splits, splits // 2, 1, 1)):
+    keys, M = KeySplit(most=64, warps=4, groups=1, blocks=1, whole=0), 4
+    running = (splits, splits // 2, 1, 1)
+    positions = torch.tensor([32 * n for n in running], dtype=torch.int32, device=device)
+    sums = randn(M, heads, splits, D).float()
+    tops, totals = 30 * randn(M, heads, splits).float(), randn(M, heads, splits).float().abs() + 1
+    for sequence, count in enumerate(running):
         for each in (sums, tops, totals):
-            each[sequence, :, running:] = float("nan")
-    qkv, out = randn(B, 2 * heads * D + 2 * D), randn(B, heads * D)
+            each[sequence, :, count:] = float("nan")
+    qkv, out = randn(M, 2 * heads * D + 2 * D), randn(M, heads * D)
     state = torch.stack((tops, totals), dim=-1).flatten(0, 1)
-    join_splits(sums.flatten(0, 1), state, qkv, position, out, turn, False, gated, False)
-    weights = torch.exp2((tops - tops[..., :1]).double()).nan_to_num(0)[..., None]
+    join_splits(sums.flatten(0, 1), state, qkv, positions, out, keys, False, gated, False)
+    weights = torch.exp2((tops - tops.nan_to_num(-1e30).amax(-1, True)).double())
+    weights = weights.nan_to_num(0)[..., None]
     whole = (weights * totals.nan_to_num(0)[..., None]).sum(2)
     ref = (weights * sums.nan_to_num(0)).sum(2) / whole
     if gated:
-        ref *= qkv[:, : 2 * heads * D].double().view(B, heads, 2, D)[:, :, 1].sigmoid()
-    error = (out.view(B, heads, D).double() - ref).abs()
+        ref *= qkv[:, : 2 * heads * D].double().view(M, heads, 2, D)[:, :, 1].sigmoid()
+    error = (out.view(M, heads, D).double() - ref).abs()
     assert bool((error <= bf16_error * ref.abs() + 1e-6 * ref.abs().max()).all())
-
-
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-9b", "qwen2.5-0.5b"])
-def test_steps_follow_each_other(make_case: MakeCase, bf16_error: float, name: str) -> None:
-    """A step reads what the steps before it have written, beginning with an empty cache."""
-    case = make_case(REAL[name], 1024, 0, 256)
-    for _ in range(70):
-        replace(case, qkv=torch.randn_like(case.qkv)).check(bf16_error)
-        case.cache.advance(1)
-
-
-def test_layers_and_reaches_take_turns(make_case: MakeCase) -> None:
-    """No call may leave something to the next, whatever its splits."""
-    case = make_case(REAL["qwen3-8b"], CONTEXT, 250)
-    expected = {}
-    for reach in (256, 1024, CONTEXT):
-        case.cache.reach = reach
-        expected[reach] = [case.run(layer) for layer in (0, 1)]
-        torch.cuda.synchronize()
-    for reach in (CONTEXT, 256, 1024, 256, CONTEXT):
-        case.cache.reach = reach
-        assert all(torch.equal(case.run(layer), expected[reach][layer]) for layer in (0, 1, 0, 1))
-
-
-@pytest.mark.parametrize("position", [200, 4000])
-@pytest.mark.parametrize("heads", REAL.values(), ids=REAL)
-def test_same_bits(make_case: MakeCase, heads: Heads, position: int) -> None:
-    case = make_case(heads, CONTEXT, position, 256 if position < 256 else 0)
-    runs = [case.run() for _ in range(20)]
-    assert all(torch.equal(runs[0], run) for run in runs)
-
-
-@pytest.mark.parametrize("reach", [256, 1024])
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3.5-9b"])
-def test_several_sequences(make_case: MakeCase, bf16_error: float, name: str, reach: int) -> None:
-    """Each has its own rows and its own result, whatever the others' lengths."""
-    heads, positions = REAL[name], (0, 1, 128, 255)
-    first, *others = [make_case(heads, reach, position, reach) for position in positions]
-    cases = [first, *(replace(case, q_norm=first.q_norm, k_norm=first.k_norm) for case in others)]
-    together = replace(
-        first,
-        qkv=torch.cat([case.qkv for case in cases]),
-        cache=KVCache(
-            k=torch.cat([case.cache.k for case in cases], 1),
-            v=torch.cat([case.cache.v for case in cases], 1),
-            length=max(positions),
-            position=torch.cat([case.cache.position for case in cases]),
-            reach=reach,
-        ),
-    )
-    out = together.run()
-    for index, (case, position) in enumerate(zip(cases, positions, strict=True)):
-        ref, _, _ = case.reference()
-        error = (out[index].double() - ref[0]).view(heads.Hq, -1).norm(dim=1)
-        relative = error / ref.view(heads.Hq, -1).norm(dim=1)
-        assert float(relative.max()) < ROUNDINGS * bf16_error, position
-        case.run()
-        rows = slice(index * heads.Hkv, (index + 1) * heads.Hkv)
-        for own, all_rows in ((case.cache.k, together.cache.k), (case.cache.v, together.cache.v)):
-            assert torch.equal(own.view(torch.int16), all_rows[:, rows].view(torch.int16)), position
 
 
 @pytest.mark.parametrize("position", [0, 1, 40])
 def test_appends_what_prefill_appends(
-    make_case: MakeCase, bf16_error: float, position: int
+    make_model: MakeModel, bf16_error: float, position: int
 ) -> None:
-    """One token through either path leaves the same cache and nearly the same result."""
-    case = make_case(ODD["tiny-qwen3"], 64, position)
-    cache = case.cache
-    other = KVCache(cache.k.clone(), cache.v.clone(), position, cache.position)
-    a = case.run()
-    b = attention_prefill(case.qkv, case.q_norm, case.k_norm, EPS, case.rope, other, LAYER)
+    """Tokens through either path leave the same pages and nearly the same result."""
+    model = make_model(ODD["tiny-qwen3"], [position], 128)
+    span, given = Span(0, position, 3), model.given(3)
+    a, pages = model.attended(given, [span])
+    norms = model.q_norm, model.k_norm
+    prompt = step_of(model.tables, [span], prompt=True)
+    b = attention_prefill(given, *norms, EPS, model.rope, model.pages, prompt, LAYER)
     assert float((a.double() - b.double()).norm() / b.double().norm()) < ROUNDINGS * bf16_error
-    assert torch.equal(cache.v.view(torch.int16), other.v.view(torch.int16))
-    torch.testing.assert_close(cache.k, other.k, rtol=2.0**-7, atol=1e-5, equal_nan=True)
+    assert torch.equal(pages.v.view(torch.int16), model.pages.v.view(torch.int16))
+    torch.testing.assert_close(pages.k, model.pages.k, rtol=2.0**-7, atol=1e-5, equal_nan=True)
 
 
-def test_a_closed_gate_gives_nothing(make_case: MakeCase) -> None:
+def test_a_closed_gate_gives_nothing(make_model: MakeModel) -> None:
     """The gate of a head is what follows its query: closing one silences that head alone."""
-    case = make_case(ODD["tiny-qwen3.5"], 64, 9)
-    heads = case.qkv.view(-1, 64)
+    model = make_model(ODD["tiny-qwen3.5"], [9], 64)
+    given = model.given(1)
+    heads = given.view(-1, 64)
     heads[1:8:2] = 100.0  # open
     heads[2 * 2 + 1] = -float("inf")  # of head 2
-    silent = (case.run().view(4, 64) == 0).all(dim=-1)
-    assert silent.tolist() == [False, False, True, False]
+    out, _ = model.attended(given, [Span(0, 9, 1)])
+    assert (out.view(4, 64) == 0).all(dim=-1).tolist() == [False, False, True, False]
 
 
-def test_the_rest_of_a_head_is_not_rotated(make_case: MakeCase) -> None:
-    case = make_case(Heads(2, 2, 64, 16), 64, 40)
-    case.run()
-    given, stored = case.qkv.view(-1, 64)[2:4], case.cache.k[LAYER, :, 40]
-    assert torch.equal(stored[:, 16:], given[:, 16:])
-    assert not torch.equal(stored[:, :16], given[:, :16])
+def test_the_rest_of_a_head_is_not_rotated(make_model: MakeModel) -> None:
+    model = make_model(Heads(2, 2, 64, 16), [40], 64)
+    given = model.given(1)
+    _, pages = model.attended(given, [Span(0, 40, 1)])
+    key, stored = given.view(-1, 64)[2:4], rows_of(pages.k, model.tables, 0, 40, 1)[LAYER, 0]
+    assert torch.equal(stored[:, 16:], key[:, 16:])
+    assert not torch.equal(stored[:, :16], key[:, :16])

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.attention_prefill import attention_prefill, attention_prefill_ref
-from lowbit.runtime.state.cache import KVCache
+from lowbit.runtime.kernels.attention_prefill import attention_prefill
+from lowbit.runtime.kernels.attention_ref import attention_ref
+from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Span
+from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 Randn = Callable[..., Tensor]
-MakeCache = Callable[..., KVCache]
 MakeRope = Callable[[int, int], Rope]
 
 EPS = 1e-6
@@ -56,7 +58,7 @@ REAL = [
 CASES = [(QWEN3[0], 100, 0, 7), (QWEN3[0], 100, 33, 67), (QWEN3[1], 100, 99, 1)]
 CASES += [(heads, 100, past, M) for heads in SMALL for past, M in ((0, 7), (33, 20))]
 # Beyond FEW_TOKENS, which PyTorch attends.
-CASES += [(heads, 180, past, 130) for heads in (QWEN3[0], SMALL[0]) for past in (0, 33)]
+CASES += [(QWEN3[0], 180, 33, 130), (SMALL[0], 180, 0, 130)]
 LENGTHS = ((0, 777), (1000, 129), (0, 128), (3000, 33))
 ON_GPU = [(heads, 8192, past, M) for heads in REAL for past, M in LENGTHS]
 
@@ -78,7 +80,6 @@ def gains(
 )
 def test_prefill(
     randn: Randn,
-    make_cache: MakeCache,
     make_rope: MakeRope,
     bf16_error: float,
     device: str,
@@ -90,40 +91,61 @@ def test_prefill(
     Hq, Hkv, D, R, gated, gain = heads
     q_norm, k_norm = gains(D, gain, device)
     qkv, rope = randn(M, ((2 if gated else 1) * Hq + 2 * Hkv) * D), make_rope(T, R)
-    cache = make_cache(2, Hkv, D, T, past)
-    before = cache.k.clone(), cache.v.clone()
-    ref = attention_prefill_ref(qkv, q_norm, k_norm, EPS, rope, cache, 1, gated)
-    out = attention_prefill(qkv, q_norm, k_norm, EPS, rope, cache, 1, gated)
+    pages, tables = random_pages(2, Hkv, D, [5, past], T, device, room=M)
+    step, before = step_of(tables, [Span(1, past, M)], prompt=True), clone(pages)
+    ref, _, _ = attention_ref(qkv, q_norm, k_norm, EPS, rope, pages, step, 1, gated)
+    out = attention_prefill(qkv, q_norm, k_norm, EPS, rope, pages, step, 1, gated)
     error = float((out.double() - ref).norm() / ref.norm())
     assert error < ROUNDINGS[gated] * bf16_error
-    new = slice(past, past + M)
-    assert torch.equal(cache.v[1, :, new], qkv.view(M, -1, D)[:, -Hkv:].transpose(0, 1))
-    for rows, old in zip((cache.k, cache.v), before, strict=True):
-        old[1, :, new] = rows[1, :, new]
+    new = tables, 1, past, M
+    assert torch.equal(rows_of(pages.v, *new)[1], qkv.view(M, -1, D)[:, -Hkv:])
+    positions = torch.arange(past, past + M, device=device)
+    places = tables[1].long()[positions // PAGE], positions % PAGE
+    for rows, old in ((pages.k, before.k), (pages.v, before.v)):
+        old[1][places] = rows[1][places]
         assert torch.equal(rows.view(torch.int16), old.view(torch.int16))
 
 
-def test_a_closed_gate_gives_nothing(
-    randn: Randn, make_cache: MakeCache, make_rope: MakeRope
+@pytest.mark.parametrize("M", [20, pytest.param(130, marks=pytest.mark.gpu)])
+def test_where_pages_lie_changes_nothing(
+    randn: Randn, make_rope: MakeRope, device: str, M: int
 ) -> None:
+    Hq, Hkv, D, past = 4, 2, 32, 70
+    qkv, rope = randn(M, (Hq + 2 * Hkv) * D), make_rope(256, D)
+    pages, tables = random_pages(1, Hkv, D, [past + M], 256, device)
+    step = step_of(tables, [Span(0, past, M)], prompt=True)
+    out = attention_prefill(qkv, None, None, EPS, rope, pages, step, 0)
+    # The same sequence in pages 2, 3, 4... of other pages; the host may know that, or not.
+    own = tables[0, : pages_for(past + M)].long()
+    other = KVPages(k=torch.zeros_like(pages.k), v=torch.zeros_like(pages.v))
+    other.k[:, 2 : 2 + len(own)], other.v[:, 2 : 2 + len(own)] = pages.k[:, own], pages.v[:, own]
+    moved = torch.arange(2, 2 + tables.shape[1], device=device, dtype=torch.int32)[None]
+    for known in ((), tuple(moved[0].tolist())):
+        step = step_of(moved, [Span(0, past, M, known)], prompt=True)
+        assert torch.equal(attention_prefill(qkv, None, None, EPS, rope, other, step, 0), out)
+
+
+def test_a_closed_gate_gives_nothing(randn: Randn, make_rope: MakeRope, device: str) -> None:
     """The gate of a head is what follows its query: closing one silences that head alone."""
     Hq, Hkv, D, M = 4, 2, 32, 5
-    qkv, cache = randn(M, (2 * Hq + 2 * Hkv) * D), make_cache(1, Hkv, D, 64, 9)
+    qkv = randn(M, (2 * Hq + 2 * Hkv) * D)
+    pages, tables = random_pages(1, Hkv, D, [9], 64, device)
     heads = qkv.view(M, -1, D)
     heads[:, 1 : 2 * Hq : 2] = 100.0  # open
     heads[:, 2 * 2 + 1] = -float("inf")  # of head 2
-    out = attention_prefill(qkv, None, None, EPS, make_rope(64, 16), cache, 0, True)
+    step = step_of(tables, [Span(0, 9, M)], prompt=True)
+    out = attention_prefill(qkv, None, None, EPS, make_rope(64, 16), pages, step, 0, True)
     silent = (out.view(M, Hq, D) == 0).all(dim=-1)
     assert silent.tolist() == [[False, False, True, False]] * M
 
 
-def test_the_rest_of_a_head_is_not_rotated(
-    randn: Randn, make_cache: MakeCache, make_rope: MakeRope
-) -> None:
+def test_the_rest_of_a_head_is_not_rotated(randn: Randn, make_rope: MakeRope, device: str) -> None:
     Hkv, D, R, M = 2, 32, 8, 3
-    qkv, cache = randn(M, 4 * Hkv * D), make_cache(1, Hkv, D, 64, 40)
-    attention_prefill(qkv, None, None, EPS, make_rope(64, R), cache, 0)
-    given = qkv.view(M, -1, D)[:, 2 * Hkv : 3 * Hkv].transpose(0, 1)
-    stored = cache.k[0, :, 40 : 40 + M]
+    qkv = randn(M, 4 * Hkv * D)
+    pages, tables = random_pages(1, Hkv, D, [40], 64, device)
+    step = step_of(tables, [Span(0, 40, M)], prompt=True)
+    attention_prefill(qkv, None, None, EPS, make_rope(64, R), pages, step, 0)
+    given = qkv.view(M, -1, D)[:, 2 * Hkv : 3 * Hkv]
+    stored = rows_of(pages.k, tables, 0, 40, M)[0]
     assert torch.equal(stored[..., R:], given[..., R:])
     assert not torch.equal(stored[..., :R], given[..., :R])

@@ -1,158 +1,275 @@
-"""The fused choice of a token against the same choice by PyTorch."""
+"""Kernels that choose tokens for several rows, against the same choice in PyTorch on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.backends import cpu, cuda
-from lowbit.runtime.kernels.choose import can_choose, choose, post
-from lowbit.runtime.kernels.draw import MOST
-from lowbit.runtime.state.sampling import SamplingParams, new_sampler, sample
+from lowbit.runtime.kernels.adjust import adjust
+from lowbit.runtime.kernels.logprobs import likeliest
+from lowbit.runtime.state.choice import adjusted, best_ids
+from lowbit.runtime.state.logprobs import new_log_probabilities
+from lowbit.runtime.state.sampler_rows import SCRATCH, ChoiceShape, SamplerRows
+from lowbit.runtime.state.sampling import SamplingParams
+from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
 
-VOCABULARY = 3000  # three blocks; the logits have padding beyond
+VOCABULARY = 3001  # three blocks, no multiple of 32; the logits have padding beyond
+PADDED = 3100
+STRICT = SamplingParams(
+    repetition_penalty=1.3,
+    presence_penalty=-0.7,
+    frequency_penalty=0.3,
+    logit_bias=((0, 3.0), (1023, -2.5), (1024, 0.1), (VOCABULARY - 1, 100.0)),
+)
 PARAMS = (
     SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.8, seed=1),
-    SamplingParams(temperature=1.5, top_k=1, seed=2),
-    SamplingParams(temperature=1.0, top_k=5, min_p=0.2, seed=3),
-    SamplingParams(temperature=0.1, top_k=64, top_p=0.99, min_p=0.01, seed=4),
+    SamplingParams(0.7, 20, 0.8, seed=1),
+    SamplingParams(1.5, 1, seed=2),
+    SamplingParams(1.0, 5, min_p=0.2, seed=3),
+    SamplingParams(0.1, 64, 0.99, 0.01, seed=2**63 - 1),
+    SamplingParams(1.0, 100, seed=5),
+    SamplingParams(1.0, 0, 0.9, seed=6),
+    SamplingParams(1.0, 2000, seed=7),
 )
-
-
-def host_slots(device: str) -> torch.Tensor:
-    """Where a step leaves its token."""
-    return torch.zeros(2, dtype=torch.int64, pin_memory=device == "cuda")
-
-
-def check(device: str, vocabulary: int, params: SamplingParams, rows: list[torch.Tensor]) -> None:
-    """For each of these logits it is the token of `sample`, and what counts has moved on."""
-    ours, theirs = (new_sampler(vocabulary, len(rows), device) for _ in range(2))
-    ours.start(params, [1], len(rows))
-    theirs.start(params, [1], len(rows))
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    position = torch.full((1,), 5, dtype=torch.int32, device=device)
-    slots = host_slots(device)
-    for step, logits in enumerate(rows):
-        choose(logits, ours, token, position, slots)
-        assert int(token) == int(sample(logits, theirs)) == int(slots[step % 2])
-        assert int(ours.drawn) == step + 1 == int(theirs.drawn)
-        assert int(position) == 6 + step
-
-
-@pytest.mark.parametrize(
-    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
+ANYWHERE = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_it_is_the_token_of_sample(device: str, params: SamplingParams) -> None:
-    rows = [torch.randn(1, VOCABULARY + 100, device=device) * 3 for _ in range(8)]
-    for logits in rows:
-        logits[:, VOCABULARY:] = 1e9  # padding is never chosen
-    check(device, VOCABULARY, params, rows)
+NAMES = ["greedy", "top 20", "top 1", "top 5", "top 64", "top 100", "top p", "top 2000"]
+on_gpu = pytest.mark.gpu
+# Gluon is not interpreted: `draw_rows` needs a GPU.
+DRAWN = {"top 20", "top 5", "top 64"}
+EVERY = [
+    pytest.param(params, marks=on_gpu) if name in DRAWN else params
+    for name, params in zip(NAMES, PARAMS, strict=True)
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocabulary", [151669, 248077])
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_a_real_vocabulary(device: str, vocabulary: int, params: SamplingParams) -> None:
-    """Likely tokens far apart and side by side, where they share groups and parts of groups."""
-    rows = [torch.randn(1, vocabulary + 200, device=device) * 3 for _ in range(20)]
-    for step in range(1, 20, 2):
-        rows[step][0, step * 5000 : step * 5010] += 20
-    check(device, vocabulary, params, rows)
+def some_logits(seed: int, M: int, steps: int = 1, V: int = VOCABULARY) -> list[Tensor]:
+    """Logits with ties, zeros of both signs and padding that would always win."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(steps):
+        logits = torch.randn(M, V + 99, generator=generator) * 3
+        logits[:, ::7] = (logits[:, ::7] * 2).round() / 2  # of either sign, zeros too
+        logits[:, V:] = 1e9
+        made.append(logits)
+    return made
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocabulary", [1, 2, 40, 300, 1024, 1025, 1500])
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_a_small_vocabulary(device: str, vocabulary: int, params: SamplingParams) -> None:
-    """Fewer tokens or groups than top_k, and half of the tokens impossible."""
-    rows = [torch.randn(1, vocabulary, device=device) * 3 for _ in range(12)]
-    for logits in rows[::2]:
-        logits[0, torch.randperm(vocabulary, device=device)[: vocabulary // 2]] = -torch.inf
-    check(device, vocabulary, params, rows)
+def check(device: str, asked: list[Asked], logits: list[Tensor], V: int = VOCABULARY) -> None:
+    """The kernels choose the tokens that the CPU chooses."""
+    ours = run(cuda, [each.to(device) for each in logits], asked, V)
+    assert ours == run(cpu, logits, asked, V)
 
 
-def test_of_equals_the_first(device: str) -> None:
-    sampler = new_sampler(VOCABULARY, 1, device)
-    sampler.start(SamplingParams(), [1], 1)
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    logits = torch.full((1, VOCABULARY), -2.0, device=device)
-    logits[0, [2500, 2900]] = -1.0
-    position = torch.zeros(1, dtype=torch.int32, device=device)
-    choose(logits, sampler, token, position, host_slots(device))
-    assert int(token) == 2500
+def test_adjusted_logits_have_the_same_bits(device: str) -> None:
+    logits = some_logits(0, 6)[0]
+    logits[1, 77], logits[2, 78], logits[3, 79] = torch.inf, -torch.inf, 3e38
+    allowed = tuple(range(0, VOCABULARY, 3))
+    many = tuple((id, id / 100 - 10) for id in range(900, 1200))
+    asked = [
+        Asked(STRICT, (3, 77, 77, VOCABULARY - 1)),
+        Asked(SamplingParams()),
+        Asked(STRICT, allowed=allowed),
+        Asked(SamplingParams(logit_bias=many), allowed=allowed),
+        Asked(SamplingParams(repetition_penalty=0.6), (78, 79)),
+        Asked(SamplingParams(frequency_penalty=-1.1), allowed=()),
+    ]
+    samplers = [configured(asked, VOCABULARY, each) for each in ("cpu", device)]
+    counts = torch.randint(-3, 3, (7, VOCABULARY), dtype=torch.int32).clamp(min=0)
+    for sampler in samplers:
+        sampler.counts.copy_(counts)
+    rows = torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int32)
+    expected = adjusted(logits, samplers[0], rows)
+    got = adjust(logits.to(device), samplers[1], rows.to(device))[:, :VOCABULARY].cpu()
+    assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(
-    "params", [PARAMS[0], pytest.param(PARAMS[1], marks=pytest.mark.gpu)], ids=["greedy", "sampled"]
-)
-def test_any_logits_give_a_token_of_the_vocabulary(
-    device: str, params: SamplingParams, value: float
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("params", EVERY, ids=NAMES)
+def test_tokens_of_the_cpu(device: str, params: SamplingParams, strict: bool) -> None:
+    if strict:
+        params = replace(
+            STRICT, **{n: getattr(params, n) for n in ("temperature", "top_k", "top_p", "seed")}
+        )
+    asked = [Asked(params, (5, 6), position=p) for p in (1, 2, 70_000)]
+    check(device, asked, some_logits(1, 3, steps=4))
+
+
+def test_signs_of_zero_and_small_numbers(device: str) -> None:
+    logits = torch.full((4, PADDED), -1.0)
+    logits[0, [5, 9]] = torch.tensor([-0.0, 0.0])
+    logits[1, [5, 9]] = torch.tensor([0.0, -0.0])
+    logits[2, [5, 9]] = torch.tensor([0.0, 1e-45])
+    logits[3, [5, 9]] = torch.tensor([-1e-45, -0.0])
+    asked = [Asked(SamplingParams())] * 4
+    assert run(cuda, [logits.to(device)], asked, VOCABULARY) == [[5], [5], [9], [9]]
+    assert run(cpu, [logits], asked, VOCABULARY) == [[5], [5], [9], [9]]
+
+
+@on_gpu
+@given(seed=st.integers(0, 1000), asked=some_requests(VOCABULARY))
+@ANYWHERE
+def test_any_company_gives_the_tokens_of_the_cpu(
+    device: str, seed: int, asked: list[Asked]
 ) -> None:
-    sampler = new_sampler(VOCABULARY, 1, device)
-    sampler.start(params, [1], 1)
-    token = torch.full((1,), -1, dtype=torch.int64, device=device)
-    logits = torch.full((1, VOCABULARY), value, device=device)
-    position = torch.zeros(1, dtype=torch.int32, device=device)
-    choose(logits, sampler, token, position, host_slots(device))
-    assert 0 <= int(token) < VOCABULARY
+    logits = some_logits(seed, len(asked), steps=2)
+    together = run(cuda, [each.to(device) for each in logits], asked, VOCABULARY)
+    assert together == run(cpu, logits, asked, VOCABULARY)
+    for m, one in enumerate(asked):
+        alone = [each[m : m + 1].to(device) for each in logits]
+        assert run(cuda, alone, [one], VOCABULARY) == [together[m]]
 
 
-@pytest.mark.parametrize(
-    "params", [PARAMS[0], *(pytest.param(p, marks=pytest.mark.gpu) for p in PARAMS[1:])], ids=str
-)
-@pytest.mark.parametrize(
-    ("value", "places", "finite"),
-    [
-        (float("nan"), [1234], False),
-        (-float("nan"), [VOCABULARY - 1], False),  # sign bit set, as x86 makes them
-        (float("inf"), [0], False),
-        (float("-inf"), [0, 1, 2000], True),  # impossible tokens beside possible ones
-        (float("-inf"), range(VOCABULARY), False),
-        (3.0e38, [77, 78], True),
-        (float("nan"), range(VOCABULARY, VOCABULARY + 100), True),  # padding
-    ],
-)
-def test_the_host_reads_minus_one_after_logits_without_a_finite_largest(
-    device: str, params: SamplingParams, value: float, places: Sequence[int], finite: bool
+@on_gpu
+@pytest.mark.parametrize("vocabulary", [1, 2, 40, 300, 1024, 1025, 1500, 151669, 248077])
+def test_vocabularies(device: str, vocabulary: int) -> None:
+    """Fewer tokens or groups than top_k, half of the tokens impossible, likely ones in a row."""
+    asked = [Asked(replace(params, seed=m)) for m, params in enumerate(PARAMS)]
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(8, vocabulary, generator=generator) * 3 for _ in range(3)]
+    logits[0][:, torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]] = -torch.inf
+    logits[1][:, vocabulary // 2 : vocabulary // 2 + 10] += 20
+    check(device, asked, logits, vocabulary)
+    check(device, asked[:5], [each[:5] for each in logits], vocabulary)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # interpreted
+@pytest.mark.parametrize("params", EVERY, ids=NAMES)
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [slice(3000, 3001), slice(0, VOCABULARY)], ids=["one", "all"])
+def test_logits_that_are_not_finite_spoil_their_row_only(
+    device: str, params: SamplingParams, value: float, where: slice
 ) -> None:
-    logits = torch.randn(1, VOCABULARY + 100, device=device)
-    logits[0, list(places)] = value
-    for fused in (True, False):
-        sampler = new_sampler(VOCABULARY, 1, device)
-        sampler.start(params, [1], 1)
-        token = torch.full((1,), 7, dtype=torch.int64, device=device)
-        position = torch.full((1,), 2, dtype=torch.int32, device=device)
-        slots = host_slots(device)
-        if fused:
-            choose(logits, sampler, token, position, slots)
-        else:
-            token.copy_(sample(logits, sampler))
-            ops = cpu if device == "cpu" else cuda
-            ops.post(token, sampler.nonfinite, position + 1, slots)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        assert 0 <= int(token) < VOCABULARY
-        assert int(slots[1]) == (int(token) if finite else -1)
+    logits = some_logits(2, 3)
+    logits[0][1, where] = value
+    asked = [Asked(replace(params, seed=m)) for m in range(3)]
+    got = run(cuda, [logits[0].to(device)], asked, VOCABULARY)
+    harmless = value == -torch.inf and where != slice(0, VOCABULARY)
+    assert [tokens == [-1] for tokens in got] == [False, not harmless, False]
 
 
-def test_what_it_covers() -> None:
-    assert all(can_choose(params) for params in PARAMS)
-    assert not can_choose(SamplingParams(temperature=1.0))
-    assert not can_choose(SamplingParams(temperature=1.0, top_k=MOST + 1))
-    assert not can_choose(SamplingParams(presence_penalty=0.5))
+@pytest.mark.parametrize(
+    "params", [PARAMS[0], pytest.param(PARAMS[1], marks=on_gpu)], ids=NAMES[:2]
+)
+def test_masks(device: str, params: SamplingParams) -> None:
+    asked = [Asked(params, allowed=ids) for ids in ((), (VOCABULARY - 1,), (31, 32), None)]
+    check(device, asked, some_logits(3, 4, steps=2))
+    got = run(cuda, [some_logits(3, 4)[0].to(device)], asked, VOCABULARY)
+    assert got[:2] == [[-1], [VOCABULARY - 1]]
 
 
-@pytest.mark.gpu
-def test_tokens_reach_the_host() -> None:
-    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-    token, good = torch.tensor([77], device="cuda"), torch.tensor([0], device="cuda")
-    for position, expected in ((4, [77, 0]), (5, [77, 78]), (6, [79, 78])):
-        post(token, good, torch.tensor([position], dtype=torch.int32, device="cuda"), slots)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 1030, 7])
+def test_log_probabilities(device: str, vocabulary: int) -> None:
+    logits = some_logits(4, 3)[0][:, : vocabulary + 50]
+    logits[2, 3:6] = -torch.inf
+    sampler = configured([Asked(SamplingParams(logprobs=20))] * 3, vocabulary, device)
+    rows = torch.tensor([2, 1, 3], dtype=torch.int32, device=device)
+    positions = torch.tensor([3, 4, 5], dtype=torch.int32, device=device)
+    token = torch.tensor([3, 6, 4], device=device)
+    ours, theirs = (new_log_probabilities(4, pinned=device == "cuda") for _ in range(2))
+    cuda.log_probabilities(logits.to(device), sampler, rows, positions, token, ours)
+    cpu.log_probabilities(logits, sampler, rows.cpu(), positions.cpu(), token.cpu(), theirs)
+    if device == "cuda":
         torch.cuda.synchronize()
-        assert slots.tolist() == expected
-        token += 1
-    post(token, good - 1, torch.tensor([7], dtype=torch.int32, device="cuda"), slots)
+    assert torch.equal(ours.ids, theirs.ids)
+    assert torch.allclose(ours.values, theirs.values, rtol=0, atol=1e-5)
+    if device == "cuda":  # the same bits alone
+        for m in range(3):
+            one = new_log_probabilities(4, pinned=True)
+            alone = slice(m, m + 1)
+            cuda.log_probabilities(
+                logits[alone].to(device), sampler, rows[alone], positions[alone], token[alone], one
+            )
+            torch.cuda.synchronize()
+            at = int(positions[m]) % 2, int(rows[m])
+            assert torch.equal(one.values[at], ours.values[at])
+
+
+def test_the_likeliest_in_their_order(device: str) -> None:
+    logits = some_logits(5, 4)[0]
+    expected = best_ids(logits[:, :VOCABULARY], MOST_LOGPROBS)
+    assert torch.equal(likeliest(logits.to(device), VOCABULARY, MOST_LOGPROBS).cpu(), expected)
+
+
+@contextmanager
+def captured(graph: "torch.cuda.CUDAGraph") -> Iterator[None]:
+    """Record what is launched; kernels have run before, so nothing is compiled."""
     torch.cuda.synchronize()
-    assert slots.tolist() == [79, -1]
+    with torch.cuda.graph(graph):
+        yield
+
+
+@on_gpu
+@pytest.mark.parametrize("most", PARAMS, ids=NAMES)
+@pytest.mark.parametrize("adjusting", [False, True])
+def test_a_graph_serves_rows_that_come_and_go(
+    device: str, most: SamplingParams, adjusting: bool
+) -> None:
+    """Captured over the scratch row alone, replayed for other rows in every step."""
+    strict = replace(most, logit_bias=((9, 1.0),), frequency_penalty=0.5) if adjusting else most
+    easy = replace(most, temperature=min(0.6, most.temperature), seed=8)
+    asked = [Asked(strict), Asked(easy), Asked(SamplingParams()), Asked(replace(easy, seed=9))]
+    if adjusting:
+        asked[2] = Asked(SamplingParams(), allowed=tuple(range(50, 90)))
+    gpu, host = (configured(asked, VOCABULARY, each, count=6) for each in (device, "cpu"))
+    M = 4
+    rows = torch.full((M,), SCRATCH, dtype=torch.int32, device=device)
+    positions = torch.zeros(M, dtype=torch.int32, device=device)
+    token = torch.zeros(M, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, 6, dtype=torch.int64, pin_memory=True)
+    logits = torch.zeros(M, PADDED, device=device)
+    graph = torch.cuda.CUDAGraph()
+    cuda.choose(logits, gpu, rows, positions, token, slots)
+    with captured(graph):
+        cuda.choose(logits, gpu, rows, positions, token, slots)
+    lengths = {row: 10 * row for row in range(1, 6)}
+    for step, at in enumerate(
+        [[1, 2, 3, 4], [4, 1, 0, 0], [0, 3, 0, 2], [2, 1, 4, 3], [5, 1, 2, 3]]
+    ):
+        if 5 in at:
+            for sampler in (gpu, host):
+                sampler.configure_row(5, replace(easy, seed=77), [1])
+        fresh = some_logits(step, M)[0][:, :PADDED]
+        logits.copy_(fresh)
+        rows.copy_(torch.tensor(at))
+        positions.copy_(torch.tensor([lengths.get(row, 0) for row in at]))
+        graph.replay()
+        torch.cuda.synchronize()
+        check_step(host, fresh, at, lengths, slots)
+        lengths |= {row: lengths[row] + 1 for row in at if row}
+        assert positions.tolist() == [lengths.get(row, 0) for row in at]
+    assert torch.equal(gpu.counts[1:].cpu(), host.counts[1:])
+
+
+def check_step(
+    sampler: SamplerRows, logits: Tensor, at: list[int], lengths: dict[int, int], slots: Tensor
+) -> None:
+    """The slots hold the tokens that the CPU chooses for these rows."""
+    rows = torch.tensor(at, dtype=torch.int32)
+    positions = torch.tensor([lengths.get(row, 0) for row in at], dtype=torch.int32)
+    token, expected = torch.zeros(len(at), dtype=torch.int64), torch.zeros_like(slots)
+    cpu.choose(logits, sampler, rows, positions, token, expected)
+    for row in filter(None, at):
+        place = (lengths[row] + 1) % 2, row
+        assert int(slots[place]) == int(expected[place])
+
+
+def test_masks_change_between_steps(device: str) -> None:
+    sampler = configured([Asked(SamplingParams(), allowed=(1,))], VOCABULARY, device)
+    assert sampler.shape == ChoiceShape(1, adjusted=True)
+    logits = some_logits(6, 1)[0].to(device)
+    rows, positions = torch.ones(2, 1, dtype=torch.int32, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, 2, dtype=torch.int64, pin_memory=device == "cuda")
+    for id in (1, 32, VOCABULARY - 1, 0):
+        sampler.allow(1, words_of((id,), VOCABULARY))
+        cuda.choose(logits, sampler, rows, positions, token, slots)
+        assert int(token) == id

@@ -1,76 +1,109 @@
 """Launch sizes: what every kernel takes for granted of them, for all sizes that are accepted."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from lowbit.runtime.kernels.gemv import MOST_STAGED, shared_bytes
+from lowbit.runtime.kernels.gemv import shared_bytes, sums_bytes
 from lowbit.runtime.kernels.launch import (
     GEMV_MEASURED,
     GEMV_SHARES,
+    KEYS,
+    MOST_OF_ONE,
+    MOST_SPLITS,
     STATIC_SHARED,
-    AttentionLaunch,
     attention_launch,
     gemv_launch,
     join_bytes,
+    key_split,
 )
-from lowbit.runtime.state.cache import FIRST_REACH
+from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 KB = 1024
-REACHES = (1, 40, 129, FIRST_REACH, FIRST_REACH + 1, 1024, 40960, 262144)
-KEYS = 8  # of a block
-H200 = 132  # multiprocessors
+REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
+
+
+SIZES = tuple(itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)))
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
+    for kv_heads, shared in SIZES:
+        keys = key_split(kv_heads, shared, head_dim)
+        assert keys.turn == KEYS * keys.blocks * keys.warps
+        assert keys.whole % (keys.turn * keys.groups) == 0
+        assert PAGE % (KEYS * keys.blocks) == 0  # the keys of a warp lie in one page
+        assert keys.most & (keys.most - 1) == 0
+        assert keys.most <= MOST_SPLITS
+        assert join_bytes(shared, head_dim, keys.warps, 1, MOST_OF_ONE) <= STATIC_SHARED
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("multiprocessors", [28, H200])
-def test_attention_takes_every_key_and_column_once(
-    head_dim: int, reach: int, multiprocessors: int
-) -> None:
-    for kv_heads, shared in itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)):
-        launch = attention_launch(kv_heads, shared, reach, head_dim, multiprocessors)
-        assert launch.turn == KEYS * launch.blocks * launch.warps
-        assert launch.splits == 1 or launch.splits * kv_heads * launch.warps <= 8 * multiprocessors
+def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, tokens: int) -> None:
+    for kv_heads, shared in SIZES:
+        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens)
+        keys = launch.keys
+        exact = key_split(kv_heads, shared, head_dim)
+        assert keys == (exact if tokens <= EXACT_TOKENS else replace(exact, whole=keys.whole))
+        if launch.splits > 1:
+            assert launch.splits >= keys.groups
+            assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
+        assert launch.splits > 1 or reach <= keys.whole
         assert launch.splits == 1 or launch.parts == 1
-        assert launch.splits & (launch.splits - 1) == 0
         columns = head_dim // launch.parts
         assert columns * launch.parts == head_dim
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
+        warps = keys.warps * (keys.groups if launch.splits == 1 else 1)
+        needed = join_bytes(shared, head_dim, warps, launch.parts, MOST_OF_ONE)
+        assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
-            assert reach <= 2 * launch.turn
-        assert join_bytes(shared, head_dim, launch.warps, launch.parts) <= STATIC_SHARED
+            assert reach <= launch.ahead * keys.turn * keys.groups
 
 
-# kv heads, query heads of each, size, reach
+@pytest.mark.parametrize("reach", REACHES)
+def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
+    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16)]
+    assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
+
+
+# kv heads, query heads of each, size, reach, tokens
 MEASURED = {
-    (8, 2, 128, 1024): AttentionLaunch(16, 4, 2, early=True),
-    (8, 2, 128, 40960): AttentionLaunch(32, 4, 2),
-    (8, 4, 128, 1024): AttentionLaunch(16, 4, 2, early=True),
-    (8, 4, 128, 40960): AttentionLaunch(32, 4, 2, early=True),
-    (2, 4, 256, 1024): AttentionLaunch(16, 8, 1, early=True),
-    (2, 4, 256, 40960): AttentionLaunch(64, 8, 1, early=True),
-    (4, 4, 256, 40960): AttentionLaunch(32, 8, 1, early=True),
+    (8, 2, 128, 1024, 1): (16, True),
+    (8, 2, 128, 40960, 1): (32, False),
+    (8, 4, 128, 1024, 1): (16, True),
+    (8, 4, 128, 40960, 1): (32, True),
+    (2, 4, 256, 1024, 1): (8, True),
+    (2, 4, 256, 40960, 1): (64, True),
+    (4, 4, 256, 40960, 1): (32, True),
 }
 
 
-@pytest.mark.parametrize(("sizes", "launch"), MEASURED.items(), ids=str)
+@pytest.mark.parametrize(("sizes", "expected"), MEASURED.items(), ids=str)
 def test_attention_is_split_as_was_measured(
-    sizes: tuple[int, int, int, int], launch: AttentionLaunch
+    sizes: tuple[int, int, int, int, int], expected: tuple[int, bool]
 ) -> None:
-    kv_heads, shared, head_dim, reach = sizes
-    assert attention_launch(kv_heads, shared, reach, head_dim, H200) == launch
+    launch = attention_launch(*sizes)
+    assert (launch.splits, launch.early) == expected
 
 
 def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
-    assert attention_launch(4, 6, 40960, 256, H200) == AttentionLaunch(64, 4, 1, early=True)
+    assert key_split(4, 4, 256).warps == 8
+    assert key_split(4, 6, 256).warps == 4
+
+
+ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
+COUNTS = (1, 2, 4, 8, 16, 32)
+GEMV_SIZES = [(4, 1, 1), (4, 64, 3), (8, 500, 20), (4, 2000, 30), (8, 2000, 70), (4, 20000, 130)]
 
 
 def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
-    launches = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
-    assert any(launch.shared for launch in launches)
-    for launch in launches:
+    assert any(launch.shared for launch in ONE)
+    for launch in ONE:
         assert launch.shared * KB <= STATIC_SHARED
         assert launch.warps % launch.abreast == 0
 
@@ -82,13 +115,23 @@ def test_more_shared_memory_is_more_than_needed() -> None:
         assert launch.shared == 0 or launch.shared * KB > needed
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_length_that_is_staged_fits(bits: int) -> None:
-    for tiles, steps in itertools.product(
-        (1, 64, 500, 2000, 20000), range(1, MOST_STAGED * bits // 512 + 1)
-    ):
-        launch = gemv_launch(bits, tiles, steps, 1)
-        assert shared_bytes(steps * 512 // bits, launch, 1, True) <= STATIC_SHARED
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
+def test_as_many_warps_share_a_tile_for_any_number_of_tokens(size: tuple[int, int, int]) -> None:
+    """Their sums are joined in order, so their number decides about the bits."""
+    launches = [gemv_launch(*size, tokens) for tokens in COUNTS]
+    assert {launch.parts for launch in launches} == {launches[0].parts}
+    for launch in launches:
+        assert launch.warps & (launch.warps - 1) == 0
+        assert launch.warps <= 16
+        assert launch.parts * launch.abreast == launch.warps * launch.split
+
+
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
+def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int]) -> None:
+    """Digits that do not fit are made by a kernel before, but every program needs its sums."""
+    for tokens in COUNTS:
+        launch = gemv_launch(*size, tokens)
+        assert launch.split > 1 or sums_bytes(launch, tokens) <= 99 * KB
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -96,5 +139,5 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
     for _, tiles, steps in (key for key in GEMV_MEASURED if key[0] == bits):
         launch = gemv_launch(bits, tiles, steps, 1)
         assert launch is GEMV_MEASURED[bits, tiles, steps]
-        assert launch.warps // launch.abreast <= steps
+        assert launch.parts <= steps
         assert launch.tiles * launch.abreast <= tiles

@@ -1,6 +1,6 @@
 """Programmatic launch: a kernel that starts early must not read what its producer still writes.
 
-What earlier steps wrote (the position, the rows of the cache before it) may be read early.
+What earlier steps wrote (positions, block tables, the pages' rows) may be read early.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels import gemv as gemv_module
-from lowbit.runtime.kernels.choose import choose
-from lowbit.runtime.kernels.draw import GROUP, draw
 from lowbit.runtime.kernels.gemv import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import gemv_launch
 from lowbit.runtime.kernels.tiles import TiledLinear
-from lowbit.runtime.state.cache import KVCache
-from lowbit.runtime.state.delta import DeltaState, DeltaWeights
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.sampling import SamplingParams, new_sampler
+from lowbit.runtime.state.sampler_rows import new_sampler_rows
+from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.linear import DenseLinear
+from tests.runtime.kernels.paged import random_pages, rows_of, step_of
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
@@ -52,6 +52,17 @@ def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
         gemv_module, "gemv_launch", lambda *sizes: replace(gemv_launch(*sizes), early=chosen)
     )
     return chosen
+
+
+@pytest.fixture(params=[True, False], ids=["staged", "given"])
+def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether programs turn x into digits, or a kernel before does."""
+    launch = gemv_module.gemv_launch  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        gemv_module,
+        "gemv_launch",
+        lambda *sizes: replace(launch(*sizes), staged=bool(request.param)),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,21 +135,25 @@ def test_gemvs_wait(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     assert waits(lambda x: cuda.norm_logits(x, norm, EPS, w), x)
     gate_up = make_tiled(bits, 4096, 2048, 128, True)
     assert waits(lambda x: cuda.norm_swiglu(x, norm, EPS, gate_up), x)
-    squares = torch.rand(16, SQUARES, device="cuda")
+    squares = torch.rand(1, 16, SQUARES, device="cuda")
     assert waits(lambda squares: gemv(x, w, squares=squares, eps=EPS), squares)
 
 
 @BITS
-@pytest.mark.usefixtures("early")
-@pytest.mark.parametrize("tokens", [2, 8, 20])
+@pytest.mark.usefixtures("early", "staged")
+@pytest.mark.parametrize("tokens", [2, 8, 16, 20])
 def test_gemvs_of_several_tokens_wait(
     make_tiled: MakeTiled, randn: Randn, bits: int, tokens: int
 ) -> None:
     w, x, residual = make_tiled(bits, 2048, 2048, 128), randn(tokens, 2048), randn(tokens, 2048)
-    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
+    norm = randn(2048)
+    assert waits(lambda x: cuda.linear_add(x, w, residual), x, stale=True)
     assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
+    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w), x, stale=True)
     gate_up = make_tiled(bits, 4096, 2048, 128, True)
-    assert waits(lambda x: gemv(x, gate_up), x)
+    assert waits(lambda x: gemv(x, gate_up), x, stale=True)
+    squares = torch.rand(tokens, 16, SQUARES, device="cuda")
+    assert waits(lambda squares: gemv(x, w, squares=squares, eps=EPS), squares, stale=True)
 
 
 @pytest.mark.parametrize(("N", "K"), [(4096, 12288), (24576, 4096), (1024, 2048), (151936, 1024)])
@@ -165,36 +180,37 @@ def test_embed_waits(randn: Randn) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("reach", [256, 4096])
+@pytest.mark.parametrize(("reach", "tokens"), [(256, 1), (4096, 1), (256, 4), (4096, 4)])
 def test_attention_waits(
     randn: Randn,
     make_tiled: MakeTiled,
-    make_cache: Callable[..., KVCache],
     make_rope: Callable[[int, int], Rope],
     reach: int,
+    tokens: int,
     heads: tuple[int, int, int, int, bool],
 ) -> None:
-    """Whatever it reads of the cache before, the new token is complete: queries, key, value, gate.
+    """Whatever is read of the pages before, new tokens are complete: queries, key, value, gate.
 
-    The row of the new token is written by the call and must not be what a call reads early.
+    The rows of the new tokens are written by the call and must not be what a call reads early.
     """
     Hq, Hkv, D, R, gated = heads
     q_norm, k_norm, rope = randn(D), randn(D), make_rope(4096, R)
-    cache = make_cache(1, Hkv, D, 4096, min(3000, reach - 6))
-    cache.reach = reach
-    row = int(cache.position)
+    position = min(3000, reach - 6)
+    pages, tables = random_pages(1, Hkv, D, [position], 4096, "cuda")
+    step = step_of(tables, [Span(0, position, tokens)], reach)
 
     def attend(qkv: Tensor) -> Tensor:
-        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0, gated)
-        return torch.cat([part.flatten() for part in (out, cache.k[0, :, row], cache.v[0, :, row])])
+        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, pages, step, 0, gated)
+        new = [rows_of(each, tables, 0, position, tokens) for each in (pages.k, pages.v)]
+        return torch.cat([part.flatten() for part in (out, *new)])
 
-    qkv = randn(1, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
+    qkv = randn(tokens, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
     assert waits(attend, qkv, stale=True)
-    w, residual = make_tiled(4, 1024, Hq * D, 128), randn(1, 1024)
+    w, residual = make_tiled(4, 1024, Hq * D, 128), randn(tokens, 1024)
 
     def attend_and_project(qkv: Tensor) -> Tensor:
         """The linear may start while splits are read."""
-        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, cache, 0, gated)
+        out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, pages, step, 0, gated)
         return cuda.linear_add(out, w, residual)
 
     assert waits(attend_and_project, qkv, stale=True)
@@ -203,23 +219,35 @@ def test_attention_waits(
 @pytest.mark.usefixtures("early")
 def test_gemv_with_rows_beside_waits(make_tiled: MakeTiled, randn: Randn) -> None:
     w, small = make_tiled(4, 4096, 2048, 128), DenseLinear(randn(64, 2048))
-    norm, x = randn(2048).float(), randn(1, 2048)
-    assert waits(lambda x: torch.cat(cuda.norm_linears(x, norm, EPS, w, small), -1), x)
+    norm = randn(2048).float()
+    for tokens in (1, 5, 16):
+        x = randn(tokens, 2048)
+        assert waits(lambda x: torch.cat(cuda.norm_linears(x, norm, EPS, w, small), -1), x)
 
 
 def test_dense_gemv_waits(randn: Randn) -> None:
     w, norm, bias = DenseLinear(randn(64, 2048)), randn(2048).float(), randn(64)
-    x, residual = randn(1, 2048), randn(1, 64)
-    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
-    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
-    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
+    for tokens in (1, 12):
+        x, residual = randn(tokens, 2048), randn(tokens, 64)
+        assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
+        assert waits(lambda x, r=residual: cuda.linear_add(x, w, r), x)  # type: ignore[misc]
+        assert waits(lambda r, x=x: cuda.linear_add(x, w, r), residual)  # type: ignore[misc]
 
 
-def test_delta_net_waits(make_tiled: MakeTiled, randn: Randn) -> None:
-    """Inputs are not read before the kernel ahead has written them; the state is older."""
-    w, residual = make_tiled(8, 1024, 4096, 128), randn(1, 1024)
-    Hk, Hv, D = 16, 32, 128
+@pytest.mark.parametrize(
+    ("starts", "write"), [((0, 1), (0,)), ((0, 2, 4, 6), (1, 0, 3, 2, 5, 4))], ids=["one", "three"]
+)
+def test_delta_net_waits(
+    make_tiled: MakeTiled, randn: Randn, starts: tuple[int, ...], write: tuple[int, ...]
+) -> None:
+    """Inputs are not read before the kernel ahead has written them; slots are older.
+
+    One token in place, then two of each of three sequences, the second in place.
+    """
+    Hk, Hv, D, M = 16, 32, 128, len(write)
     C = 2 * Hk * D + Hv * D
+    w = make_tiled(8, 1024, Hv * D, 128) if M == 1 else DenseLinear(randn(1024, Hv * D))
+    residual = randn(M, 1024)
     weights = DeltaWeights(
         conv=randn(C, 4).float(),
         decay=-randn(Hv).float().abs(),
@@ -228,61 +256,58 @@ def test_delta_net_waits(make_tiled: MakeTiled, randn: Randn) -> None:
         key_heads=Hk,
         key_dim=D,
     )
-    inputs = [randn(1, C + Hv * D), randn(1, 2 * Hv), randn(1, Hv, D, D).float(), randn(1, 3, C)]
+    inputs = [randn(M, C + Hv * D), randn(M, 2 * Hv)]
+    conv, memory = randn(1, M, 3, C), randn(1, M, Hv, D, D).float()
+    numbers = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (starts, write)]
+    step = Step(
+        positions=numbers[1],
+        rows=numbers[1],
+        starts=numbers[0],
+        tables=numbers[1],
+        read=numbers[0][:-1].contiguous(),
+        write=numbers[1],
+        reach=M,
+        longest=2,
+        spans=(),
+    )
 
-    def step(qkvz: Tensor, ba: Tensor, memory: Tensor, window: Tensor) -> list[Tensor]:
-        """The result and the state after it."""
-        state = DeltaState(window, memory)
-        out = cuda.delta_linear(qkvz, ba, weights, EPS, state, 0, w, residual)
-        return [out, memory, window]
-
-    expected = step(*(x.clone() for x in inputs))
-    for late in (0, 1) * 3:
-        given = [x.clone() for x in inputs]
-        given[late].fill_(1)
+    def advance(late: int | None) -> list[Tensor]:
+        """The result, and the slots after it."""
+        qkvz, ba = given = [x.clone() for x in inputs]
+        arrived = torch.zeros(M, Hk, dtype=torch.int32, device="cuda")
+        slots = DeltaSlots(conv.clone(), memory.clone(), arrived)
+        if late is not None:
+            given[late].fill_(1)
         torch.cuda.synchronize()
-        late_copy(inputs[late], given[late])
-        assert all(torch.equal(*pair) for pair in zip(step(*given), expected, strict=True))
+        if late is not None:
+            late_copy(inputs[late], given[late])
+        out = cuda.delta_linear(qkvz, ba, weights, EPS, slots, step, 0, w, residual)
+        return [out, slots.conv, slots.memory, arrived]
+
+    expected = advance(None)
+    assert not expected[-1].any()
+    for late in (0, 1) * 3:
+        assert all(torch.equal(*pair) for pair in zip(advance(late), expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20)], ids=["greedy", "hot"]
-)
-def test_choosing_waits(randn: Randn, params: SamplingParams) -> None:
-    sampler = new_sampler(151936, 16, "cuda")
-    sampler.start(params, [1], 16)
-    sampler.uniforms.fill_(0.7)  # the same for every call
-    token = torch.zeros(1, dtype=torch.int64, device="cuda")
-    position = torch.zeros(1, dtype=torch.int32, device="cuda")
-    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+@pytest.mark.parametrize("bias", [(), ((7, 1.0),)], ids=["as they are", "adjusted"])
+@pytest.mark.parametrize("top_k", [1, 20, 0], ids=["greedy", "top 20", "all"])
+def test_choosing_waits(randn: Randn, top_k: int, bias: tuple[tuple[int, float], ...]) -> None:
+    V, M = 151936, 3
+    sampler = new_sampler_rows(M + 1, V, "cuda")
+    for row in range(1, M + 1):
+        sampler.configure_row(row, SamplingParams(0.8, top_k, seed=row, logit_bias=bias), [])
+    rows = torch.arange(1, M + 1, dtype=torch.int32, device="cuda")
+    positions = torch.zeros(M, dtype=torch.int32, device="cuda")
+    token = torch.zeros(M, dtype=torch.int64, device="cuda")
+    slots = torch.zeros(2, M + 1, dtype=torch.int64, pin_memory=True)
 
     def chosen(logits: Tensor) -> Tensor:
-        choose(logits, sampler, token, position, slots)
+        cuda.choose(logits, sampler, rows, positions, token, slots)
+        positions.zero_()  # the same random numbers for every call
         return token.clone()
 
-    assert waits(chosen, 5 * randn(1, 151936).float())
-    assert int(position) == int(sampler.drawn) == 4
-
-
-def test_drawing_waits(randn: Randn) -> None:
-    """The kernels after the first one, by themselves."""
-    V = 151552  # whole blocks
-    logits = 5 * randn(1, V).float()
-    bits = logits[0].view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(V, device="cuda"))
-    sampler = new_sampler(V, 16, "cuda")
-    sampler.start(SamplingParams(temperature=0.8, top_k=20), [1], 16)
-    sampler.uniforms.fill_(0.7)
-    token = torch.zeros(1, dtype=torch.int64, device="cuda")
-    position = torch.zeros(1, dtype=torch.int32, device="cuda")
-    slots = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-
-    def drawn(keys: Tensor) -> Tensor:
-        draw(logits, keys, sampler, token, position, slots)
-        return token.clone()
-
-    assert waits(drawn, keys.view(-1, GROUP).amax(1))
+    assert waits(chosen, 5 * randn(M, V).float(), stale=True)
 
 
 @pytest.mark.usefixtures("early")

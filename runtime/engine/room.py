@@ -1,0 +1,110 @@
+"""Rows, pages and slots: what sequences are given while they run, and leave to later ones."""
+
+from lowbit.runtime.engine.cuts import prompt_cuts
+from lowbit.runtime.engine.prefix import Hit, PrefixCache, new_prefix, shared_pages
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.pool import Pool
+
+
+class Room:
+    """Everything that sequences share.
+
+    Attributes:
+        pages: of keys and values.
+        rows: of block tables and sampler; a sequence's recurrent state has the slot of that number.
+        snapshots: slots with recurrent states that are kept.
+        prefixes: tokens of ended sequences, for prompts that begin with them.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        """All of it is free."""
+        state, rows = runner.state, runner.tables.shape[0]
+        self._runner = runner
+        self.pages, self.rows = Pool(state.pages.count), Pool(rows)
+        self.snapshots = Pool(max(rows, state.slots.count), first=rows)
+        self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
+        runner.batch = []
+        for row in range(1, rows):
+            runner.sampler.clear_row(row)
+
+    def open(self, sequence: Sequence, scored: int | None = None) -> bool:
+        """Give a sequence a row, its pages and what the cache holds of its prompt.
+
+        Args:
+            sequence: waiting.
+            scored: first token whose logits are wanted; None to generate after the last.
+
+        Returns:
+            False where no row or too few pages are free.
+        """
+        if not self.rows.free:
+            return False
+        prompt = sequence.request.prompt
+        cuts = prompt_cuts(prompt, sequence.request.message_ends)
+        if scored is None:
+            hit = self.prefixes.find(prompt, len(prompt) - 1, cuts)
+        else:
+            hit = self.prefixes.find(prompt, scored)
+            cuts.append(scored)
+        shared, partial = shared_pages(hit) if hit else ([], None)
+        self.pages.share(shared)  # so that making room does not free them
+        if partial is not None:
+            self.pages.share([partial])
+        needed = sequence.page_count - len(shared)
+        if not self.prefixes.make_room(needed):
+            self.pages.drop(shared if partial is None else [*shared, partial])
+            return False
+        fresh = self.pages.take(needed)
+        if partial is not None:
+            self._runner.copy_page(partial, fresh[0])
+            self.pages.drop([partial])
+        sequence.pages = [*shared, *fresh]
+        [sequence.row] = self.rows.take(1)
+        sequence.length = sequence.reused = hit.length if hit else 0
+        sequence.fresh = len(prompt)
+        if hit is not None:
+            if hit.length > hit.prefix.fresh:
+                sequence.fresh = hit.prefix.fresh
+            taken = [c for c in hit.prefix.cuts if c <= hit.length]
+            cuts = [*taken, hit.length, *(c for c in cuts if c > hit.length)]
+        sequence.cuts = sorted({*cuts} - {0})
+        sequence.phase = "prompt"
+        self._runner.open(sequence, _snapshot(hit))
+        return True
+
+    def take_snapshot(self, sequence: Sequence) -> None:
+        """Keep the present recurrent state of a sequence, where a slot can be had."""
+        slot = self.prefixes.take_snapshot() if self._runner.state.recurrent else None
+        if slot is not None:
+            self._runner.state.slots.copy(sequence.row, slot)
+            sequence.snapshots[sequence.length] = slot
+
+    def keep(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens of a sequence for prompts that begin with them."""
+        if length == 0:
+            return
+        decoded = len(sequence.request.prompt)
+        prefix = new_prefix(
+            sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
+        )
+        prefix.snapshots = {at: slot for at, slot in sequence.snapshots.items() if at <= length}
+        for at in prefix.snapshots:
+            del sequence.snapshots[at]
+        self.prefixes.insert(prefix)
+
+    def close(self, sequence: Sequence) -> None:
+        """Take everything back from a sequence.
+
+        Steps that are under way still write to its row and pages; whoever gets these next writes
+        later.
+        """
+        self.snapshots.drop(sequence.snapshots.values())
+        self.pages.drop(sequence.pages)
+        self.rows.drop([sequence.row])
+        self._runner.close(sequence)
+
+
+def _snapshot(hit: Hit | None) -> int | None:
+    """Slot with the recurrent state of what a prompt takes over."""
+    return hit.prefix.snapshots.get(hit.length) if hit else None

@@ -1,0 +1,280 @@
+"""Sends steps to the device: chunks of prompts, and decode steps as CUDA graphs.
+
+A decode step takes one token of every running sequence. Its inputs lie in tensors that never move;
+the step itself puts the chosen tokens and the next positions there, so that the next one can follow
+without the host, which reads the chosen tokens a step later from page-locked memory.
+"""
+
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.graphs import Graphs, aside
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
+from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
+from lowbit.runtime.state.pages import EXTRA, PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
+
+FIRST_REACH = 256
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens of recorded steps; more are multiples of 64
+POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
+
+
+@dataclass(slots=True)
+class Sent:
+    """A step on its way.
+
+    Attributes:
+        sequences: that get a token from it.
+        positions: of these tokens, by sequence.
+        done: recorded behind the step; None on a CPU, where steps run at once.
+    """
+
+    sequences: list[Sequence]
+    positions: list[int]
+    done: "torch.cuda.Event | None"
+
+
+@dataclass(slots=True)
+class Runner:
+    """A decoder with the state of its sequences.
+
+    Attributes:
+        decoder: the model.
+        state: pages and slots; a sequence's slot has the number of its row.
+        sampler: a row for each sequence.
+        context: most tokens of a sequence.
+        tables: [R, T / PAGE] int32 block tables by row.
+        batch: sequences of the last decode step, in the order of its tokens.
+    """
+
+    decoder: Decoder
+    state: DeviceState
+    sampler: SamplerRows
+    context: int
+    tables: Tensor
+    batch: list[Sequence] = field(default_factory=list)
+    _ids: Tensor = field(init=False)  # [W] int64, input of the next decode step, W >= R
+    _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
+    _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
+    _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
+    _slots: Tensor = field(init=False)  # [2, R] int64 on the host
+    _log_probabilities: LogProbabilities = field(init=False)
+    _graphs: Graphs = field(default_factory=Graphs)
+
+    def __post_init__(self) -> None:
+        """Make room for the inputs of the largest step."""
+        rows, device = self.tables.shape[0], self.state.device
+        widest = width_for(rows - 1)
+        self._ids = torch.zeros(widest, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
+        self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
+        self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self.on_gpu)
+        self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if steps are CUDA graphs that the host does not wait for."""
+        return self.tables.is_cuda
+
+    def open(self, sequence: Sequence, state_from: int | None) -> None:
+        """Write a sequence's block table, sampler row and first recurrent state.
+
+        Args:
+            sequence: with its row and pages.
+            state_from: slot with the state of the tokens that it reuses; None for none.
+        """
+        row, pages = sequence.row, sequence.pages
+        self.tables[row, : len(pages)] = self._ints(pages)
+        if self.state.recurrent:
+            if state_from is None:
+                self.state.slots.clear(row)
+            else:
+                self.state.slots.copy(state_from, row)
+        params = replace(sequence.request.sampling, seed=sequence.seed)
+        self.sampler.configure_row(row, params, sequence.request.prompt)
+
+    def close(self, sequence: Sequence) -> None:
+        """Free a sequence's row of the sampler."""
+        self.sampler.clear_row(sequence.row)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy keys and values of a page."""
+        for store in (self.state.pages.k, self.state.pages.v):
+            store[:, target].copy_(store[:, source])
+
+    def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
+        """Send tokens through the layers that follow those of a sequence: [M, h]."""
+        count, first, row = len(ids), sequence.length, sequence.row
+        positions = torch.arange(first, first + count, dtype=torch.int32)
+        write = [NO_SLOT] * (count - 1) + [row]
+        inputs = torch.stack(
+            (positions, torch.full_like(positions, row), torch.tensor(write, dtype=torch.int32))
+        ).to(self.state.device)
+        step = Step(
+            positions=inputs[0],
+            rows=inputs[1],
+            starts=self._ints([0, count]),
+            tables=self.tables,
+            read=inputs[1, :1],
+            write=inputs[2],
+            reach=reach_for(first + count, self.context),
+            longest=count,
+            spans=(Span(row, first, count, tuple(sequence.pages), row, tuple(write)),),
+            prompt=count > EXACT_TOKENS,
+        )
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self.state.device)
+        return self.decoder.hidden(tokens, self.state, step)
+
+    def begin(self, sequence: Sequence, hidden: Tensor) -> Sent:
+        """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
+        row, logits = sequence.row, self.decoder.logits(hidden)
+        rows, positions = self._ints([row]), self._ints([sequence.length - 1])
+        self._choose(logits, rows, positions, self._firsts[row : row + 1])
+        return self._sent([sequence], [sequence.length])
+
+    def decode(self, sequences: list[Sequence]) -> Sent:
+        """Send one token of every sequence through the layers and choose the next ones."""
+        if sequences != self.batch:
+            self._compose(sequences)
+        longest = max(each.length for each in sequences) + 1
+        reach = reach_for(longest, self.context)
+        if self.on_gpu:
+            self._replay(width_for(len(sequences)), reach)
+        else:
+            spans = tuple(
+                Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
+                for each in sequences
+            )
+            self._decode(len(sequences), reach, spans)
+        return self._sent(sequences, [each.length + 1 for each in sequences])
+
+    def read(self, sent: Sent) -> list[int]:
+        """The tokens that a step has chosen; -1 after logits that are not finite."""
+        if sent.done is not None:
+            sent.done.synchronize()
+        return [
+            int(self._slots[position % 2, each.row])
+            for each, position in zip(sent.sequences, sent.positions, strict=True)
+        ]
+
+    def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
+        """Those of the token at a position that has been read."""
+        top = sequence.request.sampling.logprobs or 0
+        at = (position % 2, sequence.row, slice(1 + top))
+        values = self._log_probabilities.values[at].tolist()
+        ids = self._log_probabilities.ids[at].tolist()
+        return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+
+    def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+        inputs = self._inputs[:, :M]
+        step = Step(
+            positions=inputs[POSITIONS],
+            rows=inputs[ROWS],
+            starts=self._starts[: M + 1],
+            tables=self.tables,
+            read=inputs[READ],
+            write=inputs[WRITE],
+            reach=reach,
+            longest=1,
+            spans=spans,
+        )
+        ids = self._ids[:M]
+        logits = self.decoder.logits(self.decoder.hidden(ids, self.state, step))
+        self._choose(logits, step.rows, step.positions, ids)
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
+        """Choose a token for each row; positions become those of the tokens."""
+        ops = self.decoder.ops
+        ops.choose(logits, self.sampler, rows, positions, token, self._slots)
+        if self.sampler.shape.logprobs:
+            ops.log_probabilities(
+                logits, self.sampler, rows, positions, token, self._log_probabilities
+            )
+
+    def _replay(self, M: int, reach: int) -> None:
+        """Run a recorded step, which is recorded first where there is none.
+
+        Kernels are compiled before, by a step of no sequence: all its tokens belong to SCRATCH.
+        """
+        key = (M, reach, self.sampler.shape)
+        if key not in self._graphs:
+            inputs = (self._ids[:M], self._inputs[:, :M])
+            with aside():
+                before = [each.clone() for each in inputs]
+                for each in inputs:
+                    each.fill_(SCRATCH)
+                self._decode(M, reach)
+                for each, value in zip(inputs, before, strict=True):
+                    each.copy_(value)
+            self._graphs.record(key, lambda: self._decode(M, reach))
+        self._graphs.replay(key)
+
+    def _compose(self, sequences: list[Sequence]) -> None:
+        """Put the inputs of other sequences than last time in place."""
+        before = {id(each): index for index, each in enumerate(self.batch)}
+        tokens = torch.cat((self._ids[: len(before)], self._firsts))
+        rows = [each.row for each in sequences]
+        origins = [before.get(id(each), len(before) + each.row) for each in sequences]
+        inputs = self._ints([[each.length for each in sequences], rows, rows, rows, origins])
+        self._inputs.fill_(SCRATCH)  # so that tokens beyond these belong to nobody
+        self._inputs[:, : len(rows)] = inputs[:4]
+        self._ids[: len(rows)] = tokens[inputs[4].long()]
+        self.batch = list(sequences)
+
+    def _ints(self, values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.state.device)
+
+    def _sent(self, sequences: list[Sequence], positions: list[int]) -> Sent:
+        done = None
+        if self.on_gpu:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Sent(list(sequences), positions, done)
+
+
+def new_runner(
+    decoder: Decoder,
+    vocabulary: int,
+    cache: CacheSize,
+    dtype: torch.dtype,
+    device: str,
+) -> Runner:
+    """A runner with empty pages and slots.
+
+    Args:
+        decoder: the model.
+        vocabulary: real tokens; ids from here on are padding and never chosen.
+        cache: what to make room for.
+        dtype: of keys and values.
+        device: `cpu` or `cuda`.
+    """
+    rows = 1 + cache.sequences
+    return Runner(
+        decoder=decoder,
+        state=decoder.new_state(EXTRA + cache.pages, rows + cache.snapshots, dtype, device),
+        sampler=new_sampler_rows(rows, vocabulary, device),
+        context=cache.context,
+        tables=torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device),
+    )
+
+
+def width_for(sequences: int) -> int:
+    """Round a number of sequences up to one that decode steps are recorded for."""
+    last = WIDTHS[-1]
+    return next((width for width in WIDTHS if width >= sequences), -(-sequences // last) * last)
+
+
+def reach_for(tokens: int, context: int) -> int:
+    """Round a number of tokens up to a size that decode kernels are recorded for."""
+    reach = FIRST_REACH
+    while reach < tokens:
+        reach *= 4
+    return min(reach, pages_for(context) * PAGE)

@@ -1,0 +1,101 @@
+"""A request, and its sequence while it is in the engine."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lowbit.formats.errors import LowbitError
+from lowbit.runtime.state.pages import pages_for
+from lowbit.runtime.state.sampling import SamplingParams
+
+Phase = Literal["waiting", "prompt", "decoding", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """Token ids to continue.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        max_new_tokens: at least 1; None for as many as the context holds.
+        stop_ids: tokens after which the sequence ends.
+        message_ends: tokens that end a message; prefixes are kept up to them.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    message_ends: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProbabilities:
+    """Natural logarithms of probabilities by the model's own logits, before any setting.
+
+    Attributes:
+        chosen: of the token that was chosen.
+        top: (id, value) of the likeliest tokens, from the first down.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way through the engine.
+
+    Attributes:
+        request: from the user.
+        count: new tokens at most.
+        seed: of its random numbers.
+        phase: waiting for room, running its prompt, decoding, or ended.
+        row: of block tables and sampler, and its slot; 0 before it has one.
+        pages: its block table.
+        length: tokens that have been sent through the layers.
+        chosen: new tokens that the device has been told to choose.
+        reused: tokens of the prompt that the cache held.
+        output: new tokens that the host has read.
+        unread: of them, those that the user has not taken.
+        log_probabilities: of each token of the output, where the request wants them.
+        error: that ended it.
+        cancelled: set by the user, at any time and from any thread.
+        cuts: lengths at which the chunks of its prompt end, those that it reuses included.
+        fresh: see `Prefix.fresh`.
+        snapshots: slot with the recurrent state, by length.
+    """
+
+    request: TokenRequest
+    count: int
+    seed: int
+    phase: Phase = "waiting"
+    row: int = 0
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    chosen: int = 0
+    reused: int = 0
+    output: list[int] = field(default_factory=list)
+    unread: deque[int] = field(default_factory=deque)
+    log_probabilities: list[TokenLogProbabilities] = field(default_factory=list)
+    error: LowbitError | None = None
+    cancelled: bool = False
+    cuts: list[int] = field(default_factory=list)
+    fresh: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """True once no token comes any more."""
+        return self.phase == "ended"
+
+    @property
+    def page_count(self) -> int:
+        """Pages that it needs in all; its last token takes no place."""
+        return pages_for(len(self.request.prompt) + self.count - 1)
+
+    @property
+    def ids(self) -> list[int]:
+        """Tokens that have been sent through the layers."""
+        return [*self.request.prompt, *self.output][: self.length]

@@ -1,0 +1,173 @@
+"""The next token of several rows on a CPU, which says what the kernels of a GPU choose.
+
+Order: mask, logit bias and penalties (repetition, frequency, presence) as in vLLM; then
+temperature, top-k, top-p and min-p as in transformers. The adjusted logits are computed in float64
+and rounded to float32 once. Tokens are sorted by logit, then by id, so each filter keeps a prefix.
+Probabilities become 40-bit integers, whose sums are exact in any order: a row's token does not
+depend on the rows beside it.
+"""
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.state.sampler_rows import (
+    BIASES,
+    FREQUENCY,
+    MASKED,
+    MIN_P,
+    PRESENCE,
+    REPETITION,
+    SCRATCH,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    SamplerRows,
+)
+from lowbit.runtime.state.sampling import MASS_BITS
+from lowbit.runtime.state.uniforms import uniforms
+
+FEW = 8  # sort all tokens if more than one in so many are wanted
+NO_PENALTIES = (1.0, 0.0, 0.0)  # of repetition, presence and frequency
+
+
+def adjusted(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
+    """Logits after mask, bias and penalties.
+
+    Args:
+        logits: [M, V or more] float32.
+        sampler: of R rows.
+        rows: [M] int32, row of each line of logits.
+
+    Returns:
+        [M, V] float32.
+    """
+    rows = rows.long()
+    wide = logits[:, : sampler.vocabulary].double()
+    knobs, whole = sampler.knobs[rows], sampler.whole[rows]
+    if whole[:, MASKED].any():
+        wide = wide.masked_fill(~_allowed(sampler, rows), -torch.inf)
+    if whole[:, BIASES].any():
+        wide.scatter_add_(1, *_biases(sampler, rows))
+    if (knobs[:, REPETITION:] != knobs.new_tensor(NO_PENALTIES)).any():
+        wide = _penalized(wide, sampler, rows)
+    return wide.float()
+
+
+def _allowed(sampler: SamplerRows, rows: Tensor) -> Tensor:
+    """Tokens that the masks of the rows leave, all where a row is not masked: [M, V] bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=rows.device)
+    allowed = (sampler.mask[rows][:, :, None] >> bits & 1).flatten(1)[:, : sampler.vocabulary]
+    return (allowed != 0) | (sampler.whole[rows, MASKED, None] == 0)
+
+
+def _biases(sampler: SamplerRows, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids of the biased tokens and what to add; past the number that a row has, 0 to token 0."""
+    places = torch.arange(sampler.bias.shape[1], device=rows.device)
+    inside = places < sampler.whole[rows, BIASES, None]
+    return sampler.bias_ids[rows] * inside, sampler.bias[rows] * inside
+
+
+def _penalized(wide: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
+    """Logits [M, V] float64 less the penalties of repetition, frequency and presence."""
+    knobs, counts = sampler.knobs[rows], sampler.counts[rows]
+    produced, repetition = counts > 0, knobs[:, REPETITION, None]
+    weaker = torch.where(wide < 0, wide * repetition, wide / repetition)
+    wide = torch.where(sampler.seen[rows] | produced, weaker, wide)
+    return wide - counts * knobs[:, FREQUENCY, None] - produced * knobs[:, PRESENCE, None]
+
+
+def drawn(scores: Tensor, sampler: SamplerRows, rows: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for every row, or take the likeliest where the temperature is 0.
+
+    Args:
+        scores: [M, V] float32, adjusted.
+        sampler: of R rows.
+        rows: [M] int32.
+        positions: [M] int32 of the tokens that the logits come from.
+
+    Returns:
+        [M] int64; of scores that are not finite an arbitrary token of the vocabulary.
+    """
+    knobs, whole = sampler.knobs[rows.long()], sampler.whole[rows.long()]
+    ids, reached, last = passed(scores, knobs, whole[:, TOP_K])
+    limit = reached.gather(1, last)
+    uniform = uniforms(whole[:, SEED], positions.long() + 1)[:, None]
+    target = torch.minimum((uniform * limit).long(), limit - 1)
+    place = torch.minimum((reached <= target).sum(1, keepdim=True), last)
+    return ids.gather(1, place)[:, 0]
+
+
+def passed(scores: Tensor, knobs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that pass the filters.
+
+    Args:
+        scores: [M, V] float32, adjusted.
+        knobs: [M, 6] float64, see `SamplerRows`.
+        top_k: [M] int64.
+
+    Returns:
+        ids [M, k] int64 from the likeliest down, their cumulative mass [M, k] int64, and the place
+        [M, 1] int64 of the last token that passes.
+    """
+    V = scores.shape[1]
+    greedy = knobs[:, TEMPERATURE, None] == 0.0
+    most = torch.where(top_k == 0, V, top_k)[:, None].masked_fill(greedy, 1).clamp(max=V)
+    k = int(most.max())
+    ids = best_ids(scores, k)
+    inside = torch.arange(k) < most
+    wide = scores.gather(1, ids).double()
+    temperature = knobs[:, TEMPERATURE, None].masked_fill(greedy, 1.0)
+    odds = ((wide - wide[:, :1]) / temperature).exp()  # relative to the likeliest
+    mass = (odds * 2**MASS_BITS).round().masked_fill(~inside, 0.0).long()
+    reached = mass.cumsum(1)
+    kept = inside & ((reached - mass).double() < knobs[:, TOP_P, None] * reached[:, -1:])
+    kept &= odds >= knobs[:, MIN_P, None]
+    return ids, reached, (kept.sum(1, keepdim=True) - 1).clamp(min=0)
+
+
+def best_ids(scores: Tensor, count: int) -> Tensor:
+    """Ids of the best scores, of equals the lowest first, NaN above all.
+
+    Args:
+        scores: [M, V] float32 on a CPU.
+        count: of ids, at most V.
+
+    Returns:
+        [M, count] int64.
+    """
+    if count * FEW > scores.shape[1]:
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.stack([_best_of_row(row, count) for row in scores])
+
+
+def _best_of_row(scores: Tensor, count: int) -> Tensor:
+    """`best_ids` of scores [V]: sort those that are not below the last of the best."""
+    least = scores.topk(count, sorted=False).values.min()
+    ids = (~(scores < least)).nonzero()[:, 0]  # all of them if it is NaN
+    return ids[scores[ids].sort(descending=True, stable=True).indices[:count]]
+
+
+def choose(
+    logits: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
+) -> None:
+    """Choose and post the next tokens on a CPU; see `Ops.choose`."""
+    shape = sampler.shape
+    scores = logits[:, : sampler.vocabulary]
+    if shape.adjusted:
+        scores = adjusted(logits, sampler, rows)
+    largest, chosen = scores.max(dim=1)  # NaN counts as the largest
+    if shape.candidates != 1:
+        chosen = drawn(scores, sampler, rows, positions)
+    token.copy_(chosen)
+    posted = zip(rows.tolist(), positions.tolist(), token.tolist(), largest.tolist(), strict=True)
+    for row, position, id, value in posted:
+        slots[(position + 1) % 2, row] = id if abs(value) < torch.inf else -1
+    positions.add_(rows != SCRATCH)
+    if shape.adjusted:
+        sampler.counts.index_put_((rows.long(), chosen), torch.ones_like(rows), accumulate=True)

@@ -1,0 +1,202 @@
+"""Sampling state of all sequences, a row each, in tensors that stay where they are.
+
+The host writes a row when a request begins; steps read the rows of their tokens and update them
+on the device. Row 0 is SCRATCH: padding tokens of a captured step name it, any number of times.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.sampling_ranges import MOST_BIASES, SEEDS
+from lowbit.runtime.state.sampling import SamplingParams
+
+SCRATCH = 0  # the row of padding tokens; it belongs to nobody, and its position never moves
+# Columns of `SamplerRows.knobs` and `SamplerRows.whole`.
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+TOP_K, SEED, BIASES, MASKED = range(4)
+ALL = 0  # in `ChoiceShape.candidates`: some row draws from more than the largest class
+CLASSES = (1, 32, 64)
+NEUTRAL = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceShape:
+    """Key of the operations that choose tokens; a captured graph is good for one key.
+
+    A row that needs less gets the same token under a richer shape.
+
+    Attributes:
+        candidates: most tokens that a row draws from, rounded up to one of CLASSES; ALL for any
+            number, 1 where every row takes its likeliest token.
+        adjusted: some row has penalties, a bias or a mask.
+        logprobs: some row wants log-probabilities.
+    """
+
+    candidates: int = 1
+    adjusted: bool = False
+    logprobs: bool = False
+
+
+@dataclass(slots=True)
+class SamplerRows:
+    """Parameters and history of R sequences.
+
+    Attributes:
+        vocabulary: V, the real tokens; ids from here on are padding and never chosen.
+        knobs: [R, 6] float64: temperature, top_p, min_p, penalties of repetition, presence and
+            frequency.
+        whole: [R, 4] int64: top_k, seed, number of biases, 1 where the mask counts.
+        seen: [R, V] bool, tokens of the prompt; kept only for rows with a repetition penalty.
+        counts: [R, V] int32, how often the output has each token; kept while some row of the
+            shape is adjusted.
+        bias_ids: [R, MOST_BIASES] int64 in ascending order, as many as the row has biases.
+        bias: [R, MOST_BIASES] float64, as many.
+        mask: [R, ceil(V / 32)] int32; bit i of word w is set where token 32 * w + i is allowed.
+        shape: operations that the rows at work need.
+    """
+
+    vocabulary: int
+    knobs: Tensor
+    whole: Tensor
+    seen: Tensor
+    counts: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    mask: Tensor
+    shape: ChoiceShape = field(default_factory=ChoiceShape)
+    _working: dict[int, tuple[SamplingParams, bool]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """R, the scratch row included."""
+        return self.knobs.shape[0]
+
+    def configure_row(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], masked: bool = False
+    ) -> int:
+        """Begin a request in a row, behind the steps already under way, without waiting.
+
+        Args:
+            row: from 1 to R - 1.
+            params: how the row's tokens are chosen.
+            prompt: token ids; those of padding are ignored.
+            masked: restrict the row to the tokens that `allow` names, none before it is called.
+
+        Returns:
+            The seed in use.
+
+        Raises:
+            RequestError: a bias for a token that the vocabulary does not have.
+        """
+        check_bias_ids(params, self.vocabulary)
+        seed = torch.Generator().seed() % SEEDS if params.seed is None else params.seed
+        self._write_row(row, params, seed, masked)
+        if params.penalized:
+            self.counts[row].zero_()
+            self.seen[row].zero_()
+        if params.repetition_penalty != 1.0:
+            known = self._on_host([id for id in prompt if id < self.vocabulary], torch.int64)
+            self.seen[row].index_fill_(0, known.to(self.seen.device, non_blocking=True), True)
+        if masked:
+            self.mask[row].zero_()
+        self._working[row] = params, masked
+        self.shape = shape_of(self._working.values())
+        return seed
+
+    def clear_row(self, row: int) -> None:
+        """End the request in a row: it takes the likeliest token again."""
+        if self._working.pop(row, None) is not None:
+            self._write_row(row, NEUTRAL, 0, False)
+            self.shape = shape_of(self._working.values())
+
+    def allow(self, row: int, words: Tensor) -> None:
+        """Set the tokens that a masked row may choose from here on.
+
+        Args:
+            row: configured as masked.
+            words: [ceil(V / 32)] int32 on the host, see `mask`; in page-locked memory, which must
+                not change before the copy is done, the host does not wait.
+        """
+        self.mask[row].copy_(words, non_blocking=True)
+
+    def _write_row(self, row: int, params: SamplingParams, seed: int, masked: bool) -> None:
+        knobs = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        pairs = sorted(params.logit_bias)
+        whole = (params.top_k, seed, len(pairs), int(masked))
+        self._write(self.knobs[row], knobs)
+        self._write(self.whole[row], whole)
+        if pairs:
+            ids, values = zip(*pairs, strict=True)
+            self._write(self.bias_ids[row, : len(pairs)], ids)
+            self._write(self.bias[row, : len(pairs)], values)
+
+    def _write(self, target: Tensor, values: Sequence[float]) -> None:
+        """Copy values into a part of a tensor; the host does not wait."""
+        target.copy_(self._on_host(values, target.dtype), non_blocking=True)
+
+    def _on_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Values in memory that a device may read later; PyTorch keeps it until then."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.knobs.is_cuda)
+
+
+def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
+    """Rows that all take the likeliest token; row 0 is the scratch row."""
+    neutral = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64, device=device)
+    return SamplerRows(
+        vocabulary=vocabulary,
+        knobs=neutral.repeat(rows, 1),
+        whole=torch.zeros(rows, 4, dtype=torch.int64, device=device),
+        seen=torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
+        counts=torch.zeros(rows, vocabulary, dtype=torch.int32, device=device),
+        bias_ids=torch.zeros(rows, MOST_BIASES, dtype=torch.int64, device=device),
+        bias=torch.zeros(rows, MOST_BIASES, dtype=torch.float64, device=device),
+        mask=torch.zeros(rows, -(-vocabulary // 32), dtype=torch.int32, device=device),
+    )
+
+
+def check_bias_ids(params: SamplingParams, vocabulary: int) -> None:
+    """Refuse a bias for a token that does not exist.
+
+    Raises:
+        RequestError: naming the token.
+    """
+    for id, _ in params.logit_bias:
+        if id >= vocabulary:
+            raise RequestError(
+                f"`logit_bias` must name tokens from 0 to {vocabulary - 1}, got {id}"
+            )
+
+
+def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:
+    """The shape that is right for all of these rows.
+
+    Args:
+        working: parameters of each row, and whether it is masked.
+    """
+    candidates, adjusted, logprobs = 1, False, False
+    for params, masked in working:
+        own = _candidates(params)
+        candidates = ALL if ALL in (own, candidates) else max(own, candidates)
+        adjusted |= masked or params.penalized or bool(params.logit_bias)
+        logprobs |= params.logprobs is not None
+    return ChoiceShape(candidates, adjusted, logprobs)
+
+
+def _candidates(params: SamplingParams) -> int:
+    """The smallest class that holds the tokens a row draws from, or ALL."""
+    if params.temperature == 0.0:
+        return 1
+    if params.top_k == 0:
+        return ALL
+    return next((most for most in CLASSES if params.top_k <= most), ALL)

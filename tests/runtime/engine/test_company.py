@@ -1,0 +1,241 @@
+"""A token has the same bits whatever else is in its step: other sequences, or tokens of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine import sequence as engine_sequence
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+NEW = 8  # tokens until which a sequence is watched
+LENGTHS = (60, 5, 70, 1, 130, 64, 16, 9, 200, 17, 3, 90, 48, 2, 33, 128)
+CASES = [
+    (name, dtype, recipe)
+    for name in ("tiny-qwen3", "tiny-qwen3.5")
+    for dtype, recipe in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4"))
+]
+Rows = dict[int, list[Tensor]]
+
+
+@pytest.fixture(
+    scope="module", params=CASES, ids=[f"{name}-{dtype}-{recipe}" for name, dtype, recipe in CASES]
+)
+def model(request: pytest.FixtureRequest) -> lowbit.Model:
+    name, dtype, recipe = request.param
+    return lowbit.load(
+        MODELS / name, device="cpu", dtype=dtype, context=256, max_sequences=16, quantize=recipe
+    )
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """Logits that tokens were chosen by, by row."""
+    choose, seen = cpu.choose, Rows()
+
+    def noted(found: Tensor, sampler: Any, rows: Tensor, *rest: Any) -> None:
+        for m, row in enumerate(rows.tolist()):
+            seen.setdefault(row, []).append(found[m].clone())
+        choose(found, sampler, rows, *rest)
+
+    monkeypatch.setattr(cpu, "choose", noted)
+    return seen
+
+
+def request_of(number: int, count: int = 40) -> TokenRequest:
+    """Prompts of many lengths; every other one is sampled."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(4000, (LENGTHS[number],), generator=generator).tolist()
+    hot = lowbit.SamplingParams(0.9, top_k=40, seed=number)
+    return TokenRequest(tuple(ids), hot if number % 2 else lowbit.SamplingParams(), count)
+
+
+@dataclass
+class Left:
+    """All that a sequence has left on the device, and its logits."""
+
+    tokens: list[int]
+    tensors: list[Tensor] = field(repr=False)
+
+    def assert_equals(self, other: "Left") -> None:
+        assert self.tokens == other.tokens
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def left_by(
+    engine: Engine,
+    logits: Rows,
+    watched: int,
+    others: Sequence[int] = (),
+    turned: bool = False,
+    guests: Callable[[int], list[TokenRequest]] = lambda step: [],
+) -> Left:
+    """Run a request among others until it has NEW tokens.
+
+    Args:
+        engine: nothing of it is in use.
+        logits: by row.
+        watched: number of the request.
+        others: numbers of the others.
+        turned: submit them in the opposite order.
+        guests: further requests that come before a step.
+    """
+    engine.forget()
+    logits.clear()
+    order = [*others[::2], watched, *others[1::2]]
+    handles = {n: engine.submit(request_of(n)) for n in (order[::-1] if turned else order)}
+    sequence, step, visitors = handles[watched]._sequence, 0, []
+    while len(sequence.output) < NEW:
+        visitors += [engine.submit(request) for request in guests(step)]
+        engine.step()
+        step += 1
+    state = engine.runner.state
+    pages = torch.tensor(sequence.pages)
+    written = sequence.length
+    tensors = [torch.stack(logits[sequence.row])[:NEW]]
+    for store in (state.pages.k, state.pages.v):
+        tensors.append(store[:, pages].flatten(1, 2)[:, :written].clone())
+    if state.recurrent:
+        tensors += [
+            store[:, sequence.row].clone() for store in (state.slots.conv, state.slots.memory)
+        ]
+    found = Left(list(sequence.output), tensors)
+    for handle in (*handles.values(), *visitors):
+        handle.cancel()
+    engine.step()
+    return found
+
+
+@pytest.mark.parametrize("watched", [0, 7])
+def test_a_sequence_leaves_the_same_bits_in_any_company(
+    model: lowbit.Model, logits: Rows, watched: int
+) -> None:
+    alone = left_by(model.engine, logits, watched)
+    everybody = [number for number in range(16) if number != watched]
+    for count in (1, 3, 7, 15):
+        for turned in (False, True):
+            others = everybody[-count:] if turned else everybody[:count]
+            left_by(model.engine, logits, watched, others, turned).assert_equals(alone)
+
+
+def test_others_may_join_and_leave_midway(model: lowbit.Model, logits: Rows) -> None:
+    alone = left_by(model.engine, logits, 0)
+
+    def guests(step: int) -> list[TokenRequest]:
+        return [request_of(1 + step % 15, 1 + step % 4)] * (step % 3)
+
+    left_by(model.engine, logits, 0, (3, 4), guests=guests).assert_equals(alone)
+
+
+def opened(runner: Runner, row: int, ids: Sequence[int]) -> engine_sequence.Sequence:
+    """A sequence with pages of its own, of which no token has been run."""
+    made = engine_sequence.Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
+    made.row, made.pages = row, list(range(2 + 4 * row, 4 * row, -1))
+    assert made.page_count <= len(made.pages)
+    runner.open(made, None)
+    return made
+
+
+def rows_of(runner: Runner, made: engine_sequence.Sequence) -> list[Tensor]:
+    state = runner.state
+    stores = [state.pages.k[:, made.pages], state.pages.v[:, made.pages]]
+    if state.recurrent:
+        stores += [state.slots.conv[:, made.row], state.slots.memory[:, made.row]]
+    return [store.clone() for store in stores]
+
+
+def clean(runner: Runner) -> None:
+    for store in (runner.state.pages.k, runner.state.pages.v):
+        store.zero_()
+
+
+IDS = torch.randint(4000, (60,), generator=torch.Generator().manual_seed(9)).tolist()
+START = 28  # tokens of a prompt, run together
+
+
+@pytest.mark.parametrize("size", [*range(2, 9), EXACT_TOKENS])
+def test_tokens_of_one_step_are_those_of_steps_of_one(model: lowbit.Model, size: int) -> None:
+    runner = model.engine.runner
+    found = []
+    for k in (1, size):
+        clean(runner)
+        made = opened(runner, 1, IDS)
+        hidden = []
+        for first in (0, *range(START, len(IDS), k)):
+            stop = min(len(IDS), START if first == 0 else first + k)
+            hidden.append(runner.chunk(made, IDS[first:stop]))
+            made.length = stop
+        found.append([torch.cat(hidden), *rows_of(runner, made)])
+    for one, several in zip(*found, strict=True):
+        assert torch.equal(one, several)
+
+
+def step_of(runner: Runner, parts: Sequence[tuple[engine_sequence.Sequence, int]]) -> Step:
+    """A step of the next tokens of several sequences, so many of each."""
+    spans: list[Span] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    write: list[int] = []
+    starts = [0]
+    for made, count in parts:
+        slots = [*[NO_SLOT] * (count - 1), made.row]
+        spans.append(Span(made.row, made.length, count, tuple(made.pages), made.row, tuple(slots)))
+        positions += range(made.length, made.length + count)
+        rows += [made.row] * count
+        starts.append(starts[-1] + count)
+        write += slots
+    ints = [torch.tensor(values, dtype=torch.int32) for values in (positions, rows, starts, write)]
+    read = torch.tensor([made.row for made, _ in parts], dtype=torch.int32)
+    return Step(
+        positions=ints[0],
+        rows=ints[1],
+        starts=ints[2],
+        tables=runner.tables,
+        read=read,
+        write=ints[3],
+        reach=2 * PAGE,
+        longest=max(count for _, count in parts),
+        spans=tuple(spans),
+    )
+
+
+def test_several_tokens_of_several_sequences(model: lowbit.Model) -> None:
+    runner = model.engine.runner
+    texts = [IDS, IDS[10:50], IDS[::-1]]
+    counts = (5, 1, 3)
+    alone: list[list[Tensor]] = []
+    together: list[list[Tensor]] = []
+    for found in (alone, together):
+        clean(runner)
+        made = [opened(runner, row, ids) for row, ids in enumerate(texts, start=1)]
+        for each, ids, length in zip(made, texts, (START, 3, 40), strict=True):
+            runner.chunk(each, ids[:length])
+            each.length = length
+        outs: list[list[Tensor]] = [[], [], []]
+        for _ in range(3):
+            parts = list(zip(made, counts, strict=True))
+            for group in [[part] for part in parts] if found is alone else [parts]:
+                ids = [id for each, k in group for id in each.request.prompt[each.length :][:k]]
+                step = step_of(runner, group)
+                hidden = model.engine.decoder.hidden(torch.tensor(ids), runner.state, step)
+                sizes = [k for _, k in group]
+                for (each, _), part in zip(group, torch.split(hidden, sizes), strict=True):
+                    outs[each.row - 1].append(part)
+            for each, count in parts:
+                each.length += count
+        for each, out in zip(made, outs, strict=True):
+            found.append([torch.cat(out), *rows_of(runner, each)])
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,172 @@
+"""What a hit takes over has the bytes that a fresh run of the same prompt computes."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.sequence import TokenRequest
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+END = 4093  # of a message
+CONTEXT = 1400
+ROOMY = CacheSize(context=CONTEXT, sequences=2, pages=100, snapshots=64)
+TIGHT = CacheSize(context=CONTEXT, sequences=1, pages=30, snapshots=2)
+DRAW = random.Random(3)
+
+
+def message(tokens: int) -> list[int]:
+    return [*(DRAW.randrange(4000) for _ in range(tokens - 1)), END]
+
+
+SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
+LONG = message(1100)  # longer than a chunk
+CASES = [
+    ("tiny-qwen3", torch.float32),
+    ("tiny-qwen3", torch.bfloat16),
+    ("tiny-qwen3.5", torch.float32),
+    ("tiny-qwen3.5", torch.bfloat16),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{dtype}" for name, dtype in CASES])
+def model(request: pytest.FixtureRequest) -> lowbit.Model:
+    name, dtype = request.param
+    return lowbit.load(MODELS / name, device="cpu", dtype=dtype, context=CONTEXT)
+
+
+def new_engine(model: lowbit.Model, size: CacheSize = ROOMY) -> Engine:
+    decoder = model.engine.decoder
+    return Engine(new_runner(decoder, 4096, size, model.dtype, "cpu"))
+
+
+class Watch:
+    """Runs prompts and notes the bytes that they leave."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.logits: list[Tensor] = []
+        choose = cpu.choose
+
+        def noted(found: Tensor, *rest: Any) -> None:
+            self.logits.append(found.clone())
+            choose(found, *rest)
+
+        monkeypatch.setattr(cpu, "choose", noted)
+
+    def run(
+        self, engine: Engine, prompt: Sequence[int], count: int = 3
+    ) -> tuple[int, list[Tensor]]:
+        """How much was reused; pages, states and logits at the last of the new tokens."""
+        self.logits.clear()
+        request = TokenRequest(tuple(prompt), max_new_tokens=count, message_ends=frozenset({END}))
+        handle = engine.submit(request)
+        sequence, state = handle._sequence, engine.runner.state
+        tokens = handle.result()
+        pages = torch.tensor(sequence.pages)
+        left = [torch.cat(self.logits), torch.tensor(tokens)]
+        for store in (state.pages.k, state.pages.v):  # free, but nobody has written there since
+            left.append(store[:, pages].flatten(1, 2)[:, : sequence.length].clone())
+        if state.recurrent:
+            slots = state.slots
+            left += [slots.conv[:, sequence.row].clone(), slots.memory[:, sequence.row].clone()]
+        return handle.reused, left
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_prompts_with_any_common_prefix(model: lowbit.Model, watch: Watch) -> None:
+    engine, fresh = new_engine(model), new_engine(model)
+    whole = [*SYSTEM, *FIRST, *SECOND, 5, 6, 7]
+    lengths = [1, 63, 64, 65, 89, 90, 91, 127, 128, 159, 160, 161, 230, 289, 290, 292, 293]
+    hits = set()
+    watch.run(engine, whole)
+    for shared in DRAW.sample(lengths, len(lengths)):
+        prompt = [*whole[:shared], *([9, *FIRST, 8] if shared % 2 else [9])]
+        reused, found = watch.run(engine, prompt)
+        fresh.forget()
+        assert_same(found, watch.run(fresh, prompt)[1])
+        assert reused == max(at for at in (0, 90, 160, 290) if at <= shared)
+        hits.add(reused)
+    assert hits == {0, 90, 160, 290}
+
+
+def test_a_prompt_again_and_a_prompt_that_is_the_beginning_of_another(
+    model: lowbit.Model, watch: Watch
+) -> None:
+    engine = new_engine(model)
+    prompts = [[*SYSTEM, *FIRST, 1, 2], SYSTEM, [*SYSTEM, *FIRST], [*SYSTEM, *FIRST, 1, 2, 3, 4]]
+    first = [watch.run(new_engine(model), prompt)[1] for prompt in prompts]
+    for number in (0, 0, 1, 2, 3, 2, 1, 0, 3):
+        _, found = watch.run(engine, prompts[number])
+        assert_same(found, first[number])
+    assert watch.run(engine, prompts[3])[0] == 160
+
+
+def test_logits_between_do_not_move_the_cuts(model: lowbit.Model, watch: Watch) -> None:
+    engine = new_engine(model)
+    prompt = [*SYSTEM, *FIRST, 1, 2]
+    _, expected = watch.run(new_engine(model), prompt)
+    for start in (0, 33, 100, 161):
+        engine.logits(prompt, start)
+        assert_same(watch.run(engine, prompt)[1], expected)
+        engine.logits([*prompt, 7, 8], start)
+        assert_same(watch.run(engine, prompt)[1], expected)
+
+
+def test_chunks_longer_than_a_message_allows(model: lowbit.Model, watch: Watch) -> None:
+    engine = new_engine(model)
+    for prompt in ([*LONG[:1060], 3], [*LONG[:1080], 5, *FIRST], [*LONG, *FIRST, 6]):
+        reused, found = watch.run(engine, prompt, 2)
+        assert reused == 0 if prompt[1060] == 3 else reused in (0, 1024)
+        assert_same(found, watch.run(new_engine(model), prompt, 2)[1])
+
+
+def test_after_eviction(model: lowbit.Model, watch: Watch) -> None:
+    engine = new_engine(model, TIGHT)
+    prompts = [[*SYSTEM, *message(600), n] for n in range(3)]
+    expected = [watch.run(new_engine(model), prompt, 2)[1] for prompt in prompts]
+    for number in (0, 1, 0, 2, 2, 1, 0):
+        assert_same(watch.run(engine, prompts[number], 2)[1], expected[number])
+
+
+def test_two_conversations_in_turn_are_as_if_each_were_alone(
+    model: lowbit.Model, watch: Watch
+) -> None:
+    openings = ([*SYSTEM, *FIRST], [*SYSTEM, *SECOND])
+    questions = [message(20), message(80), message(5)]
+
+    def talk(engine: Engine, opening: list[int]) -> Any:
+        """A turn at each `next`; it goes on with what the model has said."""
+        ids = opening
+        for question in questions:
+            ids = [*ids, *question, 3]
+            reused, found = watch.run(engine, ids, 12)
+            ids = [*ids, *found[1].tolist()]
+            yield reused, found
+
+    alone = [list(talk(new_engine(model), opening)) for opening in openings]
+    engine = new_engine(model)
+    together = [talk(engine, opening) for opening in openings]
+    for turn in range(len(questions)):
+        for mine, other in zip(alone, together, strict=True):
+            reused, found = next(other)
+            assert_same(found, mine[turn][1])
+            assert reused >= mine[turn][0]
+            assert reused > 0 or turn == 0

@@ -1,0 +1,27 @@
+"""What a GPU launches to choose tokens, for `test_compile`: on tensors without data."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+V = 248320  # the largest vocabulary: the kernels that rank grow with it
+
+
+def choices_of_rows(full: bool) -> Iterator[str]:
+    """The next tokens of several rows under every shape, and their log-probabilities."""
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.state.logprobs import new_log_probabilities
+    from lowbit.runtime.state.sampler_rows import ALL, ChoiceShape, new_sampler_rows
+
+    sampler = new_sampler_rows(5, V, "meta")
+    slots, out = torch.empty((2, 5), dtype=torch.int64), new_log_probabilities(5, pinned=False)
+    for M in (1, 4) if full else (4,):
+        logits, token = torch.empty((M, V)), torch.empty(M, dtype=torch.int64)
+        rows, positions = torch.empty((2, M), dtype=torch.int32)
+        for candidates, adjusted in itertools.product((1, 32, 64, ALL), (False, True)):
+            sampler.shape = ChoiceShape(candidates, adjusted)
+            cuda.choose(logits, sampler, rows, positions, token, slots)
+            yield f"{M} rows, {candidates} candidates{', adjusted' * adjusted}"
+        cuda.log_probabilities(logits, sampler, rows, positions, token, out)
+        yield f"{M} rows"

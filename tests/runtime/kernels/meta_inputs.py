@@ -1,0 +1,42 @@
+"""Inputs without data for the launches that `test_compile` records."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def zeros(*shape: int) -> Tensor:
+    """Activations of a shape."""
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any:
+    """A packed linear as the GPU keeps it."""
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.weights.linear import PackedLinear
+
+    codes = torch.empty((N, K * bits // 32), dtype=torch.int32)
+    return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired)
+
+
+def step_of(sequences: int, tokens: int, prompt: bool = False, reach: int = 1) -> Any:
+    """A step without numbers, of as many tokens of each sequence."""
+    from lowbit.runtime.state.step import Span, Step
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    each = tokens // sequences
+    return Step(
+        positions=numbers(tokens),
+        rows=numbers(tokens),
+        starts=numbers(sequences + 1),
+        tables=numbers(sequences, 512),
+        read=numbers(sequences),
+        write=numbers(tokens),
+        reach=reach,
+        longest=each,
+        spans=tuple(Span(row, 0, each) for row in range(sequences)),
+        prompt=prompt,
+    )

@@ -1,0 +1,71 @@
+"""Random pages for attention, and steps over them."""
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.state.pages import PAGE, KVPages, new_pages, pages_for
+from lowbit.runtime.state.step import Span, Step
+
+
+def random_pages(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    lengths: list[int],
+    context: int,
+    device: str,
+    room: int = PAGE,
+) -> tuple[KVPages, Tensor]:
+    """Pages of sequences that hold so many random tokens and have room for more, and their tables.
+
+    Pages are shuffled and those of a sequence do not follow each other; whatever holds no token is
+    NaN: rows from a sequence's length on, the scratch page and every second page of all. Tables end
+    with the scratch page, where the context needs no page yet.
+    """
+    needed = [pages_for(min(length + room, context)) for length in lengths]
+    ids = 1 + 2 * torch.randperm(sum(needed))
+    pages = new_pages(layers, 2 * sum(needed) + 1, kv_heads, head_dim, torch.bfloat16, device)
+    for each in (pages.k, pages.v):
+        each.fill_(float("nan"))
+    tables = torch.zeros((len(lengths), pages_for(context)), dtype=torch.int32)
+    for row, (length, own) in enumerate(zip(lengths, torch.split(ids, needed), strict=True)):
+        tables[row, : len(own)] = own.int()
+        for each in (pages.k, pages.v):
+            shape = (layers, len(own) * PAGE, kv_heads, head_dim)
+            values = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            values[:, length:] = float("nan")
+            each[:, own.to(device)] = values.view(layers, len(own), PAGE, kv_heads, head_dim)
+    return pages, tables.to(device)
+
+
+def rows_of(paged: Tensor, tables: Tensor, row: int, first: int, count: int) -> Tensor:
+    """Keys or values of some positions of a sequence, of all layers: [L, count, Hkv, D]."""
+    positions = torch.arange(first, first + count, device=paged.device)
+    pages = tables[row].long()[positions // PAGE]
+    return paged[:, pages, positions % PAGE]
+
+
+def clone(pages: KVPages) -> KVPages:
+    """Pages with a memory of their own."""
+    return KVPages(k=pages.k.clone(), v=pages.v.clone())
+
+
+def step_of(tables: Tensor, spans: list[Span], reach: int = 0, prompt: bool = False) -> Step:
+    """The step of some tokens; a reach of 0 is all that the tables hold."""
+    counts = [span.count for span in spans]
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=tables.device)
+
+    return Step(
+        positions=numbers([span.first + i for span in spans for i in range(span.count)]),
+        rows=numbers([span.row for span in spans for _ in range(span.count)]),
+        starts=numbers([sum(counts[:i]) for i in range(len(counts) + 1)]),
+        tables=tables,
+        read=numbers([0] * len(spans)),
+        write=numbers([0] * sum(counts)),
+        reach=reach or tables.shape[1] * PAGE,
+        longest=max(counts),
+        spans=tuple(spans),
+        prompt=prompt,
+    )

@@ -1,0 +1,210 @@
+"""A token's result is the same bits in any company: alone, and among others of a step.
+
+Whatever of a launch may depend on how many tokens there are is tried in every way.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels import gemv as gemv_module
+from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
+from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.gemv_stage import SQUARES
+from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
+from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.weights.linear import DenseLinear
+
+pytestmark = pytest.mark.gpu
+
+MakeTiled = Callable[..., TiledLinear]
+Randn = Callable[..., Tensor]
+Compute = Callable[[Tensor], Tensor]
+
+EPS = 1e-6
+COUNTS = (1, 2, 3, 4, 5, 8, 11, 16, 27, 32, 50)
+MOST = 50  # tokens, more than a launch takes
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A linear and what is fused with it.
+
+    Attributes:
+        added: rows of the residual (MOST) or bias (1); 0 for none.
+        heads: of x that are normed by given squares.
+    """
+
+    bits: int
+    N: int
+    K: int
+    G: int = 128
+    paired: bool = False
+    norm: torch.dtype | None = None
+    added: int = 0
+    heads: int = 0
+    scales: torch.dtype = BF16
+    dtype: torch.dtype = BF16
+
+    def __str__(self) -> str:
+        return f"INT{self.bits}-N{self.N}-K{self.K}-G{self.G}"
+
+
+CASES = [
+    Case(4, 6144, 4096, norm=BF16),
+    Case(4, 2560, 2560, norm=BF16, added=1),
+    Case(4, 2048, 2048, added=MOST),
+    Case(4, 4096, 12288, added=MOST),
+    Case(4, 12288, 2048, paired=True, norm=BF16),
+    Case(4, 7168, 1024, paired=True, norm=FP32),
+    Case(8, 15000, 2048, norm=BF16, dtype=FP32),
+    Case(8, 4096, 2560, norm=FP32),
+    Case(8, 2048, 2048, added=MOST, heads=16),
+    Case(4, 2560, 4096, added=MOST, heads=32),
+    Case(4, 1000, 1120, 32, norm=BF16, added=MOST),
+    Case(4, 1040, 2048, 64, norm=BF16, scales=FP16),
+    Case(8, 1040, 2048, 32, added=1, dtype=FP32),
+    Case(8, 130, 4096, 256, added=1, scales=FP16),
+    Case(4, 33, 768, 768, scales=FP32),
+    Case(8, 40, 192, 96),
+    Case(4, 19, 96, 32, norm=BF16),
+    Case(8, 104, 2208, 32, norm=FP32),
+    Case(4, 50, 1056, 32, paired=True, norm=BF16),
+    Case(4, 2050, 17408, added=MOST),
+    Case(4, 24, 25600, 25600),
+]
+
+
+def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
+    """The launch with as many parts of a tile's steps."""
+    if way in ("staged", "given"):
+        return replace(launch, staged=way == "staged")
+    one = replace(launch, tiles=1, rounds=3)
+    if way == "rounds":
+        return replace(one, abreast=max(1, 8 // launch.parts), warps=max(8, launch.parts), split=1)
+    return replace(one, abreast=4, warps=4, split=launch.parts)
+
+
+# Shapes of which each way of dividing the work is tried.
+DIVIDED = [
+    Case(4, 1000, 4096, norm=BF16),
+    Case(8, 1040, 2560, norm=FP32, added=MOST),
+    Case(4, 1000, 1120, 32, paired=True, norm=BF16),
+    Case(8, 520, 2048, added=1, heads=16, dtype=FP32),
+]
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Have programs divide the work for several tokens in another way than was measured best."""
+
+    def launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
+        found = gemv_launch(bits, tiles, steps, tokens)
+        least = 8 if way == "split" else 2
+        return found if tokens < least else changed(found, way)
+
+    monkeypatch.setattr(gemv_module, "gemv_launch", launch)
+
+
+def companies(most: int, device: torch.device) -> Iterator[Tensor]:
+    """Numbers of the tokens of a step, in two orders."""
+    for count in (n for n in COUNTS if n <= most):
+        yield torch.arange(count, device=device)
+        yield torch.randperm(most, device=device)[:count]
+
+
+def check(compute: Compute, most: int, device: torch.device) -> None:
+    """Every one of so many tokens has the bits that it has alone."""
+    alone = torch.cat([compute(torch.tensor([i], device=device)) for i in range(most)])
+    assert bool(alone.isfinite().all())
+    for tokens in companies(most, device):
+        assert torch.equal(compute(tokens), alone[tokens]), tokens
+
+
+def computation(case: Case, make_tiled: MakeTiled, randn: Randn, x: Tensor) -> Compute:
+    w = make_tiled(case.bits, case.N, case.K, case.G, case.paired, case.scales)
+    norm = None if case.norm is None else (1 + 0.3 * randn(case.K)).to(case.norm)
+    added = randn(case.added, case.N) if case.added else None
+    squares = None
+    if case.heads:
+        squares = x.float().square().view(MOST, case.heads, SQUARES, -1).sum(-1)
+
+    def compute(tokens: Tensor) -> Tensor:
+        return gemv(
+            x[tokens],
+            w,
+            norm=norm,
+            squares=None if squares is None else squares[tokens],
+            eps=EPS,
+            added=added[tokens] if added is not None and case.added > 1 else added,
+            dtype=case.dtype,
+        )
+
+    return compute
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
+    check_packed(case, make_tiled, randn)
+
+
+@pytest.mark.parametrize("way", ["staged", "given", "rounds", "split"])
+@pytest.mark.parametrize("case", DIVIDED, ids=str)
+def test_every_division(
+    case: Case,
+    way: str,
+    make_tiled: MakeTiled,
+    randn: Randn,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divide(monkeypatch, way)
+    check_packed(case, make_tiled, randn)
+
+
+def check_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
+    """Same bits in any company, and NaN stays in its token."""
+    sizes = torch.logspace(-2, 2, MOST, device="cuda")[:, None]
+    x = (randn(MOST, case.K) * sizes).bfloat16()
+    compute = computation(case, make_tiled, randn, x)
+    check(compute, MOST, x.device)
+    clean = compute(torch.arange(8, device=x.device))
+    x[3, 5], x[3, 7] = torch.nan, torch.inf
+    y = compute(torch.arange(8, device=x.device))
+    assert not bool(y[3].isfinite().any()) or case.heads
+    others = torch.arange(8, device=x.device) != 3
+    assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize(("N", "K", "n"), [(8192, 1024, 32), (8192, 2048, 32), (12288, 4096, 64)])
+def test_rows_beside(make_tiled: MakeTiled, randn: Randn, N: int, K: int, n: int) -> None:
+    w, rows, x = make_tiled(4, N, K, 128), randn(n, K), randn(FEW_TOKENS, K)
+    norm = (1 + 0.3 * randn(K)).float()
+
+    def compute(tokens: Tensor) -> Tensor:
+        return torch.cat(gemv_and_rows(x[tokens], w, rows, norm=norm, eps=EPS), 1)
+
+    check(compute, FEW_TOKENS, x.device)
+
+
+@pytest.mark.parametrize(("N", "K"), [(5000, 1024), (64, 2560), (96, 256), (40, 2104), (300, 4096)])
+@pytest.mark.parametrize("norm", [None, BF16, FP32], ids=str)
+def test_dense(randn: Randn, N: int, K: int, norm: torch.dtype | None) -> None:
+    w, x, residual = randn(N, K), randn(FEW_TOKENS, K), randn(FEW_TOKENS, N)
+    gain = None if norm is None else (1 + 0.3 * randn(K)).to(norm)
+    compute = lambda i: dense_gemv(x[i], w, norm=gain, eps=EPS, added=residual[i])  # noqa: E731
+    check(compute, FEW_TOKENS, x.device)
+
+
+def test_dense_swiglu(randn: Randn) -> None:
+    w, x, norm = DenseLinear(randn(6144, 1024)), randn(FEW_TOKENS, 1024), randn(1024)
+    check(lambda i: cuda.norm_swiglu(x[i], norm, EPS, w), FEW_TOKENS, x.device)
+
+
+def test_embedding(randn: Randn) -> None:
+    table = randn(300, 1500)
+    ids = torch.randint(300, (FEW_TOKENS,), device=table.device)
+    check(lambda i: cuda.embed(ids[i], table), FEW_TOKENS, table.device)
