@@ -1,6 +1,6 @@
 """Try launch sizes of a model's linears inside its whole decode step, on this GPU.
 
-Run: python examples/tune_gemv.py MODEL [RECIPE]
+Run: python examples/tune_gemv.py MODEL [RECIPE] [--tokens N]
 MODEL is the folder of a model, quantized as it is read by RECIPE (int4 or int8) if it is a plain
 one, or a size that `make_random_checkpoint` knows, whose weights are made on the GPU.
 Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
@@ -13,11 +13,13 @@ launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by ha
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from bench_kernels import elapsed_us
 from random_engine import packed, randn, random_engine, standing_sequence
@@ -26,7 +28,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs, aside
-from lowbit.runtime.engine.runner import POSITIONS
+from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
 from lowbit.runtime.kernels import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import GemvLaunch
@@ -42,6 +44,7 @@ SHOWN = 5
 MULTIPROCESSORS = 132
 PROCESSES = 15
 COMPILED_ROWS = 192  # enough to compile a kernel, which does not know the rows
+MOST_SUMS = 64 << 10  # bytes of shared memory
 FORGOTTEN = 4  # captures after which the state that other processes leave was mostly gone
 
 Key = tuple[int, int, int]  # bits, tiles, steps
@@ -57,6 +60,7 @@ class Use:
     added: bool
     paired: bool
     dtype: torch.dtype
+    tokens: int
     rows: int  # dense ones beside it
     calls: int
     size_bytes: int
@@ -83,6 +87,35 @@ def candidates(tiles: int, steps: int) -> list[GemvLaunch]:
     return found
 
 
+def candidates_of_several(use: Use, tiles: int, steps: int, one: GemvLaunch) -> list[GemvLaunch]:
+    """Launches for several tokens: as many warps share a tile as for one token."""
+    found: dict[GemvLaunch, None] = {}
+    parts = one.parts
+    share = -(-steps // parts)  # steps of a warp
+
+    def add(depths: tuple[int, ...], programs: int, launch: GemvLaunch) -> None:
+        if not launch.abreast:
+            return
+        most = launch.abreast * launch.tiles * MULTIPROCESSORS * programs
+        rounds = max(1, -(-tiles // most))
+        for depth in depths:
+            candidate = replace(launch, steps=depth, rounds=rounds, early=True)
+            fits = gemv.sums_bytes(candidate, use.tokens) <= MOST_SUMS
+            if share % depth == 0 and fits:
+                found[candidate] = None
+
+    for warps in (8, 16):
+        plain = GemvLaunch(1, 1, warps, registers=128, abreast=warps // parts)
+        for programs in (1, 2) if warps == 8 else (1,):
+            add((1, 2, 4), programs, plain)
+            add((1, 2), programs, replace(plain, tiles=2))
+    add((1, 2), 1, GemvLaunch(2, 1, 8, registers=255, abreast=8 // parts))
+    if use.tokens > 16:
+        add((1,), 1, GemvLaunch(1, 1, 8, registers=255, abreast=8 // parts))
+        add((1,), 2, GemvLaunch(1, 1, 8, registers=255, abreast=8 // parts))
+    return list(found)
+
+
 def capped(launch: GemvLaunch, use: Use) -> list[GemvLaunch]:
     """The same launch with registers capped."""
     return [replace(launch, registers=registers) for registers in (None, 80, 128, 168)]
@@ -99,17 +132,18 @@ def compile_one(job: tuple[Key, Use, GemvLaunch]) -> None:
     (bits, _, _), use, launch = job
     torch.set_num_threads(1)
     gemv.gemv_launch = lambda *sizes: launch
-    w, x = packed(bits, COMPILED_ROWS, use.K, use.paired), randn(1, use.K)
+    w, x = packed(bits, COMPILED_ROWS, use.K, use.paired), randn(use.tokens, use.K)
     norm = None if use.norm is None else randn(use.K).to(use.norm)
     try:
         if use.rows and norm is not None:
             gemv.gemv_and_rows(x, w, randn(use.rows, use.K), norm=norm, eps=1e-6)
         else:
-            added = randn(1, COMPILED_ROWS) if use.added else None
+            added = randn(use.tokens, COMPILED_ROWS) if use.added else None
             fused = {"norm": norm, "eps": 1e-6, "added": added, "dtype": use.dtype}
             gemv.gemv(x, w, **fused)
             if use.heads:
-                gemv.gemv(x, w, squares=randn(1, use.heads, SQUARES).float(), **fused)
+                squares = randn(use.tokens, use.heads, SQUARES).float()
+                gemv.gemv(x, w, squares=squares, **fused)
     except Exception as error:
         print(f"{launch}: {str(error)[-80:]}", file=sys.stderr)
 
@@ -137,6 +171,7 @@ def linears_of(step: Callable[[], None]) -> dict[Key, Use]:
             rows=0 if rows is None else rows.shape[0],
             calls=known.calls + 1 if known else 1,
             size_bytes=w.size_bytes,
+            tokens=gemv.power_of_two(x.shape[0]),
         )
         launch(x, w, norm, eps, added, y, squares, rows, rows_y)
 
@@ -149,7 +184,7 @@ def linears_of(step: Callable[[], None]) -> dict[Key, Use]:
     return found
 
 
-def step_us(engine: Engine, step: Callable[[], None]) -> float:
+def step_us(engine: Engine, step: Callable[[], None], tokens: int) -> float:
     """Median time of a step as a graph that follows itself, in microseconds."""
     graphs = Graphs()
     with aside():
@@ -157,45 +192,63 @@ def step_us(engine: Engine, step: Callable[[], None]) -> float:
     graphs.record(KEY, step)
     times = []
     for _ in range(RUNS):
-        engine.runner._inputs[POSITIONS, :1].fill_(POSITION)
+        engine.runner._inputs[POSITIONS, :tokens].fill_(POSITION)
         torch.cuda.synchronize()
         times.append(elapsed_us(lambda: [graphs.replay(KEY) for _ in range(BURST)]) / BURST)
     return statistics.median(times)
 
 
-def one_step(engine: Engine) -> Callable[[], None]:
-    """The decode step of one sequence, kernel by kernel."""
+def step_of(engine: Engine, tokens: int) -> Callable[[], None]:
+    """The decode step of so many sequences, kernel by kernel."""
     runner, sequence = engine.runner, standing_sequence(engine, POSITION, BURST + 1)
     runner._compose([sequence])
-    shape = runner.sampler.shape([sequence.row])
-    return lambda: runner._decode(1, REACH, shape, ())
+    for row in range(1, tokens + 1):
+        first = 1 + (row - 1) * len(sequence.pages)
+        runner.tables[row, : len(sequence.pages)] = torch.arange(
+            first, first + len(sequence.pages), dtype=torch.int32, device="cuda"
+        )
+        for kind in (ROWS, READ, WRITE):
+            runner._inputs[kind, row - 1] = row
+    return lambda: runner._decode(tokens, REACH)
 
 
-def tune(engine: Engine, pool: Any) -> None:
-    step = one_step(engine)
+def tune(engine: Engine, pool: Any, tokens: int) -> None:
+    """Print the best launches of a step of so many sequences."""
+    step, table = step_of(engine, tokens), gemv.gemv_launch
     uses = linears_of(step)
-    table = gemv.gemv_launch
     chosen: dict[Key, GemvLaunch] = {}
-    gemv.gemv_launch = lambda bits, tiles, steps, tokens: (
-        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens)
-    )
 
     def timed(key: Key, launches: list[GemvLaunch]) -> list[tuple[float, GemvLaunch]]:
-        pool.map(compile_one, [(key, uses[key], launch) for launch in launches], chunksize=1)
+        if tokens == 1:
+            compile_all([(key, launch) for launch in launches])
         for _ in range(FORGOTTEN):
-            step_us(engine, step)
+            step_us(engine, step, tokens)
         times = []
         for launch in launches:
             chosen[key] = launch
-            times.append((step_us(engine, step), launch))
+            times.append((step_us(engine, step, tokens), launch))
         return sorted(times, key=lambda pair: pair[0])
 
-    print(f"{step_us(engine, step):.1f} us a step with the table")
+    def compile_all(launches: list[tuple[Key, GemvLaunch]]) -> None:
+        pool.map(compile_one, [(key, uses[key], launch) for key, launch in launches], chunksize=1)
+
+    def first_candidates(key: Key) -> list[GemvLaunch]:
+        _, tiles, steps = key
+        if tokens == 1:
+            return candidates(tiles, steps)
+        return candidates_of_several(uses[key], tiles, steps, table(*key, 1))
+
+    gemv.gemv_launch = lambda bits, tiles, steps, tokens: (
+        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens)
+    )
+    if tokens > 1:
+        compile_all([(key, launch) for key in uses for launch in first_candidates(key)])
+    print(f"{step_us(engine, step, tokens):.1f} us a step with the table")
     for key in sorted(uses, key=lambda key: -uses[key].calls * uses[key].size_bytes):
         bits, tiles, steps = key
-        now = timed(key, [table(bits, tiles, steps, 1)])
-        found = now + timed(key, candidates(tiles, steps))
-        for others in (capped, spread):
+        now = timed(key, [table(bits, tiles, steps, tokens)])
+        found = now + timed(key, first_candidates(key))
+        for others in (capped, spread) if tokens == 1 else ():
             found.sort(key=lambda pair: pair[0])
             tried = {launch for _, launch in found}
             more = dict.fromkeys(v for _, best in found[:BEST] for v in others(best, uses[key]))
@@ -206,23 +259,32 @@ def tune(engine: Engine, pool: Any) -> None:
         print(f"  {now[0][0]:8.1f} us {now[0][1]}, the table's")
         for us, launch in found[:SHOWN]:
             print(f"  {us:8.1f} us {launch}", flush=True)
-    print(f"{step_us(engine, step):.1f} us a step with the best")
+    print(f"{step_us(engine, step, tokens):.1f} us a step with the best")
+    gemv.gemv_launch = table
 
 
-def main() -> None:
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.argument("recipe", required=False, type=click.Choice(["int4", "int8"]))
+@click.option("--tokens", default=[1], multiple=True, help="Sequences of a step.")
+def main(name: str, recipe: str | None, tokens: tuple[int, ...]) -> None:
+    """Print the best launches of MODEL's linears."""
     if not torch.cuda.is_available():
         raise SystemExit("tune_gemv needs an NVIDIA GPU")
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: tune_gemv.py MODEL [RECIPE]")
-    name, recipe = sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else None
+    most = max(tokens)
     if Path(name).is_dir():
-        engine = lowbit.load(name, device="cuda", quantize=recipe).engine  # type: ignore[arg-type]
+        engine = lowbit.load(
+            name, device="cuda", quantize=recipe, max_sequences=most  # type: ignore[arg-type]
+        ).engine  # fmt: skip
     else:
-        engine = random_engine(name, 8 if recipe == "int8" else 4)
+        engine = random_engine(name, 8 if recipe == "int8" else 4, 512, most)
     for _ in engine.generate(list(range(64)), lowbit.SamplingParams(), 4):
         pass
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        tune(engine, pool)
+        for count in tokens:
+            started = time.perf_counter()
+            tune(engine, pool, count)
+            print(f"{count} tokens: {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

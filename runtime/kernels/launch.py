@@ -24,7 +24,6 @@ class GemvLaunch:
         shared: KB of shared memory that a program takes at least. Programs that may start early
             crowd on the multiprocessors that have room first; so fewer of them find room on one.
         rounds: in which a program takes that many tiles one after the other, with the same x.
-        split: programs that share a tile, of 8 tokens and more; a kernel joins their sums.
         staged: whether every program turns x into digits, where shared memory has room for them;
             else a kernel before does.
     """
@@ -37,13 +36,12 @@ class GemvLaunch:
     abreast: int = 1
     shared: int = 0
     rounds: int = 1
-    split: int = 1
     staged: bool = True
 
     @property
     def parts(self) -> int:
         """Warps that share a tile."""
-        return self.warps // self.abreast * self.split
+        return self.warps // self.abreast
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
@@ -148,45 +146,63 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
         )
     if tokens == 1:
         return one
-    if tokens == 2 and tiles < LARGE:
-        return replace(one, registers=one.registers or 128, shared=0)
-    return _for_several(one, tiles, steps, tokens, bits)
+    measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))
+    return measured or _for_several(one, tiles, steps, tokens, bits)
 
 
-# For several tokens, as measured in chains of a model's linears on an H200 (LOG.md).
+# For several tokens, as measured in whole decode steps on an H200 (LOG.md).
+# (bits, tiles, steps, tokens): where the rule below is not the best.
+SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
+    # 1.7B
+    (4, 256, 16, 2): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
+    (4, 256, 16, 4): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
+    (4, 256, 16, 8): GemvLaunch(2, 1, 16, early=True, registers=128, abreast=2),
+    (4, 256, 16, 16): GemvLaunch(2, 2, 8, early=True, registers=255),
+    (4, 128, 16, 4): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=4),
+    (4, 128, 16, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=4),
+    (4, 128, 16, 16): GemvLaunch(2, 1, 8, early=True, registers=255, abreast=2),
+    (4, 768, 16, 2): GemvLaunch(4, 2, 8, registers=128),
+    (4, 768, 16, 4): GemvLaunch(2, 2, 8, early=True, registers=255, rounds=3),
+    (4, 768, 16, 8): GemvLaunch(2, 2, 8, early=True, registers=255, rounds=3),
+    (4, 128, 48, 2): GemvLaunch(1, 6, 8, registers=168),
+    (4, 128, 48, 8): GemvLaunch(1, 2, 8, early=True, registers=128),
+    (4, 128, 48, 16): GemvLaunch(1, 1, 8, early=True, registers=128),
+    # 8B
+    (4, 384, 32, 2): GemvLaunch(2, 2, 16, early=True, registers=128, abreast=2),
+    (4, 384, 32, 4): GemvLaunch(2, 1, 8, early=True, registers=128),
+    (4, 256, 32, 2): GemvLaunch(1, 2, 16, early=True, registers=128, abreast=2),
+    (4, 256, 32, 4): GemvLaunch(1, 4, 16, registers=128, abreast=2),
+    (4, 256, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
+    (4, 256, 32, 16): GemvLaunch(2, 1, 8, early=True, registers=255),
+    (4, 1536, 32, 2): GemvLaunch(2, 2, 8, early=True, registers=255, abreast=2, rounds=3),
+    (4, 1536, 32, 16): GemvLaunch(2, 2, 8, early=True, registers=255, abreast=2, rounds=3),
+    (4, 256, 96, 8): GemvLaunch(1, 2, 8, early=True, registers=128),
+    (4, 256, 96, 16): GemvLaunch(1, 1, 8, early=True, registers=128),
+}
 MULTIPROCESSORS = 132
-LARGE = 1000  # tiles: gate and up of large models, heads
-MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}
-MOST_STEPS = {2: 4, 4: 4, 8: 4, 16: 2, 32: 1}
-# Elements of x that a thread may stage; above, a kernel before is faster.
-MOST_STAGED = {2: 80, 4: 80, 8: 80, 16: 128, 32: 0}
+LARGE = 4000  # tiles: heads
+MOST_ROUNDS = {2: 9, 4: 9, 8: 9, 16: 4, 32: 4}  # whose sums wait in shared memory
+MOST_STEPS = {2: 4, 4: 2, 8: 2, 16: 1, 32: 1}
 UNIT_K = 256  # elements of x with one unit
-SPLIT_TILES, SPLIT_ELEMENTS = 256, 1 << 16  # from there on programs share a tile
 
 
 def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int) -> GemvLaunch:
     """The share of a program that stages x once for several rounds of tiles."""
     parts, step_k = one.parts, 512 // bits
-    K = steps * step_k
     most = max(MOST_STEPS[tokens], UNIT_K // (parts * step_k))  # whole units, for a loop
-    abreast = max(1, 16 // parts)
-    if tokens not in (4, 8) or tiles < 120 * abreast or tiles > 4 * LARGE:
-        abreast = max(1, 8 // parts)
-    launch = replace(
-        one,
+    abreast = max(1, (16 if tiles < LARGE and tokens < 32 else 8) // parts)
+    launch = GemvLaunch(
         tiles=1,
         steps=_divisor(-(-steps // parts), most),
         warps=parts * abreast,
+        early=one.early if tiles > LARGE else True,
+        registers=128,
         abreast=abreast,
-        registers=128 if tokens < 32 else 255,
-        shared=0,
-        staged=tokens * K <= MOST_STAGED[tokens] * 32 * parts * abreast,
+        staged=tokens < 32,
     )
-    large = tokens >= 8 and tiles >= SPLIT_TILES and tokens * K >= SPLIT_ELEMENTS
-    if (large or tokens == 32) and not launch.staged and parts > 1 and tiles <= 4 * LARGE:
-        rounds = -(-tiles * parts // (8 * MULTIPROCESSORS * (2 if tokens < 32 else 1)))
-        return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
     rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * MULTIPROCESSORS)))
+    if rounds == 2 and tokens < 32:  # digits are read once for two tiles
+        return replace(launch, tiles=2, steps=max(1, launch.steps // 2))
     return replace(launch, rounds=rounds)
 
 

@@ -84,10 +84,15 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
     """The launch with as many parts of a tile's steps."""
     if way in ("staged", "given"):
         return replace(launch, staged=way == "staged")
-    one = replace(launch, tiles=1, rounds=3)
-    if way == "rounds":
-        return replace(one, abreast=max(1, 8 // launch.parts), warps=max(8, launch.parts), split=1)
-    return replace(one, abreast=4, warps=4, split=launch.parts)
+    abreast = max(1, 8 // launch.parts)
+    return replace(
+        launch,
+        tiles=2 if way == "pairs" else 1,
+        steps=min(launch.steps, 2),
+        rounds=3,
+        abreast=abreast,
+        warps=abreast * launch.parts,
+    )
 
 
 # Shapes of which each way of dividing the work is tried.
@@ -104,8 +109,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
     def launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
         found = gemv_launch(bits, tiles, steps, tokens)
-        least = 8 if way == "split" else 2
-        return found if tokens < least else changed(found, way)
+        return found if tokens == 1 else changed(found, way)
 
     monkeypatch.setattr(gemv_module, "gemv_launch", launch)
 
@@ -152,7 +156,7 @@ def test_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
     check_packed(case, make_tiled, randn)
 
 
-@pytest.mark.parametrize("way", ["staged", "given", "rounds", "split"])
+@pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs"])
 @pytest.mark.parametrize("case", DIVIDED, ids=str)
 def test_every_division(
     case: Case,
