@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lowbit.runtime.text.stops import StopStrings
 from lowbit.runtime.text.tokenizer import TextStream, Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -40,22 +41,24 @@ class Splitter:
     begin: Begin
     stops: tuple[str, ...] = ()
     _fresh: bool = True  # nothing has come yet
-    _trim: bool = False  # blank tokens are left out until the part has begun
+    _trim: bool = False  # blank text is left out until the part has begun
     _blank: str = ""  # blank end of the reasoning so far
     _thought: TextStream = field(init=False)
     _answer: TextStream = field(init=False)
+    _stops: StopStrings = field(init=False)
     _reasoning: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin inside the reasoning or outside."""
         self._thought = TextStream(self.tokenizer)
-        self._answer = TextStream(self.tokenizer, self.stops)
+        self._answer = TextStream(self.tokenizer)
+        self._stops = StopStrings(self.stops)
         self._reasoning = self._trim = self.begin == "reasoning"
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has occurred."""
-        return self._answer.stopped
+        return self._stops.stopped
 
     def push(self, id: int) -> Piece | None:
         """The text that this token completes."""
@@ -67,24 +70,29 @@ class Splitter:
         if fresh and self.begin == "answer" and id == self.tokenizer.token_id(OPEN):
             self._reasoning = self._trim = True
             return None
-        if self._trim and not self.tokenizer.token_bytes(id).strip():
-            return None
-        self._trim = False
         if self._reasoning:
             return self._thinking(self._thought.push(id))
-        return _piece(self._answer.push(id), reasoning=False)
+        return _piece(self._stops.push(self._trimmed(self._answer.push(id))), reasoning=False)
 
     def finish(self) -> Piece | None:
         """The text still held back."""
         if self._reasoning:
             return self._thinking(self._thought.finish())
-        return _piece(self._answer.finish(), reasoning=False)
+        answer = self._stops.push(self._trimmed(self._answer.finish()))
+        return _piece(answer + self._stops.finish(), reasoning=False)
 
     def _thinking(self, text: str) -> Piece | None:
-        text = self._blank + text
+        text = self._blank + self._trimmed(text)
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         return _piece(shown, reasoning=True)
+
+    def _trimmed(self, text: str) -> str:
+        """The text without the blank beginning of its part."""
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        return text
 
 
 def _piece(text: str, reasoning: bool) -> Piece | None:

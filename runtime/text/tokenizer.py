@@ -117,48 +117,20 @@ def bytes_to_text(data: bytes) -> str:
 
 @dataclass(slots=True)
 class TextStream:
-    """Turns tokens into text as they come: whole characters only, cut before a stop string.
+    """Turns tokens into text as they come, whole characters only.
 
-    The pieces joined are `Tokenizer.decode` of all tokens, up to the first stop string.
-
-    Attributes:
-        stops: strings that end the text and are not part of it.
-        stopped: whether one of them has occurred.
+    The pieces joined are `Tokenizer.decode` of all tokens.
     """
 
     tokenizer: Tokenizer
-    stops: tuple[str, ...] = ()
-    stopped: bool = False
-    _held: str = ""
     _utf8: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
     def push(self, id: int) -> str:
         """The text that this token completes; may be empty."""
-        return self._emit(self._utf8.decode(self.tokenizer.token_bytes(id)), final=False)
+        return self._utf8.decode(self.tokenizer.token_bytes(id))
 
     def finish(self) -> str:
-        """The text still held back."""
-        return self._emit(self._utf8.decode(b"", final=True), final=True)
-
-    def _emit(self, text: str, final: bool) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            self._held = ""
-            return text[: min(found)]
-        kept = 0 if final else max((_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a proper beginning of stop."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        """The broken character at the end of the text, if there is one."""
+        return self._utf8.decode(b"", final=True)
