@@ -48,6 +48,8 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         thinking: bool | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
         answer: bool = True,
         max_bytes: int = MAX_PROMPT_BYTES,
     ) -> str:
@@ -56,6 +58,8 @@ class ChatTemplate:
         Args:
             messages: objects of plain JSON, with `role` and `content`.
             thinking: `enable_thinking` of the template; None leaves it to the template.
+            tools: functions that the model may call, as objects of plain JSON.
+            arguments: further values of the template, by name.
             answer: end with the prompt for the assistant's next turn.
             max_bytes: longest text; longer messages are refused before they are rendered.
 
@@ -73,9 +77,10 @@ class ChatTemplate:
             )
         check_length(sum(map(_length, messages)), max_bytes)
         values = {
+            **(arguments or {}),
             **self.special_tokens,
             "messages": [_as_transformers(message) for message in messages],
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": answer,
         }

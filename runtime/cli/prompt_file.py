@@ -19,7 +19,7 @@ from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.sampling_ranges import SETTINGS
-from lowbit.runtime.text.chat import check_messages
+from lowbit.runtime.text.chat import plain_messages
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
 DIGEST = "request_sha256"
@@ -149,7 +149,7 @@ def _prompt(content: Mapping[str, Any], raw: bool) -> str | list[dict[str, str]]
         messages = content["messages"]
         if raw or not isinstance(messages, list):
             raise RequestError("`messages` must be a list, and are not for `raw`")
-        check_messages(messages)
+        plain_messages(messages)
         return messages
     prompt = content["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():

@@ -1,17 +1,21 @@
 """A conversation as the prompt for its next turn."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.formats.text.template import ChatTemplate
-
-ROLES = ("system", "user", "assistant", "tool")
+from lowbit.runtime.text.messages import plain_message
+from lowbit.runtime.text.template_arguments import check_arguments, split_thinking
+from lowbit.runtime.text.tools import read_tools
 
 
 class Message(TypedDict):
-    """One turn: `role` is system, user, assistant or tool."""
+    """One turn: `role` is system, developer, user, assistant or tool.
+
+    `plain_message` tells what else a message may hold.
+    """
 
     role: str
     content: str
@@ -19,42 +23,46 @@ class Message(TypedDict):
 
 def render_prompt(
     template: ChatTemplate,
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, Any]],
     thinking: bool | None = None,
     max_bytes: int = MAX_PROMPT_BYTES,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt that asks for the assistant's next turn.
 
     Args:
         template: of the model.
-        messages: the conversation so far.
+        messages: the conversation so far, as the OpenAI API has it.
         thinking: `enable_thinking` of the template; None leaves it to the template.
         max_bytes: longest prompt that is of use.
+        tools: functions that the model may call, as `read_tools` takes them.
+        template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
+            same as `thinking`.
 
     Raises:
         RequestError: a bad message, one that the template refuses, too long a conversation, or a
-            template without the thinking switch.
+            template that does not know tools, the thinking switch or an argument.
         CheckpointError: the template is not valid jinja2.
     """
-    check_messages(messages)
-    return template.render(messages, thinking, max_bytes=max_bytes)
+    plain = plain_messages(messages)
+    if read_tools(tools) and "tools" not in template.source:
+        raise RequestError("the chat template does not know tools", hint="leave out `tools`")
+    thinking, arguments = split_thinking(template_arguments or {}, thinking)
+    check_arguments(arguments, template)
+    return template.render(plain, thinking, tools=tools, arguments=arguments, max_bytes=max_bytes)
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse an empty conversation and malformed messages.
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates need them.
 
     Raises:
-        RequestError: names the message and what is wrong with it.
+        RequestError: an empty conversation, or a bad message: names it and what is wrong with it.
     """
     if not messages:
         raise RequestError("the conversation is empty", hint="give at least one user message")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"message {number} is not an object with `role` and `content`")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise RequestError(
-                f"message {number}: role `{role}` is not known", hint=f"use {', '.join(ROLES)}"
-            )
-        if not isinstance(content, str):
-            raise RequestError(f"message {number}: `content` must be text, got {content!r:.80}")
+    return [
+        plain_message(message, f"message {number}")
+        for number, message in enumerate(messages, start=1)
+    ]

@@ -125,7 +125,7 @@ def test_templates_cannot_leave_the_sandbox(attack: str) -> None:
         (["hi"], "message 1 is not an object"),
         ([USER, {"role": "robot", "content": "x"}], "message 2: role `robot` is not known"),
         ([{"role": "user"}], "message 1: `content` must be text, got None"),
-        ([{"role": "user", "content": ["x"]}], "message 1: `content` must be text"),
+        ([{"role": "user", "content": 5}], "message 1: `content` must be text, got 5"),
     ],
 )
 def test_bad_messages_are_named(messages: list[Any], reason: str) -> None:
