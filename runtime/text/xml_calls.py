@@ -1,0 +1,73 @@
+"""Tool calls as tags: `<function=f><parameter=x>value</parameter></function>`.
+
+The tags are no XML: values are not escaped. A value therefore ends at the first closing tag that is
+followed by what may follow it, and the line breaks that the template puts around it are no part.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit.runtime.text.call import UNFINISHED, Call, Unfinished
+from lowbit.runtime.text.plain_json import write_json
+from lowbit.runtime.text.tools import CLOSE_CALL, NAME, OPEN_CALL, Tool
+from lowbit.runtime.text.typed_values import schema_of, typed_value
+
+OPEN_FUNCTION = "<function="
+MAX_BEGIN = 400  # characters in which the name of the function must have ended
+_FUNCTION = re.compile(rf"\s*<function=({NAME.pattern})>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_END_OF_VALUE = re.compile(r"</parameter>\s*(?:(?=<parameter=[^>\n]+>)|(?P<end></function>\s*\Z))")
+_END = re.compile(r"</function>\s*\Z")
+
+
+def may_become_call(body: str, tools: Mapping[str, Tool]) -> bool:
+    """Tell if the beginning of what follows the opening tag allows a call."""
+    begin = body[:MAX_BEGIN].lstrip()
+    if not begin.startswith(OPEN_FUNCTION):
+        return OPEN_FUNCTION.startswith(begin)
+    name, closed, _ = begin[len(OPEN_FUNCTION) :].partition(">")
+    return name in tools if closed else any(tool.startswith(name) for tool in tools)
+
+
+def read_call(body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
+    """The call between two tags.
+
+    Args:
+        body: text between the opening tag and a closing one.
+        tools: that may be called, by name.
+
+    Returns:
+        UNFINISHED if the closing tag stands in a value; None if the text is no call.
+    """
+    function = _FUNCTION.match(body)
+    if function is None or function[1] not in tools:
+        return None
+    schema = tools[function[1]].schema
+    arguments: dict[str, Any] = {}
+    at = function.end()
+    while not _END.match(body, at):
+        parameter = _PARAMETER.match(body, at)
+        if parameter is None:
+            return None
+        end = _END_OF_VALUE.search(body, parameter.end())
+        text = body[parameter.end() : end.start() if end else None]
+        if _holds_another_call(text):
+            return None
+        if end is None:
+            return UNFINISHED
+        name, text = parameter[1], text.removeprefix("\n").removesuffix("\n")
+        arguments[name] = typed_value(text, schema_of(name, schema), schema)
+        if end["end"] is not None:
+            break
+        at = end.end()
+    try:
+        return Call(function[1], write_json(arguments))
+    except ValueError:
+        return None
+
+
+def _holds_another_call(value: str) -> bool:
+    """Tell if a value runs on into the next call, because its own closing tag is missing."""
+    closed = value.find(CLOSE_CALL)
+    return 0 <= closed < value.find(OPEN_CALL)
