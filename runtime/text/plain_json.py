@@ -1,6 +1,7 @@
 """JSON that a model writes, read leniently and written strictly."""
 
 import json
+import math
 from typing import Any, NoReturn
 
 
@@ -38,6 +39,19 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_plain(value: Any, depth: int) -> bool:
+    """Tell if a value is made of what JSON has, with at most `depth` objects and lists nested."""
+    if isinstance(value, list | dict) and depth == 0:
+        return False
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list):
+        return all(is_plain(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v, depth - 1) for k, v in value.items())
+    return value is None or isinstance(value, str | bool | int)
 
 
 def _refuse(constant: str) -> NoReturn:

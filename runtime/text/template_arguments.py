@@ -1,12 +1,12 @@
 """Arguments that a request passes to the chat template, as `chat_template_kwargs`."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import THINKING, ChatTemplate
+from lowbit.runtime.text.plain_json import is_plain
 
 MAX_DEPTH = 16
 # Names that mean something else in a template, or that the server itself fills in.
@@ -55,18 +55,5 @@ def check_arguments(arguments: Mapping[str, Any], template: ChatTemplate) -> Non
             raise RequestError(f"the template's argument `{name}` cannot be given")
         if not re.search(rf"\b{name}\b", template.source):
             raise RequestError(f"the chat template does not know the argument `{name}`")
-        if not is_plain(value):
+        if not is_plain(value, MAX_DEPTH):
             raise RequestError(f"the template's argument `{name}` is not plain JSON")
-
-
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Tell if a value is made of what JSON has, nested at most MAX_DEPTH deep."""
-    if depth > MAX_DEPTH:
-        return False
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, list):
-        return all(is_plain(item, depth + 1) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and is_plain(v, depth + 1) for k, v in value.items())
-    return value is None or isinstance(value, str | bool | int)

@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.plain_json import is_plain
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the forms need a name without spaces, < and >
 MAX_TOOLS = 512
+MAX_DEPTH = 64  # of a schema
 
 # json: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen3 and Qwen2.5 write it.
 # xml: `<tool_call><function=NAME><parameter=KEY>...`, as Qwen3.5 and Qwen3-Coder write it.
@@ -24,10 +26,13 @@ class Tool:
     Attributes:
         name: by which it is called.
         schema: JSON schema of the object of its arguments.
+        strict: arguments that are made under the schema must follow all of it; else keywords that
+            cannot be enforced are left out.
     """
 
     name: str
     schema: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -66,9 +71,15 @@ def _read(tool: Any, where: str) -> Tool:
             f"{where}: the name {name!r:.80} is not one of a function",
             hint="use 1 to 128 letters, digits, _ - . : /",
         )
-    if schema is not None and not isinstance(schema, Mapping):
-        raise RequestError(f"{where}: `parameters` of `{name}` must be a JSON schema, an object")
-    return Tool(name, schema or {})
+    if schema is not None and not (isinstance(schema, dict) and is_plain(schema, MAX_DEPTH)):
+        raise RequestError(
+            f"{where}: `parameters` of `{name}` must be a JSON schema, an object",
+            hint=f"plain JSON, nested at most {MAX_DEPTH} deep",
+        )
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{where}: `strict` must be true or false, got {strict!r:.80}")
+    return Tool(name, schema or {}, strict is True)
 
 
 def form_of(template: ChatTemplate) -> CallForm | None:

@@ -32,7 +32,7 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         root: schema to whose parts `$ref` points.
     """
     types = types_of(schema, root)
-    if types == {"string"} or (isinstance(schema, Mapping) and text in _choices(schema)):
+    if types == {"string"} or (isinstance(schema, Mapping) and text in choices_of(schema)):
         return text
     word = text.strip()
     if "null" in types and word in NULLS:
@@ -70,7 +70,7 @@ def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -
         return frozenset(name for name in named if isinstance(name, str))
     if "$ref" in schema:
         return types_of(resolve(schema["$ref"], root), root, depth + 1)
-    if choices := _choices(schema):
+    if choices := choices_of(schema):
         return frozenset(_TYPES.get(type(choice), "string") for choice in choices)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
@@ -105,7 +105,7 @@ def schema_of(name: str, root: Mapping[str, Any]) -> Any:
     return root.get("additionalProperties", {})
 
 
-def _choices(schema: Mapping[str, Any]) -> list[Any]:
+def choices_of(schema: Mapping[str, Any]) -> list[Any]:
     """Values to which `enum` or `const` restricts a schema."""
     if "const" in schema:
         return [schema["const"]]

@@ -1,0 +1,125 @@
+"""Grammars of answers that must call a tool, in llguidance's variant of Lark.
+
+A grammar names the tokens `<tool_call>` and `</tool_call>` where the tokenizer has them, and spells
+them elsewhere. Arguments follow their JSON schema, in the notation of the chat templates.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
+from lowbit.runtime.text.typed_values import choices_of, resolve, types_of
+
+CLOSE_VALUE = "\n</parameter>\n"
+TEXT = r"/(?s:.*)<\/parameter>/"  # up to the first closing tag
+DEFINITIONS = ("$defs", "definitions")
+# The JSON of Qwen's templates: a space behind `:` and `,`, no line breaks.
+NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def grammar_of(
+    form: CallForm,
+    tools: Sequence[Tool],
+    choice: str | Literal["required"],
+    tokenizer: Tokenizer,
+    parallel: bool = True,
+) -> str:
+    """Lark text of an answer that is one call or several, without other content.
+
+    Args:
+        form: of calls.
+        tools: that may be called.
+        choice: `required` for any of the tools, or the name of the only one.
+        tokenizer: of the model.
+        parallel: whether several calls are allowed.
+
+    Raises:
+        RequestError: no tool has the name.
+    """
+    allowed = [tool for tool in tools if choice in ("required", tool.name)]
+    if not allowed:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise RequestError(f"no tool is named `{choice}`", hint=f"the tools: {known}")
+    calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
+    opening, closing = _mark(OPEN_CALL, tokenizer), _mark(CLOSE_CALL, tokenizer)
+    rules = [
+        "start: BLANK call" + (r' ("\n" call)*' if parallel else ""),
+        r"BLANK: /[ \n]{0,4}/",
+        rf'call: {opening} "\n" ({calls}) "\n" {closing}',
+    ]
+    for index, tool in enumerate(allowed):
+        rules += _json_call(index, tool) if form == "json" else _xml_call(index, tool)
+    return "\n".join(rules) + "\n"
+
+
+def _mark(tag: str, tokenizer: Tokenizer) -> str:
+    """A tag as the token that it is, or spelled."""
+    return json.dumps(tag) if tokenizer.token_id(tag) is None else tag
+
+
+def _json_call(index: int, tool: Tool) -> Iterator[str]:
+    begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
+    schema = {"type": "object", **tool.schema}
+    yield f'call_{index}: {json.dumps(begin)} arguments_{index} "}}"'
+    yield f"arguments_{index}: {_json(schema, tool)}"
+
+
+def _xml_call(index: int, tool: Tool) -> Iterator[str]:
+    """Tags of the parameters in the order of the schema; those that are not required may lack."""
+    schema = _resolved(tool.schema)
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        properties, required = {}, []
+    names = [name for name in properties if _fits_tag(name)]
+    parts = []
+    for number, name in enumerate(names):
+        needed = isinstance(required, list) and name in required
+        parts.append(f"value_{index}_{number}{'' if needed else '?'}")
+    if not isinstance(schema.get("properties"), Mapping) and _is_open(schema):
+        parts.append(f"any_{index}*")
+        yield rf'any_{index}: "<parameter=" /[^>\n]+/ ">\n" any_{index}_text "\n"'
+        yield f"any_{index}_text[lazy]: {TEXT}"
+    begin, end = json.dumps(f"<function={tool.name}>\n"), json.dumps("</function>")
+    yield f"call_{index}: {' '.join((begin, *parts, end))}"
+    for number, name in enumerate(names):
+        yield from _value(f"value_{index}_{number}", name, properties[name], tool)
+
+
+def _value(rule: str, name: str, schema: Any, tool: Tool) -> Iterator[str]:
+    """A parameter: free text if it may be a string, else JSON."""
+    begin = json.dumps(f"<parameter={name}>\n")
+    types = types_of(schema, tool.schema)
+    choices = choices_of(schema) if isinstance(schema, Mapping) else []
+    if choices and all(isinstance(choice, str) for choice in choices):
+        texts = " | ".join(json.dumps(choice + CLOSE_VALUE) for choice in choices)
+        yield f"{rule}: {begin} ({texts})"
+    elif not types or "string" in types:
+        yield rf'{rule}: {begin} {rule}_text "\n"'
+        yield f"{rule}_text[lazy]: {TEXT}"
+    else:
+        yield f"{rule}: {begin} {rule}_json {json.dumps(CLOSE_VALUE)}"
+        yield f"{rule}_json: {_json(schema, tool)}"
+
+
+def _json(schema: Mapping[str, Any], tool: Tool) -> str:
+    """JSON that a part of a tool's schema allows."""
+    definitions = {key: tool.schema[key] for key in DEFINITIONS if key in tool.schema}
+    options = {**NOTATION, "lenient": not tool.strict}
+    return f"%json {json.dumps({**definitions, **schema, 'x-guidance': options})}"
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema itself, or the part of it to which it refers as a whole."""
+    found = resolve(schema["$ref"], schema) if "$ref" in schema else schema
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    return schema.get("additionalProperties", True) is not False
+
+
+def _fits_tag(name: str) -> bool:
+    return bool(name) and not any(sign in name for sign in ">\n")
