@@ -1,0 +1,348 @@
+// A chat with the model of this server, over its OpenAI API.
+
+import { Answer } from "./answer.js";
+import { ask, explained, readHealth, readModel, readReport } from "./client.js";
+import { action, copyButton, element } from "./elements.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const SETTINGS = "lowbit.settings"; // in this browser
+const KEY = "lowbit.key"; // in this tab
+const CHAT = "lowbit.chat"; // in this tab
+const KEY_NOTE = "This server asks for one. It is forgotten when the tab closes.";
+const ALONE = "The page loads nothing from elsewhere.";
+const NEAR = 80; // pixels from the end at which the page follows a growing answer
+
+const $ = (id) => document.getElementById(id);
+const [chat, composer, field, send, scroll] = ["chat", "composer", "ask", "send", "scroll"].map($);
+
+let messages = recalled(sessionStorage, CHAT, []); // role, content; answers: reasoning, meta, error
+let running = null; // the AbortController of the answer that is being made
+let model = null;
+let follows = true; // the page shows the end of the conversation
+
+// Storage, which a browser may refuse.
+
+function recalled(storage, name, otherwise) {
+  try {
+    return JSON.parse(storage.getItem(name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+function remember(storage, name, value) {
+  try {
+    storage.setItem(name, JSON.stringify(value));
+  } catch {
+    // full, or refused: the page works without
+  }
+}
+
+// Settings
+
+function readSettings() {
+  const values = Object.fromEntries(new FormData($("fields")));
+  const request = {};
+  for (const name of NUMBERS) {
+    if (values[name] !== "" && $(name).validity.valid) request[name] = Number(values[name]);
+  }
+  if (values.thinking) request.chat_template_kwargs = { enable_thinking: values.thinking === "on" };
+  return { request, system: values.system.trim() };
+}
+
+function restoreSettings(values) {
+  $("fields").reset();
+  for (const [name, value] of Object.entries(values)) {
+    const input = $("fields").elements[name];
+    if (input && name !== "key") input.value = value;
+  }
+}
+
+function openSettings(focus = "system") {
+  $("settings").showModal();
+  $(focus).focus();
+}
+
+$("fields").addEventListener("input", () => {
+  remember(localStorage, SETTINGS, Object.fromEntries(new FormData($("fields"))));
+});
+$("key").addEventListener("change", () => {
+  remember(sessionStorage, KEY, $("key").value.trim());
+  connect();
+});
+$("fields").addEventListener("submit", (event) => {
+  event.preventDefault();
+  $("settings").close();
+});
+$("settings").addEventListener("click", (event) => {
+  if (event.target === $("settings")) $("settings").close();
+});
+$("settings").addEventListener("close", () => field.focus());
+$("open-settings").addEventListener("click", () => openSettings());
+$("close-settings").addEventListener("click", () => $("settings").close());
+$("defaults").addEventListener("click", () => {
+  restoreSettings({});
+  remember(localStorage, SETTINGS, {});
+});
+
+// The conversation on the page
+
+function show() {
+  chat.replaceChildren(...messages.map((message, index) => turn(message, index)));
+  $("welcome").hidden = messages.length > 0;
+  document.body.classList.toggle("empty", !messages.length);
+  remember(sessionStorage, CHAT, messages);
+  refresh();
+}
+
+function turn(message, index) {
+  return message.role === "user" ? question(message, index) : answerAt(message, index).node;
+}
+
+function question(message, index) {
+  const text = element("div", { className: "bubble" }, message.content);
+  const edit = action("Edit", () => editQuestion(index));
+  const actions = element(
+    "div",
+    { className: "actions" },
+    copyButton(() => message.content),
+    edit,
+  );
+  return element("li", { className: "user", ariaLabel: "You" }, text, actions);
+}
+
+function answerAt(message, index) {
+  return new Answer(message, { retry: () => retry(index), askForKey: () => openSettings("key") });
+}
+
+function editQuestion(index) {
+  if (running) return;
+  const input = element("textarea", { value: messages[index].content, ariaLabel: "Edit message" });
+  const save = () => {
+    if (!input.value.trim()) return;
+    messages = messages.slice(0, index);
+    say(input.value.trim());
+  };
+  const sendIt = element("button", { type: "button", className: "primary" }, "Send");
+  sendIt.addEventListener("click", save);
+  const buttons = element("div", { className: "buttons" }, action("Cancel", show), sendIt);
+  chat.children[index].replaceChildren(element("div", { className: "editor" }, input, buttons));
+  input.addEventListener("input", () => grow(input));
+  input.addEventListener("keydown", (event) => {
+    if (sends(event)) save();
+    if (event.key === "Escape") show();
+    if (sends(event) || event.key === "Escape") event.preventDefault();
+  });
+  grow(input);
+  input.focus();
+}
+
+// Asking
+
+function say(text) {
+  messages.push({ role: "user", content: text });
+  answer();
+}
+
+function retry(index) {
+  if (running) return;
+  messages = messages.slice(0, index);
+  answer();
+}
+
+async function answer() {
+  const { request, system } = readSettings();
+  const past = messages
+    .filter((message) => message.content)
+    .map(({ role, content }) => ({ role, content }));
+  if (system) past.unshift({ role: "system", content: system });
+  const message = { role: "assistant", content: "", reasoning: "" };
+  messages.push(message);
+  show();
+  if (matchMedia("(hover: hover)").matches) field.focus(); // elsewhere a keyboard would open
+  const shown = answerAt(message, messages.length - 1);
+  chat.lastElementChild.replaceWith(shown.node);
+  const mine = new AbortController();
+  running = mine;
+  refresh();
+  toEnd();
+  await follow(message, shown, { ...request, model: model?.id, messages: past }, mine.signal);
+  shown.draw();
+  if (running !== mine) return; // a new chat has begun
+  running = null;
+  remember(sessionStorage, CHAT, messages);
+  $("status").textContent = message.error ? message.error.title : "The answer is complete.";
+  refresh();
+  toEndIfFollowing();
+}
+
+// Read one answer into its message, with the times at which its parts came.
+async function follow(message, shown, body, signal) {
+  const began = performance.now();
+  const since = () => (performance.now() - began) / 1000;
+  const meta = {};
+  const key = recalled(sessionStorage, KEY, "");
+  try {
+    for await (const part of ask(body, key, signal)) {
+      if (part.reasoning || part.content) {
+        meta.first ??= since();
+        meta.last = since();
+        if (part.content && message.reasoning) message.thoughtSeconds ??= meta.last - meta.first;
+        message.reasoning += part.reasoning ?? "";
+        message.content += part.content ?? "";
+        schedule(shown);
+      }
+      if (part.usage) Object.assign(meta, tokensOf(part.usage));
+      if (part.reason === "length") meta.note = "cut at the token limit";
+    }
+  } catch (error) {
+    if (signal.aborted) meta.note = "stopped";
+    else message.error = explained(error);
+  }
+  if (meta.tokens > 1 && meta.last > meta.first)
+    meta.rate = (meta.tokens - 1) / (meta.last - meta.first);
+  if (meta.first !== undefined || !message.error) message.meta = meta;
+  if (message.reasoning && !message.content) message.thoughtSeconds ??= meta.last - meta.first;
+}
+
+function tokensOf(usage) {
+  return {
+    tokens: usage.completion_tokens,
+    reasoning: usage.completion_tokens_details?.reasoning_tokens,
+  };
+}
+
+let scheduled = null;
+
+function schedule(shown) {
+  scheduled ??= requestAnimationFrame(() => {
+    scheduled = null;
+    shown.draw();
+    toEndIfFollowing();
+  });
+}
+
+function stop() {
+  running?.abort();
+}
+
+// Scrolling: the page follows an answer until the reader scrolls up.
+
+function toEnd() {
+  follows = true;
+  scroll.scrollTop = scroll.scrollHeight;
+}
+
+function toEndIfFollowing() {
+  if (follows) toEnd();
+}
+
+scroll.addEventListener("scroll", () => {
+  follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR;
+  $("latest").hidden = follows;
+});
+$("latest").addEventListener("click", toEnd);
+new ResizeObserver(toEndIfFollowing).observe(chat);
+
+// Writing
+
+function refresh() {
+  send.classList.toggle("stops", Boolean(running));
+  send.disabled = !running && !field.value.trim();
+  send.ariaLabel = running ? "Stop" : "Send";
+  send.title = running ? "Stop (Esc)" : "Send (Enter)";
+  document.body.classList.toggle("running", Boolean(running));
+}
+
+function grow(input) {
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight + input.offsetHeight - input.clientHeight}px`;
+}
+
+function sends(event) {
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing;
+}
+
+composer.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = field.value.trim();
+  if (running) {
+    stop();
+  } else if (text) {
+    field.value = "";
+    grow(field);
+    say(text);
+  }
+});
+field.addEventListener("input", () => {
+  grow(field);
+  refresh();
+});
+field.addEventListener("keydown", (event) => {
+  if (sends(event)) {
+    event.preventDefault();
+    if (!running) composer.requestSubmit();
+  } else if (event.key === "ArrowUp" && !field.value && !running) {
+    const last = messages.findLastIndex((message) => message.role === "user");
+    if (last >= 0) {
+      event.preventDefault();
+      editQuestion(last);
+    }
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !$("settings").open) stop();
+  if (event.altKey && event.code === "KeyN") newChat();
+  if (event.altKey && event.code === "KeyS" && !$("settings").open) openSettings();
+});
+$("welcome").addEventListener("click", (event) => {
+  const idea = event.target.closest("button");
+  if (idea) say(idea.textContent.replace(/\s+/g, " ").trim());
+});
+
+function newChat() {
+  stop();
+  running = null;
+  messages = [];
+  show();
+  field.focus();
+}
+
+$("new").addEventListener("click", newChat);
+
+// The server
+
+async function connect() {
+  const key = recalled(sessionStorage, KEY, "");
+  const health = await readHealth();
+  $("key-field").hidden = !health.auth;
+  $("report").hidden = !health.report;
+  model = await readModel(key);
+  $("model").textContent = model?.id ?? "lowbit";
+  document.title = model ? `${model.id} · lowbit` : "lowbit";
+  if (model?.max_model_len) {
+    const context = `${model.max_model_len.toLocaleString("en")} tokens of context`;
+    $("about").textContent = `${model.id} with ${context}, on this server. ${ALONE}`;
+  }
+  $("key-note").textContent = key && !model ? "The server does not accept this key." : KEY_NOTE;
+  $("key").ariaInvalid = String(Boolean(key && !model));
+  if (health.auth && !model && !$("settings").open) openSettings("key");
+}
+
+// A link shows no key, so behind one the report is fetched and saved.
+$("report").addEventListener("click", async (event) => {
+  const key = recalled(sessionStorage, KEY, "");
+  if (!key) return;
+  event.preventDefault();
+  const href = URL.createObjectURL(await readReport(key));
+  element("a", { href, download: "quality.html" }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10000);
+});
+
+restoreSettings(recalled(localStorage, SETTINGS, {}));
+$("key").value = recalled(sessionStorage, KEY, "");
+for (const message of messages) {
+  if (message.role === "assistant" && !message.error) message.meta ??= { note: "stopped" };
+}
+show();
+connect();
