@@ -56,6 +56,11 @@ class Splitter:
         self._reasoning = self._trim = self.begin == "reasoning"
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._stops.found
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string has occurred."""
         return self._stops.stopped

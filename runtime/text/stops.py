@@ -12,23 +12,28 @@ class StopStrings:
 
     Attributes:
         stops: strings that end the text and are not part of it.
-        stopped: whether one of them has occurred.
+        found: the one that has ended it; None as long as none has.
     """
 
     stops: tuple[str, ...] = ()
-    stopped: bool = False
+    found: str | None = None
     _held: str = ""  # end of the text, with which a stop string may begin
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """The text that is certain once `text` has come."""
         if self.stopped:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            self._held = ""
-            return text[: min(found)[1]]
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.found, self._held = text[at:end], ""
+            return text[:at]
         certain = len(text) - longest_overlap(text, self.stops)
         self._held = text[certain:]
         return text[:certain]

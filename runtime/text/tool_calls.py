@@ -83,9 +83,14 @@ class AnswerSplitter:
         self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the content."""
+        return self._text.stop or self._content.stops.found
+
+    @property
     def stopped(self) -> bool:
         """Whether the answer has ended: a stop string, or the only call that is allowed."""
-        return self._text.stopped or self._content.stopped or self._ended
+        return self.stop is not None or self._ended
 
     @property
     def calls(self) -> int:
@@ -194,11 +199,6 @@ class Content:
     _blank: str = ""  # blank end of the content so far
     _begun: bool = False
     _called: bool = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has occurred."""
-        return self.stops.stopped
 
     def push(self, text: str) -> str:
         """The content that is certain once `text` has come."""

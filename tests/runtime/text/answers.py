@@ -67,6 +67,7 @@ def parsed(
     events += splitter.finish()
     assert splitter.push(CLOSE_ID) == splitter.finish() == []  # nothing twice
     reasoning, content, calls = joined(events)
+    assert splitter.stop is None or splitter.stop in stops
     return Parsed(reasoning, content, calls, splitter.stopped)
 
 

@@ -29,7 +29,14 @@ def first_cut(text: str, stops: list[str]) -> str:
 )
 @settings(max_examples=300, deadline=None)
 def test_text_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
-    assert "".join(passed(pieces, *stops)) == first_cut("".join(pieces), stops)
+    text = StopStrings(tuple(stops))
+    shown = "".join(map(text.push, pieces)) + text.finish()
+    whole = "".join(pieces)
+    assert shown == first_cut(whole, stops)
+    assert text.stopped == (shown != whole)
+    if text.found is not None:
+        assert text.found in stops
+        assert whole.startswith(shown + text.found)
 
 
 @pytest.mark.parametrize(

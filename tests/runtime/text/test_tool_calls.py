@@ -234,4 +234,8 @@ def test_tokens_of_a_real_tokenizer(form: CallForm, text: str) -> None:
     ids = tokenizer.encode(f"hm é\n</think>\n\nLet me.\n{text}<|im_end|>")
     events = [event for id in ids for event in splitter.push(id)]
     assert joined(events + splitter.finish()) == ("hm é", "Let me.", (F,))
-    assert splitter.calls == 1
+    assert (splitter.calls, splitter.stop) == (1, None)
+    for begin, stop in (("raw", "a"), ("answer", "a")):
+        ended = AnswerSplitter(tokenizer, begin, ("z", stop), TOOLS, form)  # type: ignore[arg-type]
+        assert [event for id in tokenizer.encode("bab") for event in ended.push(id)]
+        assert (ended.stop, ended.stopped) == ("a", True)
