@@ -166,6 +166,7 @@ async function answer() {
   running = mine;
   refresh();
   toEnd();
+  if (!model) await identify();
   await follow(message, shown, { ...request, model: model?.id, messages: past }, mine.signal);
   shown.draw();
   if (running !== mine) return; // a new chat has begun
@@ -313,10 +314,18 @@ $("new").addEventListener("click", newChat);
 // The server
 
 async function connect() {
-  const key = recalled(sessionStorage, KEY, "");
   const health = await readHealth();
   $("key-field").hidden = !health.auth;
   $("report").hidden = !health.report;
+  const key = await identify();
+  $("key-note").textContent = key && !model ? "The server does not accept this key." : KEY_NOTE;
+  $("key").ariaInvalid = String(Boolean(key && !model));
+  if (health.auth && !model && !$("settings").open) openSettings("key");
+}
+
+// Learn the model's name; returns the key that was shown.
+async function identify() {
+  const key = recalled(sessionStorage, KEY, "");
   model = await readModel(key);
   $("model").textContent = model?.id ?? "lowbit";
   document.title = model ? `${model.id} · lowbit` : "lowbit";
@@ -324,9 +333,7 @@ async function connect() {
     const context = `${model.max_model_len.toLocaleString("en")} tokens of context`;
     $("about").textContent = `${model.id} with ${context}, on this server. ${ALONE}`;
   }
-  $("key-note").textContent = key && !model ? "The server does not accept this key." : KEY_NOTE;
-  $("key").ariaInvalid = String(Boolean(key && !model));
-  if (health.auth && !model && !$("settings").open) openSettings("key");
+  return key;
 }
 
 // A link shows no key, so behind one the report is fetched and saved.

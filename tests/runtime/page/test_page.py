@@ -117,7 +117,7 @@ def test_retry_edit_and_new_chat(stub: Stub, open_page: Open) -> None:
     assert said(page, "first") == "A"
     assert said(page, "second") == "B"
     assert asked(stub) == ["first", "A", "second"]
-    page.click(f"{LAST} >> text=Retry")
+    page.click(f"{LAST} >> button:text('Retry')")
     page.wait_for_selector(f"{LAST} p:text-is('C')")
     assert asked(stub) == ["first", "A", "second"]
     page.press(ASK, "ArrowUp")
@@ -192,7 +192,7 @@ def test_a_server_with_a_key_is_asked_with_it(stub: Stub, open_page: Open) -> No
     page.fill("#key", "geheim")
     page.keyboard.press("Enter")
     page.wait_for_selector("#model:text('Qwen3.5-4B-int4')")
-    page.click(f"{LAST} >> text=Retry")
+    page.click(f"{LAST} >> button:text('Retry')")
     page.wait_for_selector(f"{LAST} p:text-is('ok')")
     assert "geheim" not in page.evaluate("JSON.stringify(localStorage)")
     with page.expect_download() as download:  # a link could not show the key
@@ -244,7 +244,7 @@ def test_errors_are_readable(stub: Stub, open_page: Open) -> None:
         assert page.inner_text(".error b") == title
         assert page.inner_text(".error p") == text
         assert shown == ("half" if canned.parts else "")  # what has come stays
-        page.click(f"{LAST} >> text=Retry")
+        page.click(f"{LAST} >> button:text('Retry')")
         page.wait_for_selector(f"{LAST} p:text-is('ok')")
         assert asked(stub) == ["hi"]
         page.click("#new")
@@ -253,9 +253,15 @@ def test_errors_are_readable(stub: Stub, open_page: Open) -> None:
 def test_a_server_that_is_gone_is_named(stub: Stub, open_page: Open) -> None:
     page = open_page()
     page.wait_for_selector("#model:text('Qwen3.5-4B-int4')")
-    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route("**/v1/**", lambda route: route.abort())
+    page.reload()
     said(page, "hi")
     assert page.inner_text(".error b") == "The server cannot be reached"
+    page.unroute("**/v1/**")
+    stub.answers = [Canned(spoken("ok"))]
+    page.click(f"{LAST} >> button:text('Retry')")
+    page.wait_for_selector(f"{LAST} p:text-is('ok')")
+    assert stub.requests[-1]["model"] == "Qwen3.5-4B-int4"
 
 
 def test_lines_are_written_with_shift(stub: Stub, open_page: Open) -> None:
