@@ -47,9 +47,12 @@ class Splitter:
     _answer: TextStream = field(init=False)
     _stops: StopStrings = field(init=False)
     _reasoning: bool = field(init=False)
+    _open: int | None = field(init=False)  # ids of the tags around the reasoning
+    _close: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin inside the reasoning or outside."""
+        self._open, self._close = map(self.tokenizer.token_id, (OPEN, CLOSE))
         self._thought = TextStream(self.tokenizer)
         self._answer = TextStream(self.tokenizer)
         self._stops = StopStrings(self.stops)
@@ -68,11 +71,11 @@ class Splitter:
     def push(self, id: int) -> Piece | None:
         """The text that this token completes."""
         fresh, self._fresh = self._fresh, False
-        if self._reasoning and id == self.tokenizer.token_id(CLOSE):
+        if self._reasoning and id == self._close:
             piece = self._thinking(self._thought.finish())
             self._reasoning, self._trim = False, True
             return piece
-        if fresh and self.begin == "answer" and id == self.tokenizer.token_id(OPEN):
+        if fresh and self.begin == "answer" and id == self._open:
             self._reasoning = self._trim = True
             return None
         if self._reasoning:

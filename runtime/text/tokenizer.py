@@ -26,6 +26,7 @@ class Tokenizer:
     """
 
     text: TextTokenizer
+    _bytes: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)  # by id
 
     @property
     def vocabulary(self) -> int:
@@ -71,6 +72,12 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes that a token adds to the text; none for special and unknown ids."""
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._read_bytes(id)
+        return found
+
+    def _read_bytes(self, id: int) -> bytes:
         token: str | None = None if id in self.special_ids else self.text.hub.id_to_token(id)
         if token is None:
             return b""

@@ -15,6 +15,7 @@ from lowbit.runtime.text.stops import StopStrings, longest_overlap
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
+MOST_FAILURES = 200  # texts between tags, in one answer, that are no calls
 FORMS = {"json": json_calls, "xml": xml_calls}
 
 
@@ -139,7 +140,8 @@ def _content(text: str) -> Iterator[Piece]:
 class CallReader:
     """Finds calls in text that arrives in pieces.
 
-    An opening tag that begins no call is text, and calls are looked for behind it again.
+    An opening tag that begins no call is text, and calls are looked for behind it again, until
+    MOST_FAILURES texts between tags have been no calls: each takes time for the whole of it.
     """
 
     form: CallForm
@@ -147,19 +149,23 @@ class CallReader:
     _held: str = ""  # text that is not certain; behind the opening tag while inside a call
     _inside: bool = False
     _searched: int = 0  # length of the held text that has no other closing tag
+    _failures: int = 0
 
     def read(self, text: str, final: bool = False) -> Iterator[str | Call]:
         """Text and calls that are certain once `text` has come; all of it if it is the end."""
         self._held += text
         while self._held or self._inside:
-            if not self._inside:
+            if self._failures >= MOST_FAILURES:
+                yield self._all_as_text()
+            elif not self._inside:
                 yield self._text_before_tag(final)
                 if not self._inside:
                     return
-            found = self._call(final)
-            if found is None:
-                return
-            yield found
+            else:
+                found = self._call(final)
+                if found is None:
+                    return
+                yield found
 
     def _text_before_tag(self, final: bool) -> str:
         before, tag, after = self._held.partition(OPEN_CALL)
@@ -180,15 +186,24 @@ class CallReader:
             if isinstance(call, Call):
                 self._held, self._inside = self._held[at + len(CLOSE_CALL) :], False
                 return call
-            if call != UNFINISHED:
+            self._failures += 1
+            if call != UNFINISHED or self._failures >= MOST_FAILURES:
                 return self._tag_as_text()
             self._searched = at + len(CLOSE_CALL)
+        if final:
+            return self._tag_as_text() if self._searched else self._all_as_text()
         self._searched = max(self._searched, len(self._held) - len(CLOSE_CALL) + 1)
-        return self._tag_as_text() if final else None
+        return None
 
     def _tag_as_text(self) -> str:
         self._inside = False
         return OPEN_CALL
+
+    def _all_as_text(self) -> str:
+        """All that is held, in which no call can be found any more."""
+        text = OPEN_CALL + self._held if self._inside else self._held
+        self._held, self._inside = "", False
+        return text
 
 
 @dataclass(slots=True)

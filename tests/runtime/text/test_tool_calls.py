@@ -152,6 +152,14 @@ def test_one_call_is_enough_where_parallel_calls_are_not_wanted() -> None:
     assert everywhere("a" + F1 + "b" + G1, "json", parallel=False) == Parsed("", "a", (F,), True)
 
 
+def test_after_many_texts_that_are_no_calls_all_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowbit.runtime.text.tool_calls.MOST_FAILURES", 3)
+    bad, open_string = "<tool_call>{}</tool_call>", '<tool_call>{"</tool_call>'
+    assert everywhere(bad * 2 + F1, "json") == Parsed("", bad * 2, (F,))
+    assert everywhere(bad * 3 + F1, "json") == Parsed("", bad * 3 + F1)
+    assert everywhere(open_string * 3 + F1, "json") == Parsed("", open_string * 3 + F1)
+
+
 PARTS = [
     *("a", "é😀", " ", "\n", '"', "\\", "{", "}", ":", ",", "5", "null", "END"),
     *("<tool_call>", "</tool_call>", "<function=f>", "<function=h>", "</function>"),
