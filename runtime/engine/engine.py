@@ -17,9 +17,10 @@ from torch import Tensor
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.restrict import accept, next_mask
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.runner import Runner, Sent
-from lowbit.runtime.engine.sequence import Sequence, TokenRequest
+from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA, PAGE
 from lowbit.runtime.state.sampler_rows import check_bias_ids
@@ -125,10 +126,7 @@ class Engine:
                 budget -= self._run_chunk(sequence)
             decoding = [each for each in ready if each.chosen < each.count]
             if decoding:
-                self._sent.append(self.runner.decode(decoding))
-                for each in decoding:
-                    each.length += 1
-                    each.chosen += 1
+                self._decode(decoding)
             worked = bool(self._sent) or budget < CHUNK
             ahead = 1 if decoding and self.runner.on_gpu else 0
             while len(self._sent) > ahead:
@@ -239,12 +237,51 @@ class Engine:
             self._room.keep(
                 sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
             )
+            self._restrict([sequence])
+            if sequence.ended:
+                return len(hidden)
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
             sequence.chosen = 1
             sequence.phase = "decoding"
             self._decoding.append(sequence)
             self._prompt = None
         return len(hidden)
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        """Send one token of every sequence through the layers and choose the next ones.
+
+        The mask of a token depends on the one before it. Where there are masks, the host reads
+        that one and makes them while the layers run.
+        """
+        constrained = [each for each in sequences if each.constrained]
+        if constrained:
+            self.runner.forward(sequences)
+        else:
+            self._sent.append(self.runner.decode(sequences))
+        for each in sequences:
+            each.length += 1
+            each.chosen += 1
+        if constrained:
+            while self._sent:
+                self._read(self._sent.popleft())
+            self._restrict(constrained)
+            if not all(each.ended for each in sequences):
+                self._sent.append(self.runner.choose(sequences))
+
+    def _restrict(self, sequences: list[Sequence]) -> None:
+        """Set the masks of the next tokens; a sequence whose constraint fails is ended."""
+        masks: dict[int, Tensor | None] = {}
+        words = self.runner.sampler.mask.shape[1]
+        for each in sequences:
+            constraint = each.request.constraint
+            if constraint is None or each.ended:
+                continue
+            try:
+                masks[each.row] = next_mask(constraint, words)
+            except LowbitError as error:
+                self._end(each, error)
+        if masks:
+            self.runner.sampler.allow(masks)
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:
         """Send the tokens up to the next cut through the layers: their hidden states."""
@@ -275,17 +312,27 @@ class Engine:
                 sequence.log_probabilities.append(found)
             sequence.output.append(token)
             sequence.unread.append(token)
-            if token in sequence.request.stop_ids or len(sequence.output) == sequence.count:
-                self._end(sequence)
+            if token in sequence.request.stop_ids:
+                self._end(sequence, finish="stop")
+            elif len(sequence.output) == sequence.count:
+                self._end(sequence, finish="length")
+            elif (error := accept(sequence, token)) is not None:
+                self._end(sequence, error)
 
     def _end_cancelled(self) -> None:
         for sequence in (*self._waiting, *self._decoding, self._prompt):
             if sequence is not None and sequence.cancelled:
-                self._end(sequence)
+                self._end(sequence, finish="cancelled")
 
-    def _end(self, sequence: Sequence, error: LowbitError | None = None) -> None:
+    def _end(
+        self,
+        sequence: Sequence,
+        error: LowbitError | None = None,
+        finish: Finish | None = None,
+    ) -> None:
         """End a sequence, in whatever phase; without an error its tokens stay in the cache."""
         phase, sequence.phase, sequence.error = sequence.phase, "ended", error
+        sequence.finish = finish
         if phase == "waiting":
             self._waiting.remove(sequence)
             return

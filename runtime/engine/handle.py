@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
-from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
+from lowbit.runtime.engine.sequence import Finish, Sequence, TokenLogProbabilities
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
@@ -83,6 +83,14 @@ class Handle(Iterator[int], AsyncIterator[int]):
     def __del__(self) -> None:
         """Cancel what nobody waits for."""
         self.cancel()
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """`stop` for a stop id, `length` for the last token that fits or was asked for.
+
+        `cancelled` where the request was; None before its end, and where an error ended it.
+        """
+        return self._sequence.finish
 
     @property
     def begun(self) -> bool:

@@ -5,6 +5,7 @@ the step itself puts the chosen tokens and the next positions there, so that the
 without the host, which reads the chosen tokens a step later from page-locked memory.
 """
 
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
 FIRST_REACH = 256
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens of recorded steps; more are multiples of 64
+ALIGNED = 16  # logits
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 
@@ -65,6 +67,7 @@ class Runner:
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _slots: Tensor = field(init=False)  # [2, R] int64 on the host
+    _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
     _log_probabilities: LogProbabilities = field(init=False)
     _graphs: Graphs = field(default_factory=Graphs)
 
@@ -99,7 +102,8 @@ class Runner:
             else:
                 self.state.slots.copy(state_from, row)
         params = replace(sequence.request.sampling, seed=sequence.seed)
-        self.sampler.configure_row(row, params, sequence.request.prompt)
+        masked = sequence.constrained
+        self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
     def close(self, sequence: Sequence) -> None:
         """Free a sequence's row of the sampler."""
@@ -142,19 +146,34 @@ class Runner:
 
     def decode(self, sequences: list[Sequence]) -> Sent:
         """Send one token of every sequence through the layers and choose the next ones."""
-        if sequences != self.batch:
-            self._compose(sequences)
-        longest = max(each.length for each in sequences) + 1
-        reach = reach_for(longest, self.context)
+        reach = self._prepare(sequences)
         if self.on_gpu:
-            self._replay(width_for(len(sequences)), reach)
+            M = width_for(len(sequences))
+            self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
-            spans = tuple(
-                Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
-                for each in sequences
-            )
-            self._decode(len(sequences), reach, spans)
+            self._decode(len(sequences), reach, _spans(sequences))
         return self._sent(sequences, [each.length + 1 for each in sequences])
+
+    def forward(self, sequences: list[Sequence]) -> None:
+        """The first half of `decode`: up to the logits, for `choose`."""
+        reach = self._prepare(sequences)
+        if self.on_gpu:
+            M = width_for(len(sequences))
+            if self._logits is None:
+                shape = len(self._ids), _aligned(self.sampler.vocabulary, self.decoder)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self._ids.device)
+            self._replay((M, reach), M, lambda: self._forward(M, reach))
+        else:
+            self._logits = self._logits_of(len(sequences), reach, _spans(sequences))
+
+    def choose(self, sequences: list[Sequence]) -> Sent:
+        """The second half of `decode`, for sequences that count the token sent already."""
+        if self.on_gpu:
+            M = width_for(len(sequences))
+            self._replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
+        else:
+            self._choose_next(len(sequences))
+        return self._sent(sequences, [each.length for each in sequences])
 
     def read(self, sent: Sent) -> list[int]:
         """The tokens that a step has chosen; -1 after logits that are not finite."""
@@ -173,7 +192,29 @@ class Runner:
         ids = self._log_probabilities.ids[at].tolist()
         return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
 
+    def _prepare(self, sequences: list[Sequence]) -> int:
+        """Put the inputs of a step in place; returns its reach."""
+        if sequences != self.batch:
+            self._compose(sequences)
+        return reach_for(max(each.length for each in sequences) + 1, self.context)
+
     def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+        inputs = self._inputs[:, :M]
+        logits = self._logits_of(M, reach, spans)
+        self._choose(logits, inputs[ROWS], inputs[POSITIONS], self._ids[:M])
+
+    def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+        logits = self._logits_of(M, reach, spans)
+        if self._logits is not None:
+            self._logits[:M].copy_(logits[:, : self._logits.shape[1]])
+
+    def _choose_next(self, M: int) -> None:
+        inputs = self._inputs[:, :M]
+        if self._logits is not None:
+            self._choose(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self._ids[:M])
+
+    def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
+        """Logits after the next token of each sequence: [M, V or more]."""
         inputs = self._inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
@@ -186,9 +227,7 @@ class Runner:
             longest=1,
             spans=spans,
         )
-        ids = self._ids[:M]
-        logits = self.decoder.logits(self.decoder.hidden(ids, self.state, step))
-        self._choose(logits, step.rows, step.positions, ids)
+        return self.decoder.logits(self.decoder.hidden(self._ids[:M], self.state, step))
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
         """Choose a token for each row; positions become those of the tokens."""
@@ -199,22 +238,26 @@ class Runner:
                 logits, self.sampler, rows, positions, token, self._log_probabilities
             )
 
-    def _replay(self, M: int, reach: int) -> None:
-        """Run a recorded step, which is recorded first where there is none.
+    def _replay(self, key: Hashable, M: int, run: Callable[[], None]) -> None:
+        """Run a recorded part of a step, which is recorded first where there is none.
 
         Kernels are compiled before, by a step of no sequence: all its tokens belong to SCRATCH.
+
+        Args:
+            key: of the part.
+            M: tokens of the step.
+            run: launches the part.
         """
-        key = (M, reach, self.sampler.shape)
         if key not in self._graphs:
             inputs = (self._ids[:M], self._inputs[:, :M])
             with aside():
                 before = [each.clone() for each in inputs]
                 for each in inputs:
                     each.fill_(SCRATCH)
-                self._decode(M, reach)
+                run()
                 for each, value in zip(inputs, before, strict=True):
                     each.copy_(value)
-            self._graphs.record(key, lambda: self._decode(M, reach))
+            self._graphs.record(key, run)
         self._graphs.replay(key)
 
     def _compose(self, sequences: list[Sequence]) -> None:
@@ -238,6 +281,19 @@ class Runner:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Sent(list(sequences), positions, done)
+
+
+def _aligned(vocabulary: int, decoder: Decoder) -> int:
+    """Logits of a row to keep, so that every row is aligned."""
+    return min(-(-vocabulary // ALIGNED) * ALIGNED, decoder.config.vocab_size)
+
+
+def _spans(sequences: list[Sequence]) -> tuple[Span, ...]:
+    """The tokens of a decode step as the host knows them."""
+    return tuple(
+        Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
+        for each in sequences
+    )
 
 
 def new_runner(

@@ -7,8 +7,10 @@ from typing import Literal
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.constraint import Constraint as Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
+Finish = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class TokenRequest:
         max_new_tokens: at least 1; None for as many as the context holds.
         stop_ids: tokens after which the sequence ends.
         message_ends: tokens that end a message; prefixes are kept up to them.
+        constraint: limits its tokens; made for this request alone. None allows all.
     """
 
     prompt: tuple[int, ...]
@@ -28,6 +31,7 @@ class TokenRequest:
     max_new_tokens: int | None = None
     stop_ids: frozenset[int] = frozenset()
     message_ends: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Sequence:
         output: new tokens that the host has read.
         unread: of them, those that the user has not taken.
         log_probabilities: of each token of the output, where the request wants them.
+        finish: why it ended; None before, and where an error ended it.
         error: that ended it.
         cancelled: set by the user, at any time and from any thread.
         cuts: lengths at which the chunks of its prompt end, those that it reuses included.
@@ -79,11 +84,17 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     unread: deque[int] = field(default_factory=deque)
     log_probabilities: list[TokenLogProbabilities] = field(default_factory=list)
+    finish: Finish | None = None
     error: LowbitError | None = None
     cancelled: bool = False
     cuts: list[int] = field(default_factory=list)
     fresh: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def constrained(self) -> bool:
+        """True if a constraint limits its tokens."""
+        return self.request.constraint is not None
 
     @property
     def ended(self) -> bool:
@@ -92,7 +103,7 @@ class Sequence:
 
     @property
     def page_count(self) -> int:
-        """Pages that it needs in all; its last token takes no place."""
+        """Pages that it needs in all; its last new token takes no place."""
         return pages_for(len(self.request.prompt) + self.count - 1)
 
     @property

@@ -4,7 +4,7 @@ The host writes a row when a request begins; steps read the rows of their tokens
 on the device. Row 0 is SCRATCH: padding tokens of a captured step name it, any number of times.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +68,12 @@ class SamplerRows:
     bias: Tensor
     mask: Tensor
     shape: ChoiceShape = field(default_factory=ChoiceShape)
+    _words: Tensor = field(init=False)  # `mask` as the host knows it, page-locked beside a GPU
     _working: dict[int, tuple[SamplingParams, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make room for masks on the host."""
+        self._words = torch.zeros(self.mask.shape, dtype=torch.int32, pin_memory=self.mask.is_cuda)
 
     @property
     def rows(self) -> int:
@@ -103,6 +108,7 @@ class SamplerRows:
             self.seen[row].index_fill_(0, known.to(self.seen.device, non_blocking=True), True)
         if masked:
             self.mask[row].zero_()
+            self._words[row].zero_()
         self._working[row] = params, masked
         self.shape = shape_of(self._working.values())
         return seed
@@ -113,15 +119,19 @@ class SamplerRows:
             self._write_row(row, NEUTRAL, 0, False)
             self.shape = shape_of(self._working.values())
 
-    def allow(self, row: int, words: Tensor) -> None:
-        """Set the tokens that a masked row may choose from here on.
+    def allow(self, masks: Mapping[int, Tensor | None]) -> None:
+        """Set the tokens that masked rows may choose from here on; the host does not wait.
+
+        A row's next mask may be set once a token has been read that it chose under this one.
 
         Args:
-            row: configured as masked.
-            words: [ceil(V / 32)] int32 on the host, see `mask`; in page-locked memory, which must
-                not change before the copy is done, the host does not wait.
+            masks: by row, all of them configured as masked: [ceil(V / 32)] int32 on the host, see
+                `mask`, or None for every token.
         """
-        self.mask[row].copy_(words, non_blocking=True)
+        for row, words in masks.items():
+            self._words[row] = -1 if words is None else words
+        rows = slice(min(masks), max(masks) + 1)  # one copy; those between stay as they are
+        self.mask[rows].copy_(self._words[rows], non_blocking=True)
 
     def _write_row(self, row: int, params: SamplingParams, seed: int, masked: bool) -> None:
         knobs = (

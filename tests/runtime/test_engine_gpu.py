@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ def long_model(make: Make) -> lowbit.Model:
 def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on steps are launched kernel by kernel, and nothing is held."""
 
-    def directly(runner: Runner, M: int, reach: int) -> None:
-        runner._decode(M, reach)
+    def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
+        run()
 
     monkeypatch.setattr(Runner, "_replay", directly)
     model.engine.forget()

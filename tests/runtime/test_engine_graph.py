@@ -7,6 +7,7 @@ positions, pages and slots from these tensors alone. `test_engine_gpu` runs the 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.step import Span
 
@@ -93,16 +95,24 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     """A model whose decode steps go through graphs."""
     model = fresh()
     recording: list[Graph] = []
-    decode = Runner._decode
 
-    def run(runner: Runner, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
-        if runner is not model.engine.runner:
-            decode(runner, M, reach, spans)
-        elif recording:
-            graph = recording.pop()
-            graph.replay = lambda: decode(runner, M, reach, spans_of(runner, M, reach))
-        else:
-            decode(runner, M, reach, spans_of(runner, M, reach))
+    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
+        """A part of a step as it runs in a recording, and without one."""
+
+        def run(runner: Runner, M: int, *reach: Any) -> None:
+            if runner is not model.engine.runner:
+                return part(runner, M, *reach)
+
+            def step() -> None:
+                spans = (spans_of(runner, M, reach[0]),) if reach else ()
+                part(runner, M, *reach[:1], *spans)
+
+            if not recording:
+                return step()
+            recording.pop().replay = step
+            return None
+
+        return run
 
     @contextmanager
     def graph(recorded: Graph, pool: object) -> Iterator[None]:
@@ -126,7 +136,8 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(Runner, "_decode", run)
+    for name in ("_decode", "_forward", "_choose_next"):
+        monkeypatch.setattr(Runner, name, on_graphs(getattr(Runner, name)))
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
     return model
 
@@ -146,7 +157,7 @@ def run(
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and reach of the recorded steps."""
     keys: Any = model.engine.runner._graphs._graphs
-    return [(M, reach) for M, reach, _ in keys]
+    return [(key[0], key[1]) for key in keys if len(key) == 3]
 
 
 @EVERY
@@ -281,3 +292,47 @@ def test_the_least_recently_used_recordings_are_dropped(
     for _ in range(2):
         assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
         assert recorded(graphs) == [(1, 64), (1, 128)]
+
+
+@dataclass
+class Odd:
+    """Even and odd ids take turns; every third token is free."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    def mask(self) -> torch.Tensor | None:
+        word = (0x55555555, -0x55555556)[len(self.tokens) % 2]  # even ids, odd ids
+        return None if len(self.tokens) % 3 == 2 else torch.full((9,), word, dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+@EVERY
+def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_were(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    reaches: Callable[[int], None],
+    params: lowbit.SamplingParams,
+) -> None:
+    reaches(16)
+    asked = [(PROMPT, params, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
+
+    def submit(model: lowbit.Model, number: int) -> lowbit.Handle:
+        prompt, sampling, count = asked[number]
+        bound = None if number % 2 else Odd()
+        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+
+    expected = [submit(fresh(), number).result() for number in range(4)]
+    for number in (0, 2):
+        for n, id in enumerate(expected[number]):
+            assert n % 3 == 2 or id % 2 == n % 2
+    for _ in range(2):
+        handles = [submit(graphs, 1)]
+        begun = [next(handles[0])]
+        handles += [submit(graphs, number) for number in (2, 0, 3)]
+        assert [handle.result() for handle in handles] == [expected[n] for n in (1, 2, 0, 3)]
+        assert begun == [expected[1][0]]
+    keys: Any = graphs.engine.runner._graphs._graphs
+    assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
+    assert {key[0] for key in keys if len(key) == 2} == {2, 4}

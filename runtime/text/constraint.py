@@ -1,0 +1,25 @@
+"""The tokens that may come next in one request, decided on the host token by token."""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Constraint(Protocol):
+    """Limits the tokens of one request; made for it alone, and called by one thread at a time.
+
+    `mask` is asked once before every token, `accept` is told every token that another follows. An
+    error of either ends this request and no other.
+    """
+
+    def mask(self) -> "Tensor | None":
+        """Tokens that may come next.
+
+        Returns:
+            [ceil(V / 32)] int32 on the host, of V real tokens: bit i of word w is set where token
+            32 * w + i may come. It is copied before the next call. None allows every token.
+        """
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token that was chosen."""

@@ -1,0 +1,202 @@
+"""Constrained requests choose what they may, and requests beside them what they choose alone."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.sequence import TokenRequest
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+GREEDY = lowbit.SamplingParams()
+HOT = lowbit.SamplingParams(2.0, seed=5)
+STRICT = lowbit.SamplingParams(1.0, top_k=30, repetition_penalty=1.3, seed=6)
+V = 4096
+
+
+def words_of(ids: range) -> Tensor:
+    """The mask that allows these tokens."""
+    bits = torch.zeros(V, dtype=torch.int64)
+    bits[torch.tensor(ids)] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+    return words.to(torch.int32)
+
+
+@dataclass
+class Residues:
+    """The id of token n leaves the remainder that the tokens before it give.
+
+    Every `free`-th token is not limited.
+    """
+
+    free: int = 5
+    fails: Callable[[list[int]], None] = lambda tokens: None
+    tokens: list[int] = field(default_factory=list)
+
+    def rest(self, count: int) -> int:
+        return sum(self.tokens[:count]) % 7
+
+    def mask(self) -> Tensor | None:
+        self.fails(self.tokens)
+        if len(self.tokens) % self.free == self.free - 1:
+            return None
+        return words_of(range(self.rest(len(self.tokens)), V - 96, 7))
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+def follows(tokens: tuple[int, ...], free: int = 5) -> bool:
+    return all(
+        n % free == free - 1 or (token % 7 == sum(tokens[:n]) % 7 and token < V - 96)
+        for n, token in enumerate(tokens)
+    )
+
+
+@pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
+def model(request: pytest.FixtureRequest) -> lowbit.Model:
+    return lowbit.load(MODELS / request.param, device="cpu", context=256)
+
+
+def new_engine(model: lowbit.Model, sequences: int = 3, pages: int = 9) -> Engine:
+    size = CacheSize(256, sequences, pages, 4)
+    return Engine(new_runner(model.engine.decoder, V, size, torch.bfloat16, "cpu"))
+
+
+def prompt(number: int, length: int = 20) -> tuple[int, ...]:
+    return tuple(random.Random(number).randrange(4000) for _ in range(length))
+
+
+def alone(model: lowbit.Model, request: TokenRequest) -> tuple[int, ...]:
+    if isinstance(request.constraint, Residues):
+        request = replace(request, constraint=Residues(request.constraint.free))
+    return new_engine(model).submit(request).result()
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
+def test_only_allowed_tokens_are_chosen(model: lowbit.Model, params: lowbit.SamplingParams) -> None:
+    constraint = Residues()
+    tokens = alone(model, TokenRequest(prompt(1), params, 40))
+    request = TokenRequest(prompt(1), params, 40, constraint=constraint)
+    handle = new_engine(model).submit(request)
+    assert handle.finish_reason is None
+    found = handle.result()
+    assert handle.finish_reason == "length"
+    assert len(found) == len(tokens) == 40
+    assert follows(found)
+    assert not follows(tokens)
+    assert constraint.tokens == list(found[:-1])
+
+
+def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
+    model: lowbit.Model,
+) -> None:
+    draw = random.Random(1)
+
+    def request(number: int) -> TokenRequest:
+        params = (GREEDY, HOT, STRICT)[number % 3]
+        bound = Residues(2 + number % 5) if number % 2 else None
+        return TokenRequest(prompt(number, 3 * number + 1), params, 5 + number, constraint=bound)
+
+    expected = [alone(model, request(number)) for number in range(12)]
+    engine = new_engine(model)
+    handles = [engine.submit(request(number)) for number in range(12)]
+    cancelled = {3, 6}
+    while not all(handle._sequence.ended for handle in handles):
+        engine.step()
+        for number in cancelled:
+            if draw.random() < 0.2:
+                handles[number].cancel()
+    for number, handle in enumerate(handles):
+        found = handle.result()
+        if number not in cancelled:
+            assert found == expected[number]
+        assert found == expected[number][: len(found)]
+        assert handle.finish_reason in ("length", "cancelled")
+    assert not engine.step()
+    engine.forget()
+    assert (engine._room.rows.free, engine._room.pages.free) == (3, 10)
+
+
+def test_a_mask_of_a_stop_id_ends_the_answer(model: lowbit.Model) -> None:
+    @dataclass
+    class Three(Residues):
+        def mask(self) -> Tensor | None:
+            return words_of(range(9, 10)) if len(self.tokens) == 3 else super().mask()
+
+    request = TokenRequest(prompt(2), HOT, 40, frozenset({9}), constraint=Three())
+    handle = new_engine(model).submit(request)
+    assert len(handle.result()) == 4
+    assert handle.result()[-1] == 9
+    assert handle.finish_reason == "stop"
+
+
+@dataclass
+class Bad(Residues):
+    """A mask that is none, after three tokens."""
+
+    bad: Tensor = field(default_factory=lambda: torch.zeros(128, dtype=torch.int32))
+
+    def mask(self) -> Tensor | None:
+        return self.bad if len(self.tokens) == 3 else super().mask()
+
+
+def fail(tokens: list[int]) -> None:
+    if len(tokens) == 3:
+        raise RequestError("no more")
+
+
+def crash(tokens: list[int]) -> None:
+    if len(tokens) == 0:
+        raise ZeroDivisionError("what")
+
+
+@dataclass
+class Deaf(Residues):
+    """It does not take the third token."""
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        if len(self.tokens) == 3:
+            raise RequestError("not that")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message", "count"),
+    [
+        (Residues(fails=fail), "no more", 3),
+        (Residues(fails=crash), "the constraint failed: ZeroDivisionError: what", 0),
+        (Deaf(), "not that", 3),
+        (Bad(), "the constraint allows no token", 3),
+        (Bad(bad=torch.ones(128)), r"a mask of \(128,\) torch.float32 on cpu, expected", 3),
+        (Bad(bad=torch.ones(127, dtype=torch.int32)), r"a mask of \(127,\) torch.int32", 3),
+    ],
+    ids=["error", "crash", "deaf", "nothing", "floats", "short"],
+)
+def test_an_error_ends_that_request_alone(
+    model: lowbit.Model, constraint: Residues, message: str, count: int
+) -> None:
+    others = [
+        TokenRequest(prompt(n), HOT, 12, constraint=Residues() if n else None) for n in (0, 1)
+    ]
+    expected = [alone(model, other) for other in others]
+    constraint.tokens.clear()
+    engine = new_engine(model)
+    handles = [engine.submit(other) for other in others]
+    bad = engine.submit(TokenRequest(prompt(2), HOT, 12, constraint=constraint))
+    with pytest.raises(lowbit.LowbitError, match=message):
+        bad.result()
+    assert len(constraint.tokens) == count
+    assert bad.finish_reason is None
+    assert [handle.result() for handle in handles] == expected
+    engine.forget()
+    assert (engine._room.rows.free, engine._room.pages.free) == (3, 10)
