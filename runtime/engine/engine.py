@@ -273,11 +273,10 @@ class Engine:
         masks: dict[int, Tensor | None] = {}
         words = self.runner.sampler.mask.shape[1]
         for each in sequences:
-            constraint = each.request.constraint
-            if constraint is None or each.ended:
+            if each.ended or not each.constrained:
                 continue
             try:
-                masks[each.row] = next_mask(constraint, words)
+                masks[each.row] = next_mask(each, words)
             except LowbitError as error:
                 self._end(each, error)
         if masks:

@@ -15,6 +15,7 @@ from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
+from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.input_power import Method, calibration_ids, check_searched, input_power
 from lowbit.runtime.engine.many import answer_all
@@ -24,7 +25,9 @@ from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.sampling import SamplingParams, sampling_defaults
 from lowbit.runtime.text.chat import Message, render_prompt
-from lowbit.runtime.text.reasoning import begin_of
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.grammar import Grammar, Grammars
+from lowbit.runtime.text.reasoning import Begin, begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -33,6 +36,7 @@ class Model:
     """A loaded model; its requests may come from several threads and run together.
 
     Attributes:
+        bounds: makes the constraints of its requests.
         cache: what there is room for.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
@@ -45,6 +49,7 @@ class Model:
     engine: Engine = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: ChatTemplate | None = field(repr=False)
+    bounds: Bounds = field(repr=False)
     defaults: SamplingParams
     stop_ids: frozenset[int]
     device: str
@@ -57,6 +62,11 @@ class Model:
     def context(self) -> int:
         """Tokens that prompt and output may have together."""
         return self.engine.context
+
+    @property
+    def grammars(self) -> Grammars:
+        """Makes grammars, for `grammar` of a request."""
+        return self.bounds.grammars
 
     def encode(
         self,
@@ -109,6 +119,8 @@ class Model:
         stop: Sequence[str] = (),
         thinking: bool | None = None,
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
     ) -> Stream:
         """Text piece by piece; `Stream.generation` has the rest when it has ended.
 
@@ -120,13 +132,22 @@ class Model:
             stop: strings that end the text and are left out of it.
             thinking: see `encode`.
             raw: see `encode`.
+            max_thinking_tokens: reasoning is ended behind so many tokens, and the answer begins;
+                None leaves it to the model. A model without reasoning has none to end.
+            grammar: of the answer, not of the reasoning; see `grammars`.
 
         Raises:
             RequestError: see `encode` and `stream_ids`.
         """
         ids = self.encode(prompt, thinking=thinking, raw=raw)
         return self.stream_ids(
-            ids, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw
+            ids,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            raw=raw,
+            max_thinking_tokens=max_thinking_tokens,
+            grammar=grammar,
         )
 
     def stream_ids(
@@ -137,15 +158,23 @@ class Model:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
     ) -> Stream:
         """Text piece by piece after a prompt that `encode` has made; arguments as in `stream`.
 
         Raises:
-            RequestError: a prompt longer than the context, no room for a token, or an empty stop
-                string.
+            RequestError: a prompt longer than the context, no room for a token, an empty stop
+                string, or a negative `max_thinking_tokens`.
         """
         request = self.request(
-            ids, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw
+            ids,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            raw=raw,
+            max_thinking_tokens=max_thinking_tokens,
+            grammar=grammar,
         )
         return Stream(self.engine, self.tokenizer, request)
 
@@ -157,20 +186,33 @@ class Model:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
-        """A checked request; arguments and errors as in `stream_ids`."""
+        """A checked request; arguments and errors as in `stream_ids`.
+
+        constraint: of the whole output, in place of a grammar and a limit of the reasoning; made
+        for this request alone.
+        """
+        if constraint is not None and (grammar is not None or max_thinking_tokens is not None):
+            raise RequestError("`constraint` excludes `grammar` and `max_thinking_tokens`")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
         if not all(stop):
             raise RequestError("a stop string is empty")
         self.engine.check(ids)
+        begin: Begin = "raw" if raw else begin_of(ids, self.tokenizer)
+        if constraint is None:
+            constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)
         return Request(
             prompt=tuple(ids),
             sampling=sampling or self.defaults,
             max_new_tokens=max_new_tokens,
             stop_ids=self.stop_ids,
             stops=tuple(stop),
-            begin="raw" if raw else begin_of(ids, self.tokenizer),
+            begin=begin,
+            constraint=constraint,
         )
 
     @overload
@@ -183,6 +225,8 @@ class Model:
         stop: Sequence[str] = (),
         thinking: bool | None = None,
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
     ) -> Generation: ...
 
     @overload
@@ -195,6 +239,8 @@ class Model:
         stop: Sequence[str] = (),
         thinking: bool | None = None,
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Generation]: ...
 
     def generate(
@@ -206,6 +252,8 @@ class Model:
         stop: Sequence[str] = (),
         thinking: bool | None = None,
         raw: bool = False,
+        max_thinking_tokens: int | None = None,
+        grammar: Grammar | None = None,
     ) -> Generation | list[Generation]:
         """The whole text of a request; of a list of prompts all texts, decoded together.
 
@@ -221,6 +269,8 @@ class Model:
                 max_new_tokens=max_new_tokens,
                 stop=stop,
                 raw=raw,
+                max_thinking_tokens=max_thinking_tokens,
+                grammar=grammar,
             )
             for each in prompts
         ]
@@ -302,6 +352,7 @@ def load(
     decoder = load_decoder(opened, device, dtype, cache.context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
     engine = Engine(new_runner(decoder, vocabulary, cache, dtype, device))
+    stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()
     return Model(
@@ -310,8 +361,9 @@ def load(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
+        bounds=Bounds(tokenizer, template, vocabulary, stop_ids),
         defaults=sampling_defaults(generation),
-        stop_ids=frozenset((*config_stops, *tokenizer.stop_ids())),
+        stop_ids=stop_ids,
         device=device,
         dtype=dtype,
         load_s=time.perf_counter() - started,

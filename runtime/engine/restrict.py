@@ -1,29 +1,34 @@
-"""The constraint of a request, whose errors end that request alone."""
+"""The constraints of requests; an error of one ends its request alone."""
 
-from torch import Tensor, int32
+import torch
+from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.text.constraint import Constraint
 
 
-def next_mask(constraint: Constraint, words: int) -> Tensor | None:
-    """The mask of the next token.
+def next_mask(sequence: Sequence, words: int) -> Tensor | None:
+    """The mask of a constrained sequence's next token; releases it where its constraint is done.
 
     Args:
-        constraint: of a request.
+        sequence: whose constraint knows every token before.
         words: of a mask.
 
     Raises:
         LowbitError: the constraint failed, gave no such mask, or allows no token.
     """
+    constraint: Constraint | None = sequence.request.constraint
+    if constraint is None:
+        return None
     try:
-        mask = constraint.mask()
+        sequence.released = constraint.done
+        mask = None if sequence.released else constraint.mask()
     except Exception as error:  # whatever a foreign object does
         raise _explained(error) from error
     if mask is None:
         return None
-    if mask.shape != (words,) or mask.dtype != int32 or mask.is_cuda:
+    if mask.shape != (words,) or mask.dtype != torch.int32 or mask.is_cuda:
         raise RequestError(
             f"the constraint gave a mask of {tuple(mask.shape)} {mask.dtype} on {mask.device}, "
             f"expected ({words},) torch.int32 on the host"
@@ -34,9 +39,9 @@ def next_mask(constraint: Constraint, words: int) -> Tensor | None:
 
 
 def accept(sequence: Sequence, token: int) -> LowbitError | None:
-    """Tell a sequence's constraint, if it has one, its newest token; returns the error of it."""
+    """Tell a sequence's constraint, if it still has one, its newest token; returns its error."""
     constraint = sequence.request.constraint
-    if constraint is None:
+    if constraint is None or sequence.released:
         return None
     try:
         constraint.accept(token)

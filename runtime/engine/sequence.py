@@ -70,6 +70,7 @@ class Sequence:
         cuts: lengths at which the chunks of its prompt end, those that it reuses included.
         fresh: see `Prefix.fresh`.
         snapshots: slot with the recurrent state, by length.
+        released: its constraint is done.
     """
 
     request: TokenRequest
@@ -90,11 +91,12 @@ class Sequence:
     cuts: list[int] = field(default_factory=list)
     fresh: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
+    released: bool = False
 
     @property
     def constrained(self) -> bool:
         """True if a constraint limits its tokens."""
-        return self.request.constraint is not None
+        return self.request.constraint is not None and not self.released
 
     @property
     def ended(self) -> bool:

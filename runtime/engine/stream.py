@@ -10,6 +10,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -70,6 +71,7 @@ class Request:
         stop_ids: tokens that end the text.
         stops: strings that end the text and are left out of it.
         begin: whether the output begins with reasoning.
+        constraint: limits its tokens, for this request alone; None allows all.
     """
 
     prompt: tuple[int, ...]
@@ -78,12 +80,18 @@ class Request:
     stop_ids: frozenset[int]
     stops: tuple[str, ...]
     begin: Begin
+    constraint: Constraint | None = None
 
     @property
     def tokens(self) -> TokenRequest:
         """The request without its text."""
         return TokenRequest(
-            self.prompt, self.sampling, self.max_new_tokens, self.stop_ids, self.stop_ids
+            self.prompt,
+            self.sampling,
+            self.max_new_tokens,
+            self.stop_ids,
+            message_ends=self.stop_ids,
+            constraint=self.constraint,
         )
 
 

@@ -11,7 +11,15 @@ class Constraint(Protocol):
 
     `mask` is asked once before every token, `accept` is told every token that another follows. An
     error of either ends this request and no other.
+
+    Attributes:
+        done: every token may come from here on, and nothing is asked or told any more.
     """
+
+    @property
+    def done(self) -> bool:
+        """True once it limits nothing any more."""
+        return False
 
     def mask(self) -> "Tensor | None":
         """Tokens that may come next.

@@ -299,6 +299,7 @@ class Odd:
     """Even and odd ids take turns; every third token is free."""
 
     tokens: list[int] = field(default_factory=list)
+    done: bool = False
 
     def mask(self) -> torch.Tensor | None:
         word = (0x55555555, -0x55555556)[len(self.tokens) % 2]  # even ids, odd ids

@@ -41,6 +41,7 @@ class Residues:
     free: int = 5
     fails: Callable[[list[int]], None] = lambda tokens: None
     tokens: list[int] = field(default_factory=list)
+    done: bool = False
 
     def rest(self, count: int) -> int:
         return sum(self.tokens[:count]) % 7
@@ -64,12 +65,12 @@ def follows(tokens: tuple[int, ...], free: int = 5) -> bool:
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
 def model(request: pytest.FixtureRequest) -> lowbit.Model:
-    return lowbit.load(MODELS / request.param, device="cpu", context=256)
+    return lowbit.load(MODELS / request.param, device="cpu", dtype=torch.float32, context=256)
 
 
 def new_engine(model: lowbit.Model, sequences: int = 3, pages: int = 9) -> Engine:
     size = CacheSize(256, sequences, pages, 4)
-    return Engine(new_runner(model.engine.decoder, V, size, torch.bfloat16, "cpu"))
+    return Engine(new_runner(model.engine.decoder, V, size, torch.float32, "cpu"))
 
 
 def prompt(number: int, length: int = 20) -> tuple[int, ...]:
@@ -125,6 +126,21 @@ def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
     assert not engine.step()
     engine.forget()
     assert (engine._room.rows.free, engine._room.pages.free) == (3, 10)
+
+
+def test_a_constraint_that_is_done_is_asked_no_more(model: lowbit.Model) -> None:
+    @dataclass
+    class Short(Residues):
+        def accept(self, token: int) -> None:
+            super().accept(token)
+            self.done = len(self.tokens) == 3
+
+    constraint = Short()
+    request = TokenRequest(prompt(1), HOT, 20, constraint=constraint)
+    found = new_engine(model).submit(request).result()
+    assert follows(found[:3])
+    assert not follows(found)
+    assert constraint.tokens == list(found[:3])
 
 
 def test_a_mask_of_a_stop_id_ends_the_answer(model: lowbit.Model) -> None:

@@ -1,0 +1,192 @@
+"""A limit on reasoning, and a constraint that begins behind it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.reasoning import CLOSE, OPEN, Begin
+from lowbit.runtime.text.tokenizer import Tokenizer
+
+# Where an output is. first: before its first token, which may open a block; forced: in the tokens
+# that end the block.
+Place = Literal["first", "reasoning", "forced", "answer"]
+USUAL = f"\n{CLOSE}\n\n"  # Qwen's
+THOUGHT, ANSWER = "thought-7", "answer-7"  # parts of a conversation that a template shows its way
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTokens:
+    """Tokens around the reasoning of one model.
+
+    Attributes:
+        tokenizer: of the model.
+        open: id that begins a block.
+        close: id that ends it.
+        line: ids of a line feed.
+        before: ids between the last line of the reasoning and `close`.
+        behind: ids between `close` and the answer.
+        vocabulary: V, tokens that can be chosen.
+        stop_ids: tokens that end an output.
+    """
+
+    tokenizer: Tokenizer
+    open: int
+    close: int
+    line: tuple[int, ...]
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    vocabulary: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        """Of a mask."""
+        return -(-self.vocabulary // 32)
+
+
+def thinking_tokens(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    vocabulary: int,
+    stop_ids: Collection[int],
+) -> ThinkingTokens | None:
+    """Tokens around the reasoning, with the line feeds of the model's template.
+
+    Returns:
+        None for a model that has no such tokens.
+    """
+    opening, closing = tokenizer.token_id(OPEN), tokenizer.token_id(CLOSE)
+    if opening is None or closing is None or max(opening, closing) >= vocabulary:
+        return None
+    before, _, behind = _closing(template).partition(CLOSE)
+    return ThinkingTokens(
+        tokenizer=tokenizer,
+        open=opening,
+        close=closing,
+        line=tuple(tokenizer.encode("\n")),
+        before=tuple(tokenizer.encode(before)) if before else (),
+        behind=tuple(tokenizer.encode(behind)) if behind else (),
+        vocabulary=vocabulary,
+        stop_ids=tuple(sorted(id for id in stop_ids if id < vocabulary)),
+    )
+
+
+def _closing(template: ChatTemplate | None) -> str:
+    """Text between reasoning and answer as a template writes it; Qwen's where it leaves it out."""
+    if template is None:
+        return USUAL
+    answer = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
+    try:
+        text = template.render([{"role": "user", "content": "Hi"}, answer], answer=False)
+    except RequestError:  # it has no place for an answer
+        return USUAL
+    _, _, rest = text.partition(THOUGHT)
+    between, _, _ = rest.partition(ANSWER)
+    known = between.strip() == CLOSE and rest != between
+    return between if known else USUAL
+
+
+class ThinkingConstraint:
+    """Ends the reasoning of one output, and leaves the answer to another constraint."""
+
+    def __init__(
+        self,
+        begin: Begin,
+        tokens: ThinkingTokens,
+        budget: int | None,
+        then: Constraint | None,
+        opened: bytes = b"",
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            begin: how the output begins; see `Begin`. `raw` has no reasoning.
+            tokens: around the reasoning.
+            budget: tokens of reasoning, those around it not counted, behind which it is ended;
+                None never ends it.
+            then: applies to the answer; where it is there, a stop id does not come before.
+            opened: text of the prompt behind the token that has opened the block.
+        """
+        self._tokens, self._budget, self._then = tokens, budget, then
+        places: dict[Begin, Place] = {"raw": "answer", "answer": "first", "reasoning": "reasoning"}
+        self._place: Place = places[begin]
+        self._last = b""  # byte of the block
+        self._blank = True  # so far
+        self._count = 0
+        self._forced: list[int] = []
+        self._words = torch.zeros(tokens.words, dtype=torch.int32)
+        if self._place == "reasoning":
+            self._think(opened)
+
+    @property
+    def done(self) -> bool:
+        """True once the answer has begun and nothing limits it."""
+        return self._place == "answer" and (self._then is None or self._then.done)
+
+    def mask(self) -> Tensor | None:
+        """Tokens that may come next; see `Constraint`."""
+        if self._place == "forced":
+            return self._set(0, [self._forced[0]], True)
+        if self._then is None:
+            return None
+        if self._place == "reasoning":
+            return self._set(-1, self._tokens.stop_ids, False)
+        mask = self._then.mask()
+        if mask is None or self._place == "answer":
+            return mask
+        self._words.copy_(mask)
+        return self._set(None, [self._tokens.open], True)
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token; see `Constraint`."""
+        tokens = self._tokens
+        if self._place == "forced":
+            self._forced.pop(0)
+            self._place = "forced" if self._forced else "answer"
+        elif self._place == "first" and token == tokens.open:
+            self._place = "reasoning"
+            self._think(b"")
+        elif self._place == "reasoning" and token == tokens.close:
+            self._force(tokens.behind if self._then is not None else ())
+        elif self._place == "reasoning":
+            self._count += 1
+            self._think(tokens.tokenizer.token_bytes(token))
+        else:
+            self._place = "answer"
+            if self._then is not None:
+                self._then.accept(token)
+
+    def _think(self, text: bytes) -> None:
+        """Take more of the block; end it as the template does where the budget is spent."""
+        self._last = text[-1:] or self._last
+        self._blank = self._blank and not text.strip()
+        if self._budget is None or self._count < self._budget:
+            return
+        tokens = self._tokens
+        ids: tuple[int, ...] = tokens.before
+        if not self._last:  # not even the line feed behind the opening
+            ids = (*tokens.line, *tokens.before)
+        elif self._last == b"\n" and not self._blank:
+            ids = ()
+        self._force((*ids, tokens.close, *tokens.behind))
+
+    def _force(self, ids: Sequence[int]) -> None:
+        self._forced = list(ids)
+        self._place = "forced" if ids else "answer"
+
+    def _set(self, fill: int | None, ids: Sequence[int], allowed: bool) -> Tensor:
+        """The mask, filled unless that is None, with the bits of these tokens set or cleared."""
+        if fill is not None:
+            self._words.fill_(fill)
+        for id in ids:
+            bit = 1 << id % 32
+            word = int(self._words[id // 32]) & 0xFFFFFFFF
+            word = word | bit if allowed else word & ~bit
+            self._words[id // 32] = word - (1 << 32) if word >> 31 else word
+        return self._words

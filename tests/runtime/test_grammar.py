@@ -1,0 +1,209 @@
+"""Answers under a grammar: they always follow it, and requests beside them stay as they are."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.runtime.text.grammar import MOST_BYTES, MOST_LEVELS, MOST_WORD, Grammar, Grammars
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+HOT = lowbit.SamplingParams(3.0, seed=1)
+TAGS = {"type": "array", "items": {"enum": ["a", "b", 3, None, {"x": 1}]}, "maxItems": 4}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": TAGS,
+        "where": {"$ref": "#/$defs/where"},
+    },
+    "required": ["name", "age", "where"],
+    "additionalProperties": False,
+    "$defs": {
+        "where": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+SCHEMAS: list[dict[str, Any]] = [
+    PERSON,
+    TAGS,
+    {"anyOf": [{"type": "boolean"}, {"const": "ä😀\n"}, {"type": "number", "multipleOf": 5}]},
+    {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "string", "maxLength": 6}},
+]
+
+
+@pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
+def model(request: pytest.FixtureRequest) -> lowbit.Model:
+    return lowbit.load(MODELS / request.param, device="cpu", dtype=torch.float32, context=400)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return lowbit.load(MODELS / "tiny-qwen3", device="cpu", context=16).grammars
+
+
+def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any) -> str:
+    params = lowbit.SamplingParams(3.0, seed=seed)
+    made = model.generate(
+        f"Tell me {seed}.", sampling=params, grammar=grammar, thinking=False, **more
+    )
+    if grammar is not None:
+        assert made.finish_reason == "stop"
+    return str(made.text)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_json_fits_its_schema_at_any_temperature(
+    model: lowbit.Model, schema: dict[str, Any]
+) -> None:
+    grammar = model.grammars.json_schema(schema)
+    found = [answer(model, grammar, seed) for seed in range(8)]
+    for text in found:
+        jsonschema.validate(json.loads(text), schema)
+    assert len(set(found)) > 2
+
+
+def test_the_likeliest_answer_is_json_too(model: lowbit.Model) -> None:
+    grammar = model.grammars.json_schema(PERSON)
+    made = model.generate("Hi", sampling=lowbit.SamplingParams(), grammar=grammar, thinking=False)
+    jsonschema.validate(json.loads(made.text), PERSON)
+
+
+def test_requests_beside_each_other_follow_their_own_grammars(model: lowbit.Model) -> None:
+    """Those without one have the tokens that they have alone."""
+    grammars = [model.grammars.json_schema(schema) for schema in SCHEMAS]
+    ids = [model.encode(f"Say {n}.", thinking=False) for n in range(9)]
+
+    def request(n: int) -> Any:
+        params = lowbit.SamplingParams(3.0, seed=n)
+        grammar = grammars[n // 2] if n % 2 else None
+        return model.request(ids[n], sampling=params, grammar=grammar, max_new_tokens=60)
+
+    async def tokens(n: int) -> list[int]:
+        return [id async for id in model.engine.submit(request(n).tokens)]
+
+    async def everybody() -> list[list[int]]:
+        return await asyncio.gather(*map(tokens, range(9)))
+
+    alone = [model.engine.submit(request(n).tokens).result() for n in range(9)]
+    model.engine.forget()
+    found = asyncio.run(everybody())
+    assert found == [list(each) for each in alone]
+    for n in (1, 3, 5, 7):
+        if found[n][-1] in model.stop_ids:
+            jsonschema.validate(json.loads(model.tokenizer.decode(found[n])), SCHEMAS[n // 2])
+
+
+def test_a_json_object_is_any(model: lowbit.Model) -> None:
+    grammar = model.grammars.json_object()
+    made = model.generate("Hi", sampling=HOT, grammar=grammar, thinking=False, max_new_tokens=30)
+    assert made.text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[ab]{3,5}", r"(yes|no)", r"[0-9]{3}-[a-f]{4}", r"[ä-ü]{2} 😀?", r"a?"]
+)
+def test_a_regular_expression_matches_the_whole_answer(model: lowbit.Model, pattern: str) -> None:
+    grammar = model.grammars.regex(pattern)
+    for seed in range(4):
+        text = answer(model, grammar, seed, stop=["zz"])
+        assert re.fullmatch(pattern, text), text
+
+
+def test_lark_names_added_tokens(model: lowbit.Model) -> None:
+    grammar = model.grammars.lark('start: "on " <think> /[0-9]{2}/')
+    made = model.generate("Hi", raw=True, sampling=HOT, grammar=grammar)
+    ids = [id for id in made.token_ids if id not in model.stop_ids]
+    assert model.tokenizer.token_id("<think>") in ids
+    assert re.fullmatch("on [0-9]{2}", made.text)
+
+
+def test_grammars_are_made_in_any_thread_and_serve_any_number_of_answers(
+    model: lowbit.Model,
+) -> None:
+    grammar = model.grammars.regex("[0-9]{4}")
+    prompts = [f"{n}" for n in range(6)]
+    made = model.generate(prompts, raw=True, sampling=HOT, grammar=grammar)
+    assert all(re.fullmatch("[0-9]{4}", each.text) for each in made)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ([1], "the JSON schema must be an object, got list"),
+        ({"type": "float"}, "the JSON schema cannot be used: Invalid type: float"),
+        ({"not": {}}, r'the JSON schema cannot be used: Unimplemented keys: \["not"\]'),
+        ({"pattern": "(", "type": "string"}, "regex parse error error: unclosed group"),
+        ({"minimum": float("nan")}, "the JSON schema is not plain JSON"),
+        ({"enum": [b""]}, "the JSON schema is not plain JSON"),
+        ({"enum": []}, "the JSON schema cannot be used: Unsatisfiable schema"),
+        ({"$ref": "#"}, "the JSON schema cannot be used"),
+        ({"$ref": "http://example.com/a"}, "the JSON schema cannot be used: Resource"),
+        (nested(MOST_LEVELS + 1), f"the JSON schema has more than {MOST_LEVELS} levels"),
+        (nested(100_000), f"the JSON schema has more than {MOST_LEVELS} levels"),
+        ({"description": "x" * MOST_BYTES}, f"bytes, the most are {MOST_BYTES}"),
+        ({"const": "x" * (MOST_WORD + 1)}, f"a text in the JSON schema has {MOST_WORD + 1} bytes"),
+        ({"enum": ["x" * (MOST_WORD + 1)]}, f"a text in the JSON schema has {MOST_WORD + 1} bytes"),
+        ({"properties": {"x" * (MOST_WORD + 1): {}}}, "a text in the JSON schema"),
+    ],
+    ids=range(15),
+)
+def test_bad_schemas(grammars: Grammars, schema: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        grammars.json_schema(schema)
+
+
+def test_large_schemas_that_are_allowed(grammars: Grammars) -> None:
+    grammars.json_schema(nested(MOST_LEVELS - 1))
+    grammars.json_schema({"enum": ["x" * MOST_WORD, *range(5000)]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("regex", "(", "the regular expression cannot be used: .*unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", 5, "the regular expression must be text, got int"),
+        ("regex", "a" * (MOST_WORD + 1), f"{MOST_WORD + 1} bytes, the most are {MOST_WORD}"),
+        ("regex", "\ud800", "the regular expression is not valid Unicode"),
+        ("lark", "start: <nope>", "unknown special token"),
+        ("lark", "begin", "the grammar cannot be used"),
+        ("lark", f'start: "{"x" * MOST_WORD}"', "a text in the grammar"),
+    ],
+)
+def test_bad_grammars(grammars: Grammars, kind: str, text: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        getattr(grammars, kind)(text)
+
+
+def test_a_token_that_the_grammar_forbids(grammars: Grammars) -> None:
+    constraint = grammars.regex("[0-9]").constraint()
+    with pytest.raises(RequestError, match="the grammar cannot be followed any further"):
+        constraint.accept(65)
+
+
+def test_without_llguidance(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ResourceError, match="grammars need llguidance") as caught:
+        grammars.json_object()
+    assert caught.value.hint == "pip install 'lowbit[serve]'"

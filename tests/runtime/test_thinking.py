@@ -1,0 +1,230 @@
+"""A budget of reasoning ends it as the template would, and a grammar waits for the answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
+from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.reasoning import Begin
+from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+V = 4096
+STOP, OPEN, CLOSE = 4093, 4094, 4095
+
+
+@pytest.fixture(scope="module")
+def model() -> lowbit.Model:
+    return lowbit.load(MODELS / "tiny-qwen3", device="cpu", dtype=torch.float32, context=256)
+
+
+@pytest.fixture(scope="module")
+def tokens(model: lowbit.Model) -> ThinkingTokens:
+    found = model.bounds.thinking
+    assert found is not None
+    return found
+
+
+def allowed(constraint: ThinkingConstraint) -> set[int]:
+    mask = constraint.mask()
+    if mask is None:
+        return set(range(V))
+    bits = (mask[:, None] >> torch.arange(32)) & 1
+    return set(bits.flatten().nonzero()[:, 0].tolist())
+
+
+def say(constraint: ThinkingConstraint, model: lowbit.Model, text: str) -> None:
+    for id in model.tokenizer.encode(text):
+        assert id in allowed(constraint)
+        constraint.accept(id)
+
+
+def forced(constraint: ThinkingConstraint, model: lowbit.Model) -> str:
+    """Text that has no choice from here on."""
+    ids = []
+    while len(found := allowed(constraint)) == 1:
+        ids += found
+        constraint.accept(*found)
+    return "".join("</think>" if id == CLOSE else model.tokenizer.decode([id]) for id in ids)
+
+
+@pytest.mark.parametrize(
+    ("begin", "budget", "opened", "said", "expected"),
+    [
+        ("reasoning", 0, b"\n", "", "\n</think>\n\n"),
+        ("reasoning", 0, b"", "", "\n\n</think>\n\n"),
+        ("answer", 0, b"", "<think>", "\n\n</think>\n\n"),
+        ("answer", 1, b"", "<think>\n", "\n</think>\n\n"),
+        ("reasoning", 1, b"\n", "a", "\n</think>\n\n"),
+        ("reasoning", 2, b"\n", "a\n", "</think>\n\n"),
+        ("reasoning", 3, b"\n", "a\n\n", "</think>\n\n"),
+    ],
+)
+def test_the_end_of_the_budget_reads_as_the_template_has_it(
+    model: lowbit.Model,
+    tokens: ThinkingTokens,
+    begin: Begin,
+    budget: int,
+    opened: bytes,
+    said: str,
+    expected: str,
+) -> None:
+    constraint = ThinkingConstraint(begin, tokens, budget, None, opened)
+    say(constraint, model, said)
+    assert forced(constraint, model) == expected
+    assert constraint.done
+    assert constraint.mask() is None
+
+
+def test_reasoning_that_ends_itself_is_left_alone(
+    model: lowbit.Model, tokens: ThinkingTokens
+) -> None:
+    constraint = ThinkingConstraint("reasoning", tokens, 100, None)
+    say(constraint, model, "\nIt is.\n</think>")
+    assert constraint.done
+
+
+def test_an_answer_without_reasoning_is_left_alone(
+    model: lowbit.Model, tokens: ThinkingTokens
+) -> None:
+    for begin in ("raw", "answer"):
+        constraint = ThinkingConstraint(begin, tokens, 1, None)
+        say(constraint, model, "A")
+        assert constraint.done
+
+
+def test_a_grammar_begins_behind_the_reasoning(model: lowbit.Model, tokens: ThinkingTokens) -> None:
+    grammar = model.grammars.regex("yes|no")
+    constraint = ThinkingConstraint("answer", tokens, 8, grammar.constraint())
+    first = allowed(constraint)
+    assert OPEN in first
+    assert STOP not in first
+    assert all(model.tokenizer.token_bytes(id)[:1] in b"yn" for id in first - {OPEN})
+    say(constraint, model, "<think>")
+    assert allowed(constraint) == set(range(V)) - set(model.stop_ids)
+    say(constraint, model, "A?</think>")
+    assert forced(constraint, model) == "\n\n"
+    assert OPEN not in allowed(constraint)
+    say(constraint, model, "no")
+    assert allowed(constraint) == set(model.stop_ids)
+    assert not constraint.done
+
+
+def test_a_grammar_may_begin_at_once(model: lowbit.Model, tokens: ThinkingTokens) -> None:
+    grammar = model.grammars.regex("yes|no")
+    constraint = ThinkingConstraint("answer", tokens, None, grammar.constraint())
+    say(constraint, model, "yes")
+    assert allowed(constraint) == set(model.stop_ids)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 1000])
+def test_requests_with_a_budget(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """The prompt opens the block, so that the model, which has not learnt to reason, does."""
+    ids = [*model.encode("Why?"), OPEN, *model.tokenizer.encode("\n")]
+    params = lowbit.SamplingParams(1.0, seed=3)
+    free = list(model.stream_ids(ids, sampling=params, max_new_tokens=60).pieces)
+    assert all(piece.reasoning for piece in free)
+    made = {}
+    for grammar in (None, model.grammars.json_schema({"enum": [[1, 2], "ä"]})):
+        stream = model.stream_ids(
+            ids, sampling=params, max_new_tokens=60, max_thinking_tokens=budget, grammar=grammar
+        )
+        assert "".join(stream) == stream.generation.text
+        made[grammar is None] = stream.generation
+        told = stream.generation.token_ids
+        if budget == 1000:
+            assert CLOSE not in told
+            continue
+        at = told.index(CLOSE)
+        assert at - budget <= 1
+        assert model.tokenizer.decode(told[at + 1 : at + 3]) == "\n\n"
+        if grammar is not None:
+            assert json.loads(stream.generation.text) in ([1, 2], "ä")
+            assert stream.generation.finish_reason == "stop"
+    if budget < 1000:
+        assert made[True].text
+        assert made[True].reasoning == made[False].reasoning
+        assert made[True].token_ids[:budget] == made[False].token_ids[:budget]
+
+
+def test_budgets_beside_others_change_nothing(model: lowbit.Model) -> None:
+    ids = [*model.encode("Why?"), OPEN]
+
+    def submit(n: int) -> lowbit.Handle:
+        budget = None if n % 2 else n
+        request = model.request(
+            [*ids, n],
+            sampling=lowbit.SamplingParams(1.0, seed=n),
+            max_new_tokens=30,
+            max_thinking_tokens=budget,
+        )
+        return model.engine.submit(request.tokens)
+
+    alone = [submit(n).result() for n in range(8)]
+    model.engine.forget()
+    handles = [submit(n) for n in range(8)]
+    assert [handle.result() for handle in handles] == alone
+
+
+def test_without_thinking_the_grammar_holds_from_the_first_token(model: lowbit.Model) -> None:
+    grammar = model.grammars.regex("yes|no")
+    for more in ({"thinking": False}, {"raw": True}):
+        request = model.request(
+            model.encode("Hi", **more), grammar=grammar, max_thinking_tokens=4, raw="raw" in more
+        )
+        mask = request.constraint.mask() if request.constraint else None
+        assert mask is not None
+        assert not (int(mask[OPEN // 32]) >> OPEN % 32) & 1
+
+
+def test_bad_requests(model: lowbit.Model) -> None:
+    ids = model.encode("Hi")
+    with pytest.raises(RequestError, match="`max_thinking_tokens` must be at least 0, got -1"):
+        model.request(ids, max_thinking_tokens=-1)
+    bound = model.grammars.regex("a").constraint()
+    with pytest.raises(RequestError, match="`constraint` excludes `grammar`"):
+        model.request(ids, max_thinking_tokens=3, constraint=bound)
+
+
+class Template(ChatTemplate):
+    """Writes what it is told to."""
+
+    def __init__(self, text: str | Exception) -> None:
+        object.__setattr__(self, "text", text)
+
+    def render(self, *_: Any, **__: Any) -> str:
+        text: Any = self.text  # type: ignore[attr-defined]
+        if isinstance(text, Exception):
+            raise text
+        return str(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "behind"),
+    [
+        ("<think>thought-7</think>answer-7", "", ""),
+        ("<think>thought-7\n\n</think>\nanswer-7<|im_end|>", "\n\n", "\n"),
+        ("answer-7", "\n", "\n\n"),
+        ("<think>thought-7</reason>answer-7", "\n", "\n\n"),
+        ("thought-7\n</think>\n\n", "\n", "\n\n"),
+        (RequestError("no"), "\n", "\n\n"),
+    ],
+)
+def test_line_feeds_are_those_of_the_template(
+    model: lowbit.Model, text: str | Exception, before: str, behind: str
+) -> None:
+    found = thinking_tokens(model.tokenizer, Template(text), V, model.stop_ids)
+    assert found is not None
+    decode = model.tokenizer.decode
+    assert (decode(found.before), decode(found.behind)) == (before, behind)
+
+
+def test_a_vocabulary_without_such_tokens(model: lowbit.Model) -> None:
+    assert thinking_tokens(model.tokenizer, None, CLOSE, model.stop_ids) is None
