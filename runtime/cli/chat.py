@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -23,6 +24,7 @@ from lowbit.runtime.cli.options import (
     sampling_options,
     talk_options,
 )
+from lowbit.runtime.cli.schema_file import read_schema
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
@@ -62,6 +64,8 @@ def chat(
     stop: Sequence[str],
     system: str | None,
     thinking: bool | None,
+    max_thinking_tokens: int | None,
+    json_schema: Path | None,
     history: bool,
     as_json: bool,
     **sampling: Any,
@@ -74,12 +78,15 @@ def chat(
     from lowbit.runtime.conversation.state import Chat, check_model
     from lowbit.runtime.conversation.turns import Conversation
 
+    schema = None if json_schema is None else read_schema(json_schema)
     model = load_model(name, device, context, threads, quantize, group_size, method)
     talk = Chat(
         model=model,
         name=name,
         sampling=sampling_of(model, sampling),
         thinking=thinking,
+        max_thinking_tokens=max_thinking_tokens,
+        grammar=None if schema is None else model.grammars.json_schema(schema),
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         conversation=Conversation(system),

@@ -22,6 +22,7 @@ from lowbit.runtime.cli.options import (
     sampling_options,
     talk_options,
 )
+from lowbit.runtime.cli.schema_file import read_schema
 from lowbit.runtime.conversation.turns import Conversation
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Answer every line of FILE, a JSON object with `id` and `prompt` or `messages`, and maybe "
-    "max_new_tokens, stop, thinking, raw and sampling settings of its own. A line that fails is "
-    "answered by its `error`.",
+    "max_new_tokens, stop, thinking, max_thinking_tokens, json_schema (an object), raw and "
+    "sampling settings of its own. A line that fails is answered by its `error`.",
 )
 @click.option(
     "--max-sequences",
@@ -86,6 +87,8 @@ def generate(
     stop: Sequence[str],
     system: str | None,
     thinking: bool | None,
+    max_thinking_tokens: int | None,
+    json_schema: Path | None,
     raw: bool,
     prompts: Path | None,
     max_sequences: int,
@@ -98,14 +101,20 @@ def generate(
     MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
     """
     _check_prompts(prompt, prompts, out, as_json)
-    if raw and (system is not None or thinking is not None):
-        raise click.UsageError("--raw takes no --system and no --think: they need the template.")
+    if raw and (system is not None or thinking is not None or max_thinking_tokens is not None):
+        raise click.UsageError(
+            "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
+        )
+    schema = None if json_schema is None else read_schema(json_schema)
     if prompts is not None:
         from lowbit.runtime.cli.prompt_file import Settings, read_prompts
         from lowbit.runtime.cli.prompts import answer_file
 
         given = {key: value for key, value in sampling.items() if value is not None}
-        lines = read_prompts(prompts, Settings(given, max_new_tokens, tuple(stop), thinking, raw))
+        settings = Settings(
+            given, max_new_tokens, tuple(stop), thinking, raw, max_thinking_tokens, schema
+        )
+        lines = read_prompts(prompts, settings)
         together = min(max_sequences, len(lines))
         model = load_model(name, device, context, threads, quantize, group_size, method, together)
         facts = {"device": model.device, "quantized_at_load": quantize}
@@ -120,6 +129,8 @@ def generate(
         stop=stop,
         thinking=thinking,
         raw=raw,
+        max_thinking_tokens=max_thinking_tokens,
+        grammar=None if schema is None else model.grammars.json_schema(schema),
     )
     if raw and not as_json and sys.stdout.isatty():
         click.echo(text, nl=False)  # a person wants to read on from there

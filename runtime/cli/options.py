@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -108,6 +109,19 @@ talk_options = with_options(
         default=None,
         show_default="the model's",
         help="Switch thinking on or off.",
+    ),
+    click.option(
+        "--max-thinking-tokens",
+        type=Count(0),
+        metavar="N",
+        show_default="no limit",
+        help="End the reasoning after N tokens, so that the answer begins.",
+    ),
+    click.option(
+        "--json-schema",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Answer with JSON that fits the schema in FILE; reasoning before it is free.",
     ),
 )
 quantize_options = with_options(

@@ -1,9 +1,9 @@
 """Requests that a file holds, a JSON object a line, and the answers that another keeps.
 
 A line of requests has an `id`, and `prompt` (text, through the chat template) or `messages`; it may
-have `max_new_tokens`, `stop`, `thinking`, `raw` and the sampling settings, which replace those of
-the command. A line of answers has the same `id`, and either what `--json` gives for one prompt or
-an `error`.
+have `max_new_tokens`, `stop`, `thinking`, `max_thinking_tokens`, `json_schema`, `raw` and the
+sampling settings, which replace those of the command. A line of answers has the same `id`, and
+either what `--json` gives for one prompt or an `error`.
 """
 
 import hashlib
@@ -24,12 +24,14 @@ from lowbit.runtime.text.chat import plain_messages
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
 DIGEST = "request_sha256"
 NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
+THINKING_TOKENS = Field("max_thinking_tokens", least=0, default=None, nullable=True)
 FLAGS = (
     Field("thinking", "flag", default=None, nullable=True),
     Field("raw", "flag", default=False),
 )
-CHECKED = {field.key: field for field in (*SETTINGS.values(), NEW_TOKENS, *FLAGS)}
-KEYS = ("id", "prompt", "messages", "stop", *CHECKED)
+CHECKED = {field.key: field for field in (*SETTINGS.values(), NEW_TOKENS, THINKING_TOKENS, *FLAGS)}
+KEYS = ("id", "prompt", "messages", "stop", "json_schema", *CHECKED)
+LATER = ("max_thinking_tokens", "json_schema")  # left out of digests where they are None
 
 Id = str | int
 
@@ -44,6 +46,8 @@ class Settings:
         stop: strings that end the text.
         thinking: None leaves it to the template.
         raw: continue the prompt as it is.
+        max_thinking_tokens: longest reasoning; None for no limit.
+        json_schema: of the answer; None for any text.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -51,6 +55,8 @@ class Settings:
     stop: tuple[str, ...] = ()
     thinking: bool | None = None
     raw: bool = False
+    max_thinking_tokens: int | None = None
+    json_schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,9 @@ class PromptLine:
         Args:
             model: identifies the model.
         """
-        content = {"model": model, "prompt": self.prompt, "settings": asdict(self.settings)}
+        settings = asdict(self.settings)
+        settings = {k: v for k, v in settings.items() if k not in LATER or v is not None}
+        content = {"model": model, "prompt": self.prompt, "settings": settings}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -127,6 +135,10 @@ def _parse(raw: bytes, given: Settings) -> PromptLine:
         stop=_stops(content["stop"]) if "stop" in content else given.stop,
         thinking=content.get("thinking", given.thinking),
         raw=content.get("raw", given.raw),
+        max_thinking_tokens=content.get("max_thinking_tokens", given.max_thinking_tokens),
+        json_schema=_schema(content["json_schema"])
+        if "json_schema" in content
+        else given.json_schema,
     )
     return PromptLine(_id(content), _prompt(content, settings.raw), settings)
 
@@ -155,6 +167,12 @@ def _prompt(content: Mapping[str, Any], raw: bool) -> str | list[dict[str, str]]
     if not isinstance(prompt, str) or not prompt.strip():
         raise RequestError(f"`prompt` must be text that is not empty, got {shown(prompt)}")
     return prompt
+
+
+def _schema(value: object) -> dict[str, Any] | None:
+    if not isinstance(value, dict | None):
+        raise RequestError(f"`json_schema` must be an object or null, got {shown(value)}")
+    return value
 
 
 def _stops(value: object) -> tuple[str, ...]:

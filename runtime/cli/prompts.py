@@ -82,7 +82,7 @@ def answer_file(
 
 def _request(model: "Model", line: PromptLine, system: str | None) -> "Request | LowbitError":
     """A request, or the reason why it cannot be made."""
-    settings, prompt = line.settings, line.prompt
+    settings, prompt, schema = line.settings, line.prompt, line.settings.json_schema
     if isinstance(prompt, str) and not settings.raw:
         prompt = Conversation(system).prompt(prompt)  # type: ignore[assignment]
     try:
@@ -92,6 +92,8 @@ def _request(model: "Model", line: PromptLine, system: str | None) -> "Request |
             max_new_tokens=settings.max_new_tokens,
             stop=settings.stop,
             raw=settings.raw,
+            max_thinking_tokens=settings.max_thinking_tokens,
+            grammar=None if schema is None else model.grammars.json_schema(schema),
         )
     except LowbitError as error:
         return error

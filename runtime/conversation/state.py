@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.stream import Generation, Stream
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.chat import Message
+    from lowbit.runtime.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Chat:
     Attributes:
         name: of the model, as it was asked for.
         thinking: None leaves it to the template.
+        max_thinking_tokens: longest reasoning before an answer; None for no limit.
+        grammar: of every answer; None for any text.
         max_new_tokens: longest answer; None for as many tokens as the context holds.
         stop: strings that end an answer.
         last: the newest answer's tokens and timings.
@@ -34,6 +37,8 @@ class Chat:
     name: str
     sampling: "SamplingParams"
     thinking: bool | None = None
+    max_thinking_tokens: int | None = None
+    grammar: "Grammar | None" = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     conversation: Conversation = field(default_factory=Conversation)
@@ -101,7 +106,12 @@ def begin_answer(chat: Chat, ids: "Sequence[int]") -> "Stream":
         RequestError: the prompt does not fit the context.
     """
     return chat.model.stream_ids(
-        ids, sampling=chat.sampling, max_new_tokens=chat.max_new_tokens, stop=chat.stop
+        ids,
+        sampling=chat.sampling,
+        max_new_tokens=chat.max_new_tokens,
+        stop=chat.stop,
+        max_thinking_tokens=chat.max_thinking_tokens,
+        grammar=chat.grammar,
     )
 
 

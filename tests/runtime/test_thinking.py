@@ -46,7 +46,7 @@ def say(constraint: ThinkingConstraint, model: lowbit.Model, text: str) -> None:
 
 def forced(constraint: ThinkingConstraint, model: lowbit.Model) -> str:
     """Text that has no choice from here on."""
-    ids = []
+    ids: list[int] = []
     while len(found := allowed(constraint)) == 1:
         ids += found
         constraint.accept(*found)
