@@ -137,19 +137,19 @@ class Ops(Protocol[W]):
     def log_probabilities(
         self,
         logits: Tensor,
-        sampler: SamplerRows,
+        vocabulary: int,
         rows: Tensor,
         positions: Tensor,
         token: Tensor,
         out: LogProbabilities,
     ) -> None:
-        """Leave log-probabilities of tokens that `choose` has chosen where the host reads them.
+        """Leave log-probabilities of tokens where the host reads them.
 
         Args:
             logits: [M, V or more] float32, those that `choose` was given.
-            sampler: of R rows.
+            vocabulary: V; logits of ids from here on are ignored.
             rows: [M] int32.
-            positions: [M] int32 of the chosen tokens, as `choose` leaves them.
+            positions: [M] int32 of the tokens, as `choose` leaves them.
             token: [M] int64, as `choose` leaves them.
             out: written; before temperature, penalties, bias and mask.
         """

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.restrict import accept, next_mask
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.runner import Runner, Sent
+from lowbit.runtime.engine.scores import score_chunk, take_scores
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA, PAGE
@@ -58,9 +60,12 @@ class Engine:
         """
         self.check(request.prompt)
         check_bias_ids(request.sampling, self.runner.sampler.vocabulary)
-        asked = request.max_new_tokens
-        if asked is not None and asked < 1:
-            raise RequestError(f"`max_new_tokens` must be at least 1, got {asked}")
+        asked, scored = request.max_new_tokens, request.prompt_logprobs
+        if scored is not None and not LOGPROBS.allows(scored):
+            raise RequestError(f"`prompt_logprobs` must be {LOGPROBS.expected}, got {scored}")
+        least = 1 if scored is None else 0
+        if asked is not None and asked < least:
+            raise RequestError(f"`max_new_tokens` must be at least {least}, got {asked}")
         room = self.room(len(request.prompt))
         seed = request.sampling.seed
         sequence = Sequence(
@@ -226,13 +231,19 @@ class Engine:
 
     def _next_prompt(self) -> Sequence | None:
         """The sequence whose prompt is run next, once it has a row and pages."""
-        if self._prompt is None and self._waiting and self._room.open(self._waiting[0]):
-            self._prompt = self._waiting.popleft()
+        if self._prompt is None and self._waiting:
+            first = self._waiting[0]
+            scored = None if first.request.prompt_logprobs is None else 0
+            if self._room.open(first, scored):
+                self._prompt = self._waiting.popleft()
         return self._prompt
 
     def _run_chunk(self, sequence: Sequence) -> int:
         """Send the next chunk of a prompt, and choose the first token after the last one."""
+        first = sequence.length
         hidden = self._send_chunk(sequence)
+        if sequence.request.prompt_logprobs is not None:
+            score_chunk(sequence, first, hidden, self.decoder)
         if sequence.length == len(sequence.request.prompt):
             self._room.keep(
                 sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
@@ -302,9 +313,14 @@ class Engine:
         ):
             if sequence.ended:
                 continue
-            if token < 0:
-                tokens = len(sequence.request.prompt) + len(sequence.output)
-                self._end(sequence, nonfinite_error(tokens))
+            bad = take_scores(sequence)
+            if token < 0 and bad is None:
+                bad = len(sequence.request.prompt) + len(sequence.output)
+            if bad is not None:
+                self._end(sequence, nonfinite_error(bad))
+                continue
+            if sequence.count == 0:
+                self._end(sequence, finish="length")
                 continue
             if sequence.request.sampling.logprobs is not None:
                 found = self.runner.log_probabilities(sequence, position)

@@ -103,6 +103,14 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return tuple(self._sequence.log_probabilities)
 
     @property
+    def prompt_log_probabilities(self) -> tuple[TokenLogProbabilities | None, ...]:
+        """Those of the prompt's tokens, None for the first, where the request wants them.
+
+        Empty before the first new token, or the end of a request for none.
+        """
+        return self._sequence.prompt_log_probabilities
+
+    @property
     def seed(self) -> int:
         """Seed of the request's random numbers."""
         return self._sequence.seed

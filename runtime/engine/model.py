@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, overload
+from typing import TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lowbit.runtime.engine.input_power import Method, calibration_ids, check_sea
 from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize, choose_cache
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.sampling import SamplingParams, sampling_defaults
@@ -29,6 +30,28 @@ from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.reasoning import Begin, begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+
+class Options(TypedDict, total=False):
+    """Keywords of a request to a model.
+
+    Attributes:
+        sampling: None for the model's own defaults; `dataclasses.replace(model.defaults,
+            temperature=0.8)` changes one of them.
+        max_new_tokens: None for as many as the context holds.
+        stop: strings that end the text and are left out of it.
+        raw: see `Model.encode`.
+        max_thinking_tokens: reasoning is ended behind so many tokens, and the answer begins; None
+            leaves it to the model. A model without reasoning has none to end.
+        grammar: of the answer, not of the reasoning; see `Model.grammars`.
+    """
+
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+    stop: Sequence[str]
+    raw: bool
+    max_thinking_tokens: int | None
+    grammar: Grammar | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,69 +137,30 @@ class Model:
         self,
         prompt: str | Sequence[Message],
         *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] = (),
         thinking: bool | None = None,
-        raw: bool = False,
-        max_thinking_tokens: int | None = None,
-        grammar: Grammar | None = None,
+        **options: Unpack[Options],
     ) -> Stream:
         """Text piece by piece; `Stream.generation` has the rest when it has ended.
 
         Args:
             prompt: see `encode`.
-            sampling: None for the model's own defaults; `dataclasses.replace(model.defaults,
-                temperature=0.8)` changes one of them.
-            max_new_tokens: None for as many as the context holds.
-            stop: strings that end the text and are left out of it.
             thinking: see `encode`.
-            raw: see `encode`.
-            max_thinking_tokens: reasoning is ended behind so many tokens, and the answer begins;
-                None leaves it to the model. A model without reasoning has none to end.
-            grammar: of the answer, not of the reasoning; see `grammars`.
+            options: see `Options`.
 
         Raises:
             RequestError: see `encode` and `stream_ids`.
         """
-        ids = self.encode(prompt, thinking=thinking, raw=raw)
-        return self.stream_ids(
-            ids,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            raw=raw,
-            max_thinking_tokens=max_thinking_tokens,
-            grammar=grammar,
-        )
+        ids = self.encode(prompt, thinking=thinking, raw=options.get("raw", False))
+        return self.stream_ids(ids, **options)
 
-    def stream_ids(
-        self,
-        ids: Sequence[int],
-        *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        raw: bool = False,
-        max_thinking_tokens: int | None = None,
-        grammar: Grammar | None = None,
-    ) -> Stream:
-        """Text piece by piece after a prompt that `encode` has made; arguments as in `stream`.
+    def stream_ids(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
+        """Text piece by piece after a prompt that `encode` has made.
 
         Raises:
             RequestError: a prompt longer than the context, no room for a token, an empty stop
                 string, or a negative `max_thinking_tokens`.
         """
-        request = self.request(
-            ids,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            raw=raw,
-            max_thinking_tokens=max_thinking_tokens,
-            grammar=grammar,
-        )
-        return Stream(self.engine, self.tokenizer, request)
+        return Stream(self.engine, self.tokenizer, self.request(ids, **options))
 
     def request(
         self,
@@ -220,13 +204,8 @@ class Model:
         self,
         prompt: str | Sequence[Message],
         *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] = (),
         thinking: bool | None = None,
-        raw: bool = False,
-        max_thinking_tokens: int | None = None,
-        grammar: Grammar | None = None,
+        **options: Unpack[Options],
     ) -> Generation: ...
 
     @overload
@@ -234,26 +213,16 @@ class Model:
         self,
         prompt: Sequence[str] | Sequence[Sequence[Message]],
         *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] = (),
         thinking: bool | None = None,
-        raw: bool = False,
-        max_thinking_tokens: int | None = None,
-        grammar: Grammar | None = None,
+        **options: Unpack[Options],
     ) -> list[Generation]: ...
 
     def generate(
         self,
         prompt: str | Sequence[Message] | Sequence[str] | Sequence[Sequence[Message]],
         *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Sequence[str] = (),
         thinking: bool | None = None,
-        raw: bool = False,
-        max_thinking_tokens: int | None = None,
-        grammar: Grammar | None = None,
+        **options: Unpack[Options],
     ) -> Generation | list[Generation]:
         """The whole text of a request; of a list of prompts all texts, decoded together.
 
@@ -262,16 +231,9 @@ class Model:
         """
         many = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], Mapping)
         prompts = cast("Sequence[str | Sequence[Message]]", prompt if many else [prompt])
+        raw = options.get("raw", False)
         requests = [
-            self.request(
-                self.encode(each, thinking=thinking, raw=raw),
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                raw=raw,
-                max_thinking_tokens=max_thinking_tokens,
-                grammar=grammar,
-            )
+            self.request(self.encode(each, thinking=thinking, raw=raw), **options)
             for each in prompts
         ]
         results = dict(answer_all(self.engine, self.tokenizer, requests))
@@ -285,6 +247,28 @@ class Model:
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence: [T, V] float32 on the model's device."""
         return self.engine.logits(ids)
+
+    def score(self, ids: Sequence[int], top: int = 0) -> list[TokenLogProbabilities | None]:
+        """Log-probability of every token of a sequence behind those before it.
+
+        Others run beside it, and memory for logits does not grow with the sequence.
+
+        Args:
+            ids: of the sequence.
+            top: likeliest tokens to report in each place.
+
+        Returns:
+            As many as there are ids; None for the first, which follows nothing.
+
+        Raises:
+            RequestError: empty, longer than the context, an id outside the vocabulary, or `top`
+                out of range.
+            CheckpointError: logits are NaN or infinite.
+        """
+        request = TokenRequest(tuple(ids), max_new_tokens=0, prompt_logprobs=top)
+        handle = self.engine.submit(request)
+        handle.result()
+        return list(handle.prompt_log_probabilities)
 
 
 def load(

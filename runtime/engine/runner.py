@@ -235,7 +235,12 @@ class Runner:
         ops.choose(logits, self.sampler, rows, positions, token, self._slots)
         if self.sampler.shape.logprobs:
             ops.log_probabilities(
-                logits, self.sampler, rows, positions, token, self._log_probabilities
+                logits,
+                self.sampler.vocabulary,
+                rows,
+                positions,
+                token,
+                self._log_probabilities,
             )
 
     def _replay(self, key: Hashable, M: int, run: Callable[[], None]) -> None:

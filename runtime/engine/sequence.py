@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import LowbitError
+from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.constraint import Constraint as Constraint
@@ -20,10 +21,13 @@ class TokenRequest:
     Attributes:
         prompt: token ids, at least one.
         sampling: how tokens are chosen.
-        max_new_tokens: at least 1; None for as many as the context holds.
+        max_new_tokens: at least 1, or 0 with `prompt_logprobs`; None for as many as the context
+            holds.
         stop_ids: tokens after which the sequence ends.
         message_ends: tokens that end a message; prefixes are kept up to them.
         constraint: limits its tokens; made for this request alone. None allows all.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
+            likeliest tokens in their places; None reports none.
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +36,7 @@ class TokenRequest:
     stop_ids: frozenset[int] = frozenset()
     message_ends: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class TokenLogProbabilities:
     """Natural logarithms of probabilities by the model's own logits, before any setting.
 
     Attributes:
-        chosen: of the token that was chosen.
+        chosen: of the token that was chosen, or that the prompt has.
         top: (id, value) of the likeliest tokens, from the first down.
     """
 
@@ -64,6 +69,9 @@ class Sequence:
         output: new tokens that the host has read.
         unread: of them, those that the user has not taken.
         log_probabilities: of each token of the output, where the request wants them.
+        prompt_log_probabilities: of each token of the prompt, where the request wants them and its
+            first new token has been read; None for the first one, which follows nothing.
+        scores: memory of the host that they come from.
         finish: why it ended; None before, and where an error ended it.
         error: that ended it.
         cancelled: set by the user, at any time and from any thread.
@@ -85,6 +93,8 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     unread: deque[int] = field(default_factory=deque)
     log_probabilities: list[TokenLogProbabilities] = field(default_factory=list)
+    prompt_log_probabilities: tuple[TokenLogProbabilities | None, ...] = ()
+    scores: LogProbabilities | None = None
     finish: Finish | None = None
     error: LowbitError | None = None
     cancelled: bool = False
@@ -106,7 +116,7 @@ class Sequence:
     @property
     def page_count(self) -> int:
         """Pages that it needs in all; its last new token takes no place."""
-        return pages_for(len(self.request.prompt) + self.count - 1)
+        return pages_for(len(self.request.prompt) + max(self.count - 1, 0))
 
     @property
     def ids(self) -> list[int]:

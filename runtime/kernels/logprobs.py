@@ -19,7 +19,6 @@ from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.draw import BLOCK, GROUP
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.state.logprobs import LogProbabilities
-from lowbit.runtime.state.sampler_rows import SamplerRows
 
 
 @triton.jit
@@ -73,14 +72,14 @@ def _log_probabilities_kernel(
 
 def log_probabilities(
     logits: Tensor,
-    sampler: SamplerRows,
+    vocabulary: int,
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
     out: LogProbabilities,
 ) -> None:
     """Leave log-probabilities where the host reads them; see `Ops.log_probabilities`."""
-    M, V = logits.shape[0], sampler.vocabulary
+    M, V = logits.shape[0], vocabulary
     best = likeliest(logits, V, MOST_LOGPROBS)
     blocks = triton.cdiv(V, BLOCK)
     largest, sums = (
@@ -117,7 +116,7 @@ def log_probabilities(
         blocks,
         best.shape[1],
         V,
-        sampler.rows,
+        out.ids.shape[1],
         BLOCKS=max(2, power_of_two(blocks)),
         WIDTH=MOST_LOGPROBS + 1,
         PDL=pdl,

@@ -7,15 +7,14 @@ from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.state.choice import best_ids
-from lowbit.runtime.state.sampler_rows import SamplerRows
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
     """Memory of the host, page-locked beside a GPU, in which steps leave log-probabilities.
 
-    Entry [position % 2, row] is of the token at that position; its first column is the chosen
-    token, the others are the likeliest tokens from the first down.
+    Entry [position % 2, row] is of the token at that position; its first column is that token, the
+    others are the likeliest tokens from the first down.
 
     Attributes:
         ids: [2, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens.
@@ -37,15 +36,15 @@ def new_log_probabilities(rows: int, pinned: bool) -> LogProbabilities:
 
 def log_probabilities(
     logits: Tensor,
-    sampler: SamplerRows,
+    vocabulary: int,
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
     out: LogProbabilities,
 ) -> None:
     """Leave log-probabilities where the host reads them, on a CPU; see `Ops.log_probabilities`."""
-    scores = logits[:, : sampler.vocabulary]
-    best = best_ids(scores, min(MOST_LOGPROBS, sampler.vocabulary))
+    scores = logits[:, :vocabulary]
+    best = best_ids(scores, min(MOST_LOGPROBS, vocabulary))
     ids = torch.cat((token[:, None], best), dim=1)
     wide = scores.double()
     values = wide.gather(1, ids) - wide.logsumexp(1, keepdim=True)

@@ -245,7 +245,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(vocabulary: int) -> None:
     positions = torch.tensor([3, 4], dtype=torch.int32)
     token = torch.tensor([3, 2])
     out = new_log_probabilities(3, pinned=False)
-    cpu.log_probabilities(logits, sampler, rows, positions, token, out)
+    cpu.log_probabilities(logits, sampler.vocabulary, rows, positions, token, out)
     expected = logits[:, :vocabulary].double().log_softmax(-1)
     for m, (row, position) in enumerate(((2, 3), (1, 4))):
         ids, values = out.ids[position % 2, row], out.values[position % 2, row]

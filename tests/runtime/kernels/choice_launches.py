@@ -23,5 +23,5 @@ def choices_of_rows(full: bool) -> Iterator[str]:
             sampler.shape = ChoiceShape(candidates, adjusted)
             cuda.choose(logits, sampler, rows, positions, token, slots)
             yield f"{M} rows, {candidates} candidates{', adjusted' * adjusted}"
-        cuda.log_probabilities(logits, sampler, rows, positions, token, out)
+        cuda.log_probabilities(logits, sampler.vocabulary, rows, positions, token, out)
         yield f"{M} rows"

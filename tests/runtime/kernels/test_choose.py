@@ -170,13 +170,12 @@ def test_masks(device: str, params: SamplingParams) -> None:
 def test_log_probabilities(device: str, vocabulary: int) -> None:
     logits = some_logits(4, 3)[0][:, : vocabulary + 50]
     logits[2, 3:6] = -torch.inf
-    sampler = configured([Asked(SamplingParams(logprobs=20))] * 3, vocabulary, device)
     rows = torch.tensor([2, 1, 3], dtype=torch.int32, device=device)
     positions = torch.tensor([3, 4, 5], dtype=torch.int32, device=device)
     token = torch.tensor([3, 6, 4], device=device)
     ours, theirs = (new_log_probabilities(4, pinned=device == "cuda") for _ in range(2))
-    cuda.log_probabilities(logits.to(device), sampler, rows, positions, token, ours)
-    cpu.log_probabilities(logits, sampler, rows.cpu(), positions.cpu(), token.cpu(), theirs)
+    cuda.log_probabilities(logits.to(device), vocabulary, rows, positions, token, ours)
+    cpu.log_probabilities(logits, vocabulary, rows.cpu(), positions.cpu(), token.cpu(), theirs)
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(ours.ids, theirs.ids)
@@ -186,7 +185,12 @@ def test_log_probabilities(device: str, vocabulary: int) -> None:
             one = new_log_probabilities(4, pinned=True)
             alone = slice(m, m + 1)
             cuda.log_probabilities(
-                logits[alone].to(device), sampler, rows[alone], positions[alone], token[alone], one
+                logits[alone].to(device),
+                vocabulary,
+                rows[alone],
+                positions[alone],
+                token[alone],
+                one,
             )
             torch.cuda.synchronize()
             at = int(positions[m]) % 2, int(rows[m])
