@@ -39,6 +39,10 @@ class ResourceError(LowbitError):
     """A resource that the machine lacks: a GPU, memory, disk space, a free output folder."""
 
 
+class QueueFullError(ResourceError):
+    """As many requests wait as may; one that is asked again later may be served."""
+
+
 class RequestError(LowbitError):
     """A generation request that cannot be served: empty or too long a prompt, a bad message."""
 

@@ -9,24 +9,24 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from threading import RLock
+from threading import Lock, RLock
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
-from lowbit.formats.sampling_ranges import LOGPROBS
+from lowbit.formats.errors import LowbitError, QueueFullError, RequestError
+from lowbit.runtime.engine.admission import new_sequence
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.nonfinite import nonfinite_error
+from lowbit.runtime.engine.prefix import Reuse
 from lowbit.runtime.engine.restrict import accept, next_mask
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.runner import Runner, Sent
 from lowbit.runtime.engine.scores import score_chunk, take_scores
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.pages import EXTRA, PAGE
-from lowbit.runtime.state.sampler_rows import check_bias_ids
-from lowbit.runtime.state.sampling import SamplingParams, random_seed
+from lowbit.runtime.state.sampling import SamplingParams
 
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
@@ -37,14 +37,19 @@ class Engine:
     Attributes:
         runner: sends steps to the device.
         context: most tokens of a sequence.
+        most_waiting: requests beside those that run together; None for any number.
+        reuse: counts the prompts that began with tokens in the cache.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, most_waiting: int | None = None) -> None:
         """Nothing has been asked yet."""
-        self.runner = runner
+        self.runner, self.most_waiting = runner, most_waiting
         self.context = runner.context
         self._lock = RLock()
         self._room = Room(runner)
+        self.reuse = Reuse()
+        self._arriving = Lock()  # never held for longer than it takes to count
+        self._arrived: deque[Sequence] = deque()  # since the last step
         self._waiting: deque[Sequence] = deque()
         self._prompt: Sequence | None = None  # whose prompt is being run
         self._decoding: list[Sequence] = []
@@ -52,36 +57,22 @@ class Engine:
         self._stepping = False  # stays set where a step was interrupted halfway
 
     def submit(self, request: TokenRequest) -> Handle:
-        """Take up a request; its handle gives the tokens.
+        """Take up a request, without waiting for the step under way; its handle gives the tokens.
 
         Raises:
             RequestError: an empty prompt, one longer than the context, an id or a bias outside
                 the vocabulary, no new token, or one that would not fit if it were alone.
+            QueueFullError: as many wait as may.
         """
-        self.check(request.prompt)
-        check_bias_ids(request.sampling, self.runner.sampler.vocabulary)
-        asked, scored = request.max_new_tokens, request.prompt_logprobs
-        if scored is not None and not LOGPROBS.allows(scored):
-            raise RequestError(f"`prompt_logprobs` must be {LOGPROBS.expected}, got {scored}")
-        least = 1 if scored is None else 0
-        if asked is not None and asked < least:
-            raise RequestError(f"`max_new_tokens` must be at least {least}, got {asked}")
-        room = self.room(len(request.prompt))
-        seed = request.sampling.seed
-        sequence = Sequence(
-            request=request,
-            count=room if asked is None else min(asked, room),
-            seed=random_seed() if seed is None else seed,
-        )
-        pages = self.runner.state.pages.count - EXTRA
-        if sequence.page_count > pages:
-            raise RequestError(
-                f"the request may take {sequence.page_count * PAGE} tokens of the cache, which "
-                f"has {pages * PAGE}",
-                hint="ask for fewer new tokens or a larger cache",
-            )
-        with self._lock:
-            self._waiting.append(sequence)
+        sequence = new_sequence(request, self)
+        with self._arriving:
+            ahead = len(self.running) + self.waiting
+            if self.most_waiting is not None and ahead >= self.rows + self.most_waiting:
+                raise QueueFullError(
+                    f"{ahead} requests run or wait, and no more than {self.rows} run together",
+                    hint="ask again later",
+                )
+            self._arrived.append(sequence)
         return Handle(self, sequence)
 
     def generate(self, prompt: Ids[int], params: SamplingParams, count: int) -> Handle:
@@ -179,6 +170,22 @@ class Engine:
         """Sequences that can be decoded together."""
         return self.runner.tables.shape[0] - 1
 
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that have room now."""
+        prompt = self._prompt
+        return tuple(self._decoding) if prompt is None else (*self._decoding, prompt)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have no room yet."""
+        return len(self._arrived) + len(self._waiting)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that neither a sequence nor a prefix holds."""
+        return self._room.pages.free
+
     @cached_property
     def driver(self) -> ThreadPoolExecutor:
         """The thread that runs steps while tasks wait."""
@@ -227,6 +234,8 @@ class Engine:
         if self._stepping:
             self._recover()
         self._stepping = True  # stays where what follows is interrupted
+        while self._arrived:
+            self._waiting.append(self._arrived.popleft())
         self._end_cancelled()
 
     def _next_prompt(self) -> Sequence | None:
@@ -236,6 +245,7 @@ class Engine:
             scored = None if first.request.prompt_logprobs is None else 0
             if self._room.open(first, scored):
                 self._prompt = self._waiting.popleft()
+                self.reuse.count(first.reused)
         return self._prompt
 
     def _run_chunk(self, sequence: Sequence) -> int:
@@ -382,12 +392,3 @@ class Engine:
         self._decoding.clear()
         self._sent.clear()
         self._stepping = False
-
-
-def nonfinite_error(tokens: int) -> CheckpointError:
-    """The error of a sequence whose logits after `tokens` tokens are NaN or infinite."""
-    return CheckpointError(
-        f"the logits after {tokens} tokens are NaN or infinite, so no token can be chosen",
-        hint="some activation overflows: look for damaged weights with `lowbit-convert verify "
-        "MODEL` and `lowbit-convert report MODEL`, or convert the original again",
-    )

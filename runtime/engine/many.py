@@ -26,8 +26,11 @@ def answer_all(
     waiting = enumerate(requests)
     running: dict[int, Answer] = {}
     more = True
+    beside = engine.rows  # some wait, so that no row is ever free
+    if engine.most_waiting is not None:
+        beside = min(beside, engine.most_waiting)
     while running or more:
-        while more and len(running) < 2 * engine.rows:  # some wait, so that no row is ever free
+        while more and len(running) < engine.rows + beside:
             number, request = next(waiting, (-1, None))
             more = request is not None
             if isinstance(request, Request):

@@ -282,6 +282,7 @@ def load(
     quantize: Base | None = None,
     group_size: int = GROUP_SIZE,
     method: Method = "rtn",
+    max_waiting: int | None = None,
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).
 
@@ -301,6 +302,8 @@ def load(
         method: how scales are chosen, with `quantize`: `rtn` searches for the least error,
             `weighted` weights it by the input's power on a bundled text, which runs through the
             original first, and `absmax` does not search.
+        max_waiting: requests that may wait beside those that are decoded together; a further one
+            is refused. None for any number.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -309,8 +312,11 @@ def load(
         QuantizationError: `quantize` for a checkpoint that is quantized already or has NaN, or a
             recipe that does not fit it.
         ResourceError: no GPU, or too little memory.
-        RequestError: a context or dtype that the model or device does not have.
+        RequestError: a context or dtype that the model or device does not have, or a negative
+            `max_waiting`.
     """
+    if max_waiting is not None and max_waiting < 0:
+        raise RequestError(f"`max_waiting` must be at least 0, got {max_waiting}")
     started = time.perf_counter()
     folder = Path(folder)
     rule: ScaleRule = "absmax" if method == "absmax" else "signed"
@@ -335,7 +341,7 @@ def load(
         opened = open_model(folder, quantize, group_size, rule, power)
     decoder = load_decoder(opened, device, dtype, cache.context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    engine = Engine(new_runner(decoder, vocabulary, cache, dtype, device))
+    engine = Engine(new_runner(decoder, vocabulary, cache, dtype, device), max_waiting)
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()

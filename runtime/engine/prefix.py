@@ -74,6 +74,27 @@ class Hit:
     length: int
 
 
+@dataclass(slots=True)
+class Reuse:
+    """Counts what prefixes were good for.
+
+    Attributes:
+        prompts: that were looked up.
+        hits: of them, those that took over some tokens.
+        tokens: that were taken over.
+    """
+
+    prompts: int = 0
+    hits: int = 0
+    tokens: int = 0
+
+    def count(self, tokens: int) -> None:
+        """Count a prompt that took over so many tokens."""
+        self.prompts += 1
+        self.hits += tokens > 0
+        self.tokens += tokens
+
+
 class PrefixCache:
     """Prefixes by their last use; the least recently used give their pages and slots back first."""
 

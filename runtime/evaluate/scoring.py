@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.engine import nonfinite_error
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.nonfinite import nonfinite_error
 from lowbit.runtime.engine.stream import Request, Stream
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.reasoning import begin_of
