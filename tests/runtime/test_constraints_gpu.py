@@ -1,0 +1,173 @@
+"""Masked rows in CUDA graphs, and log-probabilities of prompts, on a GPU."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
+from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.engine import scores
+from lowbit.runtime.engine.cuts import CHUNK
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import TokenRequest
+from tests.runtime.conftest import PackedModel
+
+pytestmark = pytest.mark.gpu
+
+SAMPLED = (
+    lowbit.SamplingParams(),
+    lowbit.SamplingParams(1.5, seed=1),
+    lowbit.SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2),
+    lowbit.SamplingParams(1.0, repetition_penalty=1.3, presence_penalty=0.5, seed=3, logprobs=3),
+)
+LONG = torch.randint(256, (1200,), generator=torch.Generator().manual_seed(2)).tolist()
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+V = 261
+
+
+@dataclass
+class Residues:
+    """The id of a token leaves the remainder that the tokens before it give; some are free."""
+
+    fails_at: int = 1000
+    done_at: int = 1000
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) >= self.done_at
+
+    def mask(self) -> Tensor | None:
+        if len(self.tokens) == self.fails_at:
+            raise RequestError("no more")
+        if len(self.tokens) % 5 == 4:
+            return None
+        bits = torch.arange(288) % 7 == sum(self.tokens) % 7
+        return (bits.view(9, 32).long() << torch.arange(32)).sum(1).to(torch.int32)
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+def follows(tokens: tuple[int, ...]) -> bool:
+    return all(n % 5 == 4 or t % 7 == sum(tokens[:n]) % 7 for n, t in enumerate(tokens))
+
+
+@pytest.fixture(params=["dense", "hybrid"])
+def model(
+    request: pytest.FixtureRequest,
+    make_model: Callable[..., PackedModel],
+    make_qwen3_5: Callable[..., PackedModel],
+) -> lowbit.Model:
+    make = make_model if request.param == "dense" else make_qwen3_5
+
+    def mixed(role: str) -> Scheme:
+        return Scheme(4, 128) if role == "mlp" else Scheme(8, 128)
+
+    return lowbit.load(make(mixed, **SIZES).folder, device="cuda", max_sequences=5)
+
+
+def request_of(n: int, bound: bool, count: int = 40) -> TokenRequest:
+    """The nth of some requests; the first reach of 256 tokens ends within the later ones."""
+    prompt = tuple(LONG[n : n + (37, 240, 5, 250, 64, 1)[n % 6]])
+    constraint = Residues() if bound else None
+    return TokenRequest(prompt, SAMPLED[n % 4], count + n, constraint=constraint)
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_masked_rows_in_graphs_choose_as_without(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    captured = model.engine.submit(request_of(n, True)).result()
+    model.engine.forget()
+    again = model.engine.submit(request_of(n, True)).result()
+    assert follows(captured)
+    assert len(captured) == 40 + n
+    keys: Any = model.engine.runner._graphs._graphs
+    assert {len(key) for key in keys} == {2}  # halves of steps alone
+
+    def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
+        run()
+
+    monkeypatch.setattr(Runner, "_replay", directly)
+    model.engine.forget()
+    assert captured == again == model.engine.submit(request_of(n, True)).result()
+
+
+def test_requests_beside_masked_ones_are_as_if_alone(model: lowbit.Model) -> None:
+    """They join and leave steps with and without masks; one fails, and one is cancelled."""
+    bound = {0, 1, 3, 6, 7, 10}
+    alone = []
+    for n in range(12):
+        model.engine.forget()
+        alone.append(model.engine.submit(request_of(n, n in bound)).result())
+    model.engine.forget()
+    for order in (1, -1):
+        constraint = Residues(fails_at=9)
+        failing = model.engine.submit(
+            TokenRequest(tuple(LONG[:20]), SAMPLED[1], 30, constraint=constraint)
+        )
+        handles = [model.engine.submit(request_of(n, n in bound)) for n in range(12)[::order]]
+        dropped = model.engine.submit(request_of(4, True))
+        next(dropped)
+        dropped.cancel()
+        found = [handle.result() for handle in handles][::order]
+        assert found == alone
+        with pytest.raises(RequestError, match="no more"):
+            failing.result()
+        assert follows(tuple(constraint.tokens))
+        assert len(constraint.tokens) == 9
+        model.engine.forget()
+    for n in bound:
+        assert follows(alone[n])
+
+
+def test_log_probabilities_do_not_see_the_mask(model: lowbit.Model) -> None:
+    handle = model.engine.submit(request_of(3, True))
+    tokens = handle.result()
+    prompt = request_of(3, True).prompt
+    expected = model.engine.logits([*prompt, *tokens], len(prompt) - 1)[:-1, :V].double()
+    expected = expected.log_softmax(-1).cpu()
+    for at, found in enumerate(handle.log_probabilities):
+        assert abs(found.chosen - float(expected[at, tokens[at]])) < 0.1  # of other kernels
+
+
+def test_a_released_request_goes_on_in_whole_steps(model: lowbit.Model) -> None:
+    request = TokenRequest(tuple(LONG[:30]), SAMPLED[2], 30, constraint=Residues(done_at=4))
+    tokens = model.engine.submit(request).result()
+    assert follows(tokens[:4])
+    assert not follows(tokens)
+    keys: Any = model.engine.runner._graphs._graphs
+    assert {len(key) for key in keys} == {2, 3}
+
+
+@pytest.mark.parametrize("rows", [CHUNK, 128, 48])
+def test_scores_are_those_of_the_logits(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(scores, "ROWS", rows)
+    model.engine.forget()
+    running = model.engine.submit(request_of(2, True, 200))
+    next(running)
+    found = model.score(LONG, top=2)
+    model.engine.forget()
+    expected = model.logits(LONG).double().log_softmax(-1).cpu()
+    # A logit is rounded from sums of 256 products; its size is below 8.
+    bound = 1e-5 if rows == CHUNK else 2 * 2 * 256 * 2**-24 * 8 * 16
+    for at, one in enumerate(found[1:], start=1):
+        assert one is not None
+        assert abs(one.chosen - float(expected[at - 1, LONG[at]])) <= bound
+        best = expected[at - 1].topk(2).values
+        assert all(abs(a - float(b)) <= bound for (_, a), b in zip(one.top, best, strict=True))
