@@ -27,8 +27,8 @@ from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammars
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
-BATCHES = (1, 8, 16)
-PROMPT, STEPS, RUNS = 64, 128, 3
+BATCHES = (1, 16)
+PROMPT, STEPS, RUNS = 64, 100, 2
 MASK_S = 50e-6  # for a mask, as long as llguidance takes where much is open
 SAMPLINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.6, 20, 0.95, seed=1)}
 SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
