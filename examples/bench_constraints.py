@@ -38,7 +38,7 @@ NewConstraint = Callable[[], Constraint | None]
 class Slow:
     """Some random tokens, others each time."""
 
-    done = False
+    done, unbound = False, 0
 
     def __init__(self, vocabulary: int) -> None:
         words = torch.randint(-(2**31), 2**31, (4, -(-vocabulary // 32)), dtype=torch.int32)

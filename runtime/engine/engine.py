@@ -258,7 +258,8 @@ class Engine:
             self._room.keep(
                 sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0)
             )
-            self._restrict([sequence])
+            if sequence.request.constraint is not None:
+                self._restrict([sequence])
             if sequence.ended:
                 return len(hidden)
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
@@ -271,33 +272,34 @@ class Engine:
     def _decode(self, sequences: list[Sequence]) -> None:
         """Send one token of every sequence through the layers and choose the next ones.
 
-        The mask of a token depends on the one before it. Where there are masks, the host reads
-        that one and makes them while the layers run.
+        The mask of a token depends on the one before it. Where one is needed, the host reads all
+        that are under way and makes it while the layers run.
         """
-        constrained = [each for each in sequences if each.constrained]
-        if constrained:
+        bound = [each for each in sequences if each.bound]
+        if bound:
             self.runner.forward(sequences)
         else:
             self._sent.append(self.runner.decode(sequences))
         for each in sequences:
             each.length += 1
             each.chosen += 1
-        if constrained:
+        if bound:
             while self._sent:
                 self._read(self._sent.popleft())
-            self._restrict(constrained)
+            self._restrict(bound)
             if not all(each.ended for each in sequences):
                 self._sent.append(self.runner.choose(sequences))
 
     def _restrict(self, sequences: list[Sequence]) -> None:
-        """Set the masks of the next tokens; a sequence whose constraint fails is ended."""
+        """Set the masks of constrained sequences; one whose constraint fails is ended."""
         masks: dict[int, Tensor | None] = {}
         words = self.runner.sampler.mask.shape[1]
         for each in sequences:
-            if each.ended or not each.constrained:
+            if each.ended:
                 continue
             try:
-                masks[each.row] = next_mask(each, words)
+                mask = masks[each.row] = next_mask(each, words)
+                each.masked = mask is not None
             except LowbitError as error:
                 self._end(each, error)
         if masks:

@@ -22,8 +22,8 @@ def next_mask(sequence: Sequence, words: int) -> Tensor | None:
     if constraint is None:
         return None
     try:
-        sequence.released = constraint.done
-        mask = None if sequence.released else constraint.mask()
+        sequence.released, sequence.unbound = constraint.done, constraint.unbound
+        mask = None if sequence.released or sequence.unbound > 0 else constraint.mask()
     except Exception as error:  # whatever a foreign object does
         raise _explained(error) from error
     if mask is None:
@@ -45,6 +45,7 @@ def accept(sequence: Sequence, token: int) -> LowbitError | None:
         return None
     try:
         constraint.accept(token)
+        sequence.unbound = constraint.unbound
     except Exception as error:  # whatever a foreign object does
         return _explained(error)
     return None

@@ -102,7 +102,7 @@ class Runner:
             else:
                 self.state.slots.copy(state_from, row)
         params = replace(sequence.request.sampling, seed=sequence.seed)
-        masked = sequence.constrained
+        masked = sequence.request.constraint is not None
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
     def close(self, sequence: Sequence) -> None:

@@ -79,6 +79,8 @@ class Sequence:
         fresh: see `Prefix.fresh`.
         snapshots: slot with the recurrent state, by length.
         released: its constraint is done.
+        unbound: tokens after those of the output that come without a mask.
+        masked: its row of the sampler has a mask that does not allow every token.
     """
 
     request: TokenRequest
@@ -102,11 +104,15 @@ class Sequence:
     fresh: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
     released: bool = False
+    unbound: int = 0
+    masked: bool = False
 
     @property
-    def constrained(self) -> bool:
-        """True if a constraint limits its tokens."""
-        return self.request.constraint is not None and not self.released
+    def bound(self) -> bool:
+        """True if the token after those under way needs another mask, or may need one."""
+        if self.request.constraint is None or self.released:
+            return False
+        return self.masked or self.unbound <= self.chosen - len(self.output)
 
     @property
     def ended(self) -> bool:

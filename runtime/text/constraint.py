@@ -14,12 +14,19 @@ class Constraint(Protocol):
 
     Attributes:
         done: every token may come from here on, and nothing is asked or told any more.
+        unbound: so many tokens, whatever they are, come next without a mask. The host need not read
+            a token before the device goes on while there are more than are under way.
     """
 
     @property
     def done(self) -> bool:
         """True once it limits nothing any more."""
         return False
+
+    @property
+    def unbound(self) -> int:
+        """Tokens that come next without a mask; 0 where that depends on what they are."""
+        return 0
 
     def mask(self) -> "Tensor | None":
         """Tokens that may come next.

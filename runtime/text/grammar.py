@@ -49,6 +49,11 @@ class GrammarConstraint:
         """Never: it limits the last token too."""
         return False
 
+    @property
+    def unbound(self) -> int:
+        """None: the next token has a mask."""
+        return 0
+
     def mask(self) -> Tensor:
         """Tokens that may come next; see `Constraint`."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)

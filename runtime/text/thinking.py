@@ -129,6 +129,15 @@ class ThinkingConstraint:
         """True once the answer has begun and nothing limits it."""
         return self._place == "answer" and (self._then is None or self._then.done)
 
+    @property
+    def unbound(self) -> int:
+        """Tokens left of the budget where the answer is free; see `Constraint`."""
+        if self._then is not None:
+            return self._then.unbound if self._place == "answer" else 0
+        if self._budget is None or self._place == "forced":
+            return 0
+        return self._budget - self._count + (self._place == "first")
+
     def mask(self) -> Tensor | None:
         """Tokens that may come next; see `Constraint`."""
         if self._place == "forced":

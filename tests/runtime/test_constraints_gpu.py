@@ -43,6 +43,7 @@ class Residues:
 
     fails_at: int = 1000
     done_at: int = 1000
+    unbound: int = 0
     tokens: list[int] = field(default_factory=list)
 
     @property

@@ -300,6 +300,7 @@ class Odd:
 
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    unbound: int = 0
 
     def mask(self) -> torch.Tensor | None:
         word = (0x55555555, -0x55555556)[len(self.tokens) % 2]  # even ids, odd ids
@@ -337,3 +338,44 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
     keys: Any = graphs.engine.runner._graphs._graphs
     assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
     assert {key[0] for key in keys if len(key) == 2} == {2, 4}
+
+
+@dataclass
+class Blocks(Odd):
+    """Three tokens in eight are limited."""
+
+    halves: list[int] = field(default_factory=list)
+
+    def mask(self) -> torch.Tensor | None:
+        self.halves.append(len(self.tokens))
+        return torch.full((9,), 0x55555555, dtype=torch.int32)  # even ids
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+        place = len(self.tokens) % 8
+        self.unbound = 8 - place if place >= 3 else 0
+
+
+def test_tokens_that_are_unbound_come_in_whole_steps(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request() -> TokenRequest:
+        return TokenRequest(tuple(PROMPT), HOT, 40, constraint=Blocks())
+
+    expected = fresh().engine.submit(request()).result()
+    assert all(n % 8 >= 3 or id % 2 == 0 for n, id in enumerate(expected))
+    sent: list[str] = []
+    for name in ("decode", "forward"):
+        method: Any = getattr(Runner, name)
+
+        def noted(runner: Runner, sequences: Any, name: str = name, method: Any = method) -> Any:
+            sent.append(name[0])
+            return method(runner, sequences)
+
+        monkeypatch.setattr(Runner, name, noted)
+    asked = request()
+    assert graphs.engine.submit(asked).result() == expected
+    assert isinstance(asked.constraint, Blocks)
+    assert asked.constraint.halves == [n for n in range(40) if n % 8 < 3]
+    # The prompt brings the first token; behind a mask, half a step takes it away.
+    assert "".join(sent[:35]) == "fff" + 4 * "ddddffff"

@@ -81,6 +81,23 @@ def test_the_end_of_the_budget_reads_as_the_template_has_it(
     assert constraint.mask() is None
 
 
+@pytest.mark.parametrize("begin", ["answer", "reasoning"])
+def test_a_budget_alone_binds_only_the_end(
+    model: lowbit.Model, tokens: ThinkingTokens, begin: Begin
+) -> None:
+    """So many tokens come without a mask, whatever they are."""
+    for said in ("<think>", "<think>a b", "<think>a</think>c", "a b"):
+        constraint = ThinkingConstraint(begin, tokens, 2, None, b"\n")
+        ids = model.tokenizer.encode(said)[begin == "reasoning" :]
+        left = constraint.unbound
+        assert left == (3 if begin == "answer" else 2)
+        for id in ids:
+            assert (constraint.mask() is None) or left == 0
+            constraint.accept(id)
+            assert constraint.done or constraint.unbound >= left - 1
+            left = constraint.unbound
+
+
 def test_reasoning_that_ends_itself_is_left_alone(
     model: lowbit.Model, tokens: ThinkingTokens
 ) -> None:

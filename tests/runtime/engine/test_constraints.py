@@ -42,6 +42,7 @@ class Residues:
     fails: Callable[[list[int]], None] = lambda tokens: None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    unbound: int = 0
 
     def rest(self, count: int) -> int:
         return sum(self.tokens[:count]) % 7
@@ -141,6 +142,37 @@ def test_a_constraint_that_is_done_is_asked_no_more(model: lowbit.Model) -> None
     assert follows(found[:3])
     assert not follows(found)
     assert constraint.tokens == list(found[:3])
+
+
+@dataclass
+class Blocks(Residues):
+    """Four tokens in ten are limited, and while the others come nobody needs to know them."""
+
+    asked: list[int] = field(default_factory=list)
+
+    def mask(self) -> Tensor | None:
+        self.asked.append(len(self.tokens))
+        return words_of(range(self.rest(len(self.tokens)), V - 96, 7))
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+        self.unbound = max(0, 10 - len(self.tokens) % 10) if len(self.tokens) % 10 >= 4 else 0
+
+
+def test_masks_are_not_asked_for_where_tokens_are_unbound(model: lowbit.Model) -> None:
+    requests = [TokenRequest(prompt(n), HOT, 35, constraint=Blocks()) for n in range(2)]
+    requests.append(TokenRequest(prompt(2), HOT, 35))
+    engine = new_engine(model)
+    handles = [engine.submit(request) for request in requests]
+    for request, handle in zip(requests, handles, strict=True):
+        found = handle.result()
+        if not isinstance(request.constraint, Blocks):
+            assert found == alone(model, request)
+            continue
+        for n, token in enumerate(found):
+            assert n % 10 >= 4 or token % 7 == sum(found[:n]) % 7
+        assert request.constraint.tokens == list(found[:-1])
+        assert request.constraint.asked == [n for n in range(35) if n % 10 < 4]
 
 
 def test_a_mask_of_a_stop_id_ends_the_answer(model: lowbit.Model) -> None:

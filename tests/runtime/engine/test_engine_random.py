@@ -3,7 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +25,34 @@ CONTEXT = 200
 SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4)
 LIVES = 1000  # of requests, for each kind of model
 KINDS = 60  # of requests
+FAILED = "the constraint ends here"
 INTERRUPTED = "a step was interrupted while this request ran"
+LIMITED = 5  # every request of so many has a constraint
 Outcome = tuple[tuple[int, ...], bool]  # tokens, and whether logits that are not finite followed
+
+
+@dataclass
+class Turns:
+    """Even and odd ids take turns, and every third token is free; some fail in the end."""
+
+    number: int
+    done: bool = False
+    unbound: int = 0
+    count: int = 0
+
+    def mask(self) -> torch.Tensor | None:
+        if self.count == 7 and self.number % 2:
+            raise RequestError(FAILED)
+        word = (0x55555555, -0x55555556)[self.count % 2]
+        return None if self.count % 3 == 2 else torch.full((9,), word, dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        self.count += 1
+
+
+def limited(number: int, request: TokenRequest) -> TokenRequest:
+    """The request with a constraint of its own, where it has one."""
+    return replace(request, constraint=Turns(number)) if number % LIMITED == 4 else request
 
 
 @dataclass
@@ -62,20 +88,20 @@ def kinds() -> list[TokenRequest]:
     return found
 
 
-def alone(engine: Engine, request: TokenRequest) -> Outcome:
+def alone(engine: Engine, number: int, request: TokenRequest) -> Outcome:
     engine.forget()
     tokens: list[int] = []
     try:
-        tokens += engine.submit(request)
-    except CheckpointError:
-        return tuple(tokens), True
+        tokens += engine.submit(limited(number, request))
+    except LowbitError as error:
+        return tuple(tokens), isinstance(error, CheckpointError)
     return tuple(tokens), False
 
 
 def poison(model: lowbit.Model, requests: list[TokenRequest]) -> int:
     """Make the embedding NaN of a token that few requests come across; returns its id."""
     engine = new_engine(model)
-    outputs = [alone(engine, request)[0][:-1] for request in requests]
+    outputs = [alone(engine, number, request)[0][:-1] for number, request in enumerate(requests)]
     seen = [sum(id in tokens for tokens in outputs) for id in range(250)]
     id = min((id for id in range(250) if seen[id] >= 2), key=lambda id: seen[id])
     model.engine.decoder.embedding[id] = float("nan")
@@ -96,7 +122,8 @@ class World:
     def submit(self) -> None:
         for _ in range(self.draw.randrange(1, 5)):
             kind = self.draw.randrange(len(self.requests))
-            self.lives.append(Life(kind, self.engine.submit(self.requests[kind])))
+            request = limited(kind, self.requests[kind])
+            self.lives.append(Life(kind, self.engine.submit(request)))
             self.begun += 1
 
     def act(self) -> None:
@@ -176,8 +203,8 @@ def test_answers_are_those_of_requests_alone(
 ) -> None:
     requests = kinds()
     bad = poison(model, requests)
-    expected = [alone(new_engine(model), request) for request in requests]
-    assert 2 <= sum(nonfinite for _, nonfinite in expected) <= 15
+    expected = [alone(new_engine(model), *each) for each in enumerate(requests)]
+    assert 2 <= sum(nonfinite for _, nonfinite in expected) <= 25
     engine = new_engine(model)
     world = World(engine, requests, seed=1)
     decoder = type(model.engine.decoder)
@@ -209,8 +236,8 @@ def test_answers_are_those_of_requests_alone(
     for prompt, start, scores in world.scores:
         if bad not in prompt:  # NaN also reaches the tokens before it in its chunk
             assert torch.allclose(scores, model.logits(prompt)[start:], atol=1e-4)
-    for request, outcome in zip(requests, expected, strict=True):
-        assert alone(engine, request) == outcome
+    for number, outcome in enumerate(expected):
+        assert alone(engine, number, requests[number]) == outcome
 
 
 PROMPT = [10, 20, 30, 40, 50, 60]
