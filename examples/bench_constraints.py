@@ -28,7 +28,7 @@ from lowbit.runtime.text.grammar import Grammars
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BATCHES = (1, 16)
-PROMPT, STEPS, RUNS = 64, 100, 2
+PROMPT, STEPS, RUNS = 64, 100, 1
 MASK_S = 50e-6  # for a mask, as long as llguidance takes where much is open
 SAMPLINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.6, 20, 0.95, seed=1)}
 SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
@@ -96,11 +96,15 @@ def measure(size: str, tokenizer: Path | None) -> None:
     if tokenizer is not None:
         hub = load_tokenizer(tokenizer)
         kinds["json"] = [Grammars(hub, vocabulary, hub.stop_ids()).json_schema(SCHEMA).constraint]
-    for name, sampling in SAMPLINGS.items():
-        biased = SamplingParams(
-            sampling.temperature, sampling.top_k, sampling.top_p, seed=1, logit_bias=((5, -1.0),)
-        )
-        for batch in BATCHES:
+    for batch in BATCHES:
+        for name, sampling in SAMPLINGS.items():
+            biased = SamplingParams(
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                seed=1,
+                logit_bias=((5, -1.0),),
+            )
             runs = {"free": [free], "biased": [free], **kinds, "free again": [free]}
             found = {}
             for kind, constraints in runs.items():

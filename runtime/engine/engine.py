@@ -292,18 +292,17 @@ class Engine:
 
     def _restrict(self, sequences: list[Sequence]) -> None:
         """Set the masks of constrained sequences; one whose constraint fails is ended."""
-        masks: dict[int, Tensor | None] = {}
-        words = self.runner.sampler.mask.shape[1]
+        sampler = self.runner.sampler
         for each in sequences:
             if each.ended:
                 continue
             try:
-                mask = masks[each.row] = next_mask(each, words)
-                each.masked = mask is not None
+                mask = next_mask(each, sampler.mask.shape[1])
             except LowbitError as error:
                 self._end(each, error)
-        if masks:
-            self.runner.sampler.allow(masks)
+                continue
+            each.masked = mask is not None
+            sampler.allow(each.row, mask)
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:
         """Send the tokens up to the next cut through the layers: their hidden states."""

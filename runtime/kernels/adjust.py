@@ -1,8 +1,8 @@
 """adjust: logits of several rows after mask, bias and penalties, as `state.choice.adjusted` has it.
 
 Layout  logits [M, V or more] fp32 -> [M, V rounded up] fp32
-Bytes   8 * V a row; 5 * V more where it has penalties, V / 8 where it is masked; V = 151936: 1.2,
-        0.8 and 0.02 MB, from L2
+Bytes   8 * V a row; 5 * V more where it has penalties, V / 8 where it is masked; V = 151936: 1.2
+        and 0.8 MB, from L2, and 0.02 MB from the host's memory
 Plan    a program per block of 1024 logits of a row, in float64, rounded once. A row's biases are
         sorted by id, so a program finds those of its block by counting. No atomics
 """

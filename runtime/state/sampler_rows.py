@@ -4,7 +4,7 @@ The host writes a row when a request begins; steps read the rows of their tokens
 on the device. Row 0 is SCRATCH: padding tokens of a captured step name it, any number of times.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +55,8 @@ class SamplerRows:
             shape is adjusted.
         bias_ids: [R, MOST_BIASES] int64 in ascending order, as many as the row has biases.
         bias: [R, MOST_BIASES] float64, as many.
-        mask: [R, ceil(V / 32)] int32; bit i of word w is set where token 32 * w + i is allowed.
+        mask: [R, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of word w is set
+            where token 32 * w + i is allowed.
         shape: operations that the rows at work need.
     """
 
@@ -68,12 +69,7 @@ class SamplerRows:
     bias: Tensor
     mask: Tensor
     shape: ChoiceShape = field(default_factory=ChoiceShape)
-    _words: Tensor = field(init=False)  # `mask` as the host knows it, page-locked beside a GPU
     _working: dict[int, tuple[SamplingParams, bool]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Make room for masks on the host."""
-        self._words = torch.zeros(self.mask.shape, dtype=torch.int32, pin_memory=self.mask.is_cuda)
 
     @property
     def rows(self) -> int:
@@ -108,7 +104,6 @@ class SamplerRows:
             self.seen[row].index_fill_(0, known.to(self.seen.device, non_blocking=True), True)
         if masked:
             self.mask[row].zero_()
-            self._words[row].zero_()
         self._working[row] = params, masked
         self.shape = shape_of(self._working.values())
         return seed
@@ -119,19 +114,17 @@ class SamplerRows:
             self._write_row(row, NEUTRAL, 0, False)
             self.shape = shape_of(self._working.values())
 
-    def allow(self, masks: Mapping[int, Tensor | None]) -> None:
-        """Set the tokens that masked rows may choose from here on; the host does not wait.
+    def allow(self, row: int, words: Tensor | None) -> None:
+        """Set the tokens that a masked row may choose from here on.
 
-        A row's next mask may be set once a token has been read that it chose under this one.
+        The device reads the mask where the host writes it, so the last token that the row chose
+        under another one must have been read.
 
         Args:
-            masks: by row, all of them configured as masked: [ceil(V / 32)] int32 on the host, see
-                `mask`, or None for every token.
+            row: configured as masked.
+            words: [ceil(V / 32)] int32 on the host, see `mask`; None for every token.
         """
-        for row, words in masks.items():
-            self._words[row] = -1 if words is None else words
-        rows = slice(min(masks), max(masks) + 1)  # one copy; those between stay as they are
-        self.mask[rows].copy_(self._words[rows], non_blocking=True)
+        self.mask[row] = -1 if words is None else words
 
     def _write_row(self, row: int, params: SamplingParams, seed: int, masked: bool) -> None:
         knobs = (
@@ -162,6 +155,7 @@ class SamplerRows:
 
 def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
     """Rows that all take the likeliest token; row 0 is the scratch row."""
+    on_gpu = torch.device(device).type == "cuda"
     neutral = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64, device=device)
     return SamplerRows(
         vocabulary=vocabulary,
@@ -171,7 +165,9 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
         counts=torch.zeros(rows, vocabulary, dtype=torch.int32, device=device),
         bias_ids=torch.zeros(rows, MOST_BIASES, dtype=torch.int64, device=device),
         bias=torch.zeros(rows, MOST_BIASES, dtype=torch.float64, device=device),
-        mask=torch.zeros(rows, -(-vocabulary // 32), dtype=torch.int32, device=device),
+        mask=torch.zeros(
+            rows, -(-vocabulary // 32), dtype=torch.int32, device="cpu", pin_memory=on_gpu
+        ),
     )
 
 

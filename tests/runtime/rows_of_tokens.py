@@ -71,7 +71,7 @@ def configured(
         masked = one.allowed is not None
         sampler.configure_row(row, one.params, one.prompt, masked=masked)
         if one.allowed is not None:
-            sampler.allow({row: words_of(one.allowed, V)})
+            sampler.allow(row, words_of(one.allowed, V))
     return sampler
 
 

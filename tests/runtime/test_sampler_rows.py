@@ -98,7 +98,7 @@ def test_configuring_a_row_forgets_its_past_and_leaves_the_others() -> None:
     )
     for row in (1, 2):
         assert sampler.configure_row(row, strict, [4, V - 1, V, V + 5], masked=True) == 9
-        sampler.allow({row: None})
+        sampler.allow(row, None)
         sampler.counts[row, 5] = 2
     before = [tensor[2].clone() for tensor in (sampler.knobs, sampler.seen, sampler.counts)]
     assert sampler.seen[1].nonzero()[:, 0].tolist() == [4, V - 1]

@@ -274,6 +274,6 @@ def test_masks_change_between_steps(device: str) -> None:
     token = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 2, dtype=torch.int64, pin_memory=device == "cuda")
     for id in (1, 32, VOCABULARY - 1, 0):
-        sampler.allow({1: words_of((id,), VOCABULARY)})
+        sampler.allow(1, words_of((id,), VOCABULARY))
         cuda.choose(logits, sampler, rows, positions, token, slots)
         assert int(token) == id
