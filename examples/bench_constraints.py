@@ -58,7 +58,11 @@ class Slow:
 
 
 def step_us(
-    engine: Engine, sampling: SamplingParams, batch: int, constraints: list[NewConstraint]
+    engine: Engine,
+    sampling: SamplingParams,
+    batch: int,
+    constraints: list[NewConstraint],
+    steps: int,
 ) -> float:
     """Microseconds of a step; `constraints` are used in turns."""
     engine.forget()
@@ -66,7 +70,7 @@ def step_us(
     for index in range(batch):
         prompt = tuple((7 * each + 13 * index) % 1000 + 1 for each in range(PROMPT))
         constraint = constraints[min(index, len(constraints) - 1)]()
-        request = TokenRequest(prompt, sampling, STEPS + 40, constraint=constraint)
+        request = TokenRequest(prompt, sampling, steps + 40, constraint=constraint)
         handles.append(engine.submit(request))
     while not all(handle.begun for handle in handles):
         engine.step()
@@ -74,10 +78,10 @@ def step_us(
         engine.step()
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(steps):
         engine.step()
     torch.cuda.synchronize()
-    found = (time.perf_counter() - started) / STEPS * 1e6
+    found = (time.perf_counter() - started) / steps * 1e6
     for handle in handles:
         if handle._sequence.ended:
             raise click.ClickException(f"a request has ended: {handle._sequence.error}")
@@ -86,7 +90,7 @@ def step_us(
     return found
 
 
-def measure(size: str, tokenizer: Path | None) -> None:
+def measure(size: str, tokenizer: Path | None, steps: int) -> None:
     """Print microseconds a step, and the share of the free speed that is left."""
     engine = random_engine(size, 4, 512, max(BATCHES))
     vocabulary = engine.runner.sampler.vocabulary
@@ -109,7 +113,9 @@ def measure(size: str, tokenizer: Path | None) -> None:
             found = {}
             for kind, constraints in runs.items():
                 params = biased if kind == "biased" else sampling
-                times = [step_us(engine, params, batch, constraints) for _ in range(RUNS + 1)]
+                times = [
+                    step_us(engine, params, batch, constraints, steps) for _ in range(RUNS + 1)
+                ]
                 found[kind] = statistics.median(times[1:])
             least = min(found["free"], found["free again"])
             print(
@@ -122,13 +128,14 @@ def measure(size: str, tokenizer: Path | None) -> None:
 @click.command()
 @click.argument("sizes", nargs=-1)
 @click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER", help="For json.")
-def main(sizes: tuple[str, ...], tokenizer: Path | None) -> None:
+@click.option("--steps", default=STEPS, show_default=True, metavar="N", help="Timed steps.")
+def main(sizes: tuple[str, ...], tokenizer: Path | None, steps: int) -> None:
     """Measure all kinds of requests on all sizes."""
     if not torch.cuda.is_available():
         raise click.ClickException("bench_constraints needs an NVIDIA GPU")
     print(torch.cuda.get_device_name())
     for size in sizes or ("0.6B", "8B"):
-        measure(size, tokenizer)
+        measure(size, tokenizer, steps)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -352,7 +352,7 @@ def test_a_task_that_waits_does_not_hold_the_others_up(model: lowbit.Model) -> N
         return await asyncio.gather(*map(answer, requests))
 
     assert asyncio.run(everybody()) == [alone(model, request) for request in requests]
-    assert max(late) <= 1
+    assert max(late) < len(requests)  # each of the others may have run one step meanwhile
 
 
 def test_a_task_that_stops_waiting_loses_no_token(model: lowbit.Model) -> None:
