@@ -43,9 +43,8 @@ def hub_scores(logits: Tensor, asked: Asked, output: list[int]) -> Tensor:
         forbidden[list(asked.allowed)] = False
         scores = scores.masked_fill(forbidden, -torch.inf)
     history = torch.tensor([[*asked.prompt, *output]], dtype=torch.int64)
-    if params.logit_bias:
-        biases: Any = {(id,): value for id, value in params.logit_bias}
-        scores = hub.SequenceBiasLogitsProcessor(biases)(history, scores)
+    for id, value in params.logit_bias:  # transformers rounds biases to FP32
+        scores[0, id] += value
     scores = hub.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, scores)
     for id, count in Counter(output).items():
         scores[0, id] -= count * params.frequency_penalty + params.presence_penalty
