@@ -29,6 +29,12 @@ def page_of(table, row, end):
 
 
 @gluon.jit
+def page_at(table, row, entries):
+    """`page_of` a row that is before the end, or else any page; it waits for no position."""
+    return load4(table + gl.minimum(row >> ROW_BITS, entries - 1).to(gl.int64) * 4)
+
+
+@gluon.jit
 def _row_address(base, page, row, end, STRIDE: gl.constexpr):
     """Address of a row in its page; of the last row before `end` where the row is not before it."""
     inside = gl.maximum(gl.minimum(row, end - 1), 0) & (PAGE_ROWS - 1)
@@ -194,14 +200,15 @@ def online_softmax(top, total, scores):
 def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr):
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
-    p, as the scores lie in the lanes, is a B fragment; fade is that of head g.
+    p, as the scores lie in the lanes, is a B fragment; fade is that of head g. None: acc is zero.
     """
     SETS: gl.constexpr = (COLUMNS + 63) // 64
     zero = none.to(gl.int32)
     b0 = bf16_pair(p[0], p[1])
     b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
-    even = from_lane(fade, t * 8)
-    odd = from_lane(fade, t * 8 + 4)
+    if fade is not None:
+        even = from_lane(fade, t * 8)
+        odd = from_lane(fade, t * 8 + 4)
     new = ()
     for j in gl.static_range(SETS):
         for u in gl.static_range(4):
@@ -218,7 +225,8 @@ def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.
                 a2 = zero
                 a3 = zero
             c = acc[4 * j + u]
-            c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
+            if fade is not None:
+                c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
             new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
     return new
 
@@ -226,10 +234,10 @@ def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.
 @gluon.jit
 def attend(
     top, total, acc, q, keys, values, row, end, t, none, scale, D: gl.constexpr,
-    COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Top, total and acc with one turn of keys and values."""
+    """Top, total and acc with one turn of keys and values; FIRST: total and acc are zero."""
     scores = visible(key_scores(q, keys, none, t, D, BLOCKS, STAGED), row, end, t, scale, BLOCKS)
     top, total, fade, p = online_softmax(top, total, scores)
-    acc = add_values(acc, fade, p, values, none, t, COLUMNS, BLOCKS)
+    acc = add_values(acc, None if FIRST else fade, p, values, none, t, COLUMNS, BLOCKS)
     return top, total, acc

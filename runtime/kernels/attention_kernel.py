@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.attention_fragments import (
     load_queries,
     load_values,
     online_softmax,
+    page_at,
     page_of,
     visible,
     with_fresh_keys,
@@ -95,19 +96,23 @@ def attention_kernel(
         running = running_splits(position, MOST, GROUPS, WHOLE, TURN)
         if split >= running:
             return
-    start, end, stride = rows_of_split(position, split, MOST, GROUPS, WHOLE, TURN)
+        start, end, stride = rows_of_split(position, split, MOST, GROUPS, WHOLE, TURN)
+    else:  # up to WHOLE keys
+        start, end, stride = split, position, split * 0 + JOINED * TURN
     first = _first_fresh(rows_ptr, token, sequence, position, TOGETHER)
     table = tables_ptr.to(gl.int64, bitcast=True) + sequence.to(gl.int64) * table_stride * 4
     row = start + warp * KEYS
     k_base = k_ptr.to(gl.int64, bitcast=True) + head * (2 * D)
     v_base = v_ptr.to(gl.int64, bitcast=True) + head * (2 * D) + column * 2
     new_page = page_of(table, position + zero, position + 1)
-    page = page_of(table, row, end)
     pages = ()
     if AHEAD == 0:
+        page = page_of(table, row, end)
         next_page = page_of(table, row + stride, end)
-    for i in gl.static_range(1, AHEAD):
-        pages = pages + (page_of(table, row + i * stride, end),)
+    else:
+        page = page_at(table, warp * KEYS, table_stride)
+        for i in gl.static_range(1, AHEAD):
+            pages = pages + (page_at(table, warp * KEYS + i * (JOINED * TURN), table_stride),)
     keys = load_keys(k_base, page, row + g, end, t, row < end, D, ROW, BLOCKS)
     values = load_values(v_base, page, row + 2 * t, end, g, row < end, COLUMNS, ROW, BLOCKS)
     more = ()
@@ -220,7 +225,7 @@ def attention_kernel(
                     )
     top, total, acc = attend(  # the last keys, or none at all
         top, total, acc, q, keys, values, row, end, t, none, score_scale, D, COLUMNS, BLOCKS,
-        WIDE,
+        WIDE, AHEAD > 0,
     )  # fmt: skip
     for a in gl.static_range(1, AHEAD):
         if end > a * stride:
@@ -239,7 +244,7 @@ def attention_kernel(
                     )
             top, total, acc = attend(
                 top, total, acc, q, keys, values, row, end, t, none, score_scale, D, COLUMNS,
-                BLOCKS, WIDE,
+                BLOCKS, WIDE, False,
             )  # fmt: skip
 
     new_values = ()
