@@ -244,6 +244,14 @@ def barrier():
 
 
 @gluon.jit
+def warp_barrier():
+    """Every lane of the warp waits for the others, and sees what they have put in shared memory."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def store16(address, words, inside):
     """Four words of each lane that is inside, to global memory."""
     gl.inline_asm_elementwise(

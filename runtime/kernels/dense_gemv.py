@@ -49,7 +49,7 @@ def _dense_gemv_kernel(
     warp, lane, zero, none = threads(WARPS)
     multiply_rows(
         x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero, warp, lane, none,
-        B, N, added_stride, eps, TOKENS, K, WARPS, PDL, False,
+        B, N, added_stride, eps, TOKENS, K, WARPS, PDL, False, False,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from lowbit.runtime.kernels.launch import STATIC_SHARED, GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.tiles import SCALES, TiledLinear, dequantized
 
 MOST_TOKENS = 32  # of a launch
+NARROW = 80  # registers of a thread, all of which products take
 
 
 def gemv_ref(
@@ -136,7 +137,7 @@ def _launch(
         needed = sums_bytes(launch, tokens)
     ROWS = 0 if rows is None else rows.shape[0]
     if ROWS:
-        needed = max(needed, rows_bytes(tokens))
+        needed = max(needed, rows_bytes(tokens, w.K if tokens == 1 else 0))
     size = max(launch.shared << 10 if pdl else 0, needed)
     of_program = launch.tiles * launch.abreast * launch.rounds
     run(
@@ -175,6 +176,7 @@ def _launch(
         X_BYTES=_staged_bytes(w.K, tokens, normed) if staged else 0,
         DIGITS=digit_bytes(w.K, tokens),
         PLANE=plane_bytes(w.K),
+        NARROW=launch.registers is not None and launch.registers <= NARROW,
         PDL=pdl,
         EARLY=launch.early,
         num_warps=launch.warps,

@@ -43,14 +43,16 @@ def gemv_kernel(
     BITS: gl.constexpr, SCALES: gl.constexpr, HEAD: gl.constexpr, ROWS: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr, ABREAST: gl.constexpr,
     ROUNDS: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
-    X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
+    X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, NARROW: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """TOKENS: that there is room for, a power of two, of which B are there.
 
     HEAD: elements of x that are normed by one of the sums of squares, where those are given.
 
     X_BYTES: of shared memory that x takes, DIGITS without its squares; 0 where planes are given.
+
+    NARROW: whether a thread has no register for the norm of one token while it multiplies.
     """
     if PDL and EARLY:
         gdc_launch_dependents()
@@ -63,14 +65,14 @@ def gemv_kernel(
     if ROWS > 0 and gl.program_id(0) < first:
         multiply_rows(
             x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, warp, lane, none, B, ROWS, 0,
-            eps, TOKENS, K, WARPS, PDL, EARLY,
+            eps, TOKENS, K, WARPS, PDL, EARLY, TOKENS == 1 and K % 256 == 0,
         )  # fmt: skip
     else:
         _multiply_tiles(
             x_ptr, planes_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
             B, N, tiles, added_stride, eps, gl.program_id(0) - first, buffer, warp, lane, none,
             SWIGLU, TOKENS, K, G, BITS, SCALES, HEAD, R, C, WARPS, ABREAST, ROUNDS, X_BYTES,
-            DIGITS, PLANE, PDL, EARLY,
+            DIGITS, PLANE, NARROW, PDL, EARLY,
         )  # fmt: skip
 
 
@@ -81,8 +83,8 @@ def _multiply_tiles(
     SWIGLU: gl.constexpr, TOKENS: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
     BITS: gl.constexpr, SCALES: gl.constexpr, HEAD: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
     WARPS: gl.constexpr, ABREAST: gl.constexpr, ROUNDS: gl.constexpr,
-    X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
+    X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, NARROW: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """What one program does of the packed weight."""
     STAGED: gl.constexpr = X_BYTES > 0
@@ -159,6 +161,8 @@ def _multiply_tiles(
         barrier()
         squares_at = buffer + DIGITS
         factors_at = squares_at + TOKENS * BLOCKS * SQUARES_BYTES
+        if NORM and TOKENS == 1 and not NARROW:  # before the products, which hide it
+            factor *= norm_factor(total_of(squares_at, lane, none, K), eps, K)
         if NORM and TOKENS > 1:
             for turn in gl.static_range((TOKENS + WARPS - 1) // WARPS):
                 b = gl.minimum(turn * WARPS + warp, TOKENS - 1)
@@ -193,7 +197,7 @@ def _multiply_tiles(
             )  # fmt: skip
             words = next_words
             scales = next_scales
-    if NORM and STAGED and TOKENS == 1:
+    if NORM and STAGED and TOKENS == 1 and NARROW:
         factor *= norm_factor(total_of(buffer + DIGITS, lane, none, K), eps, K)
     barrier()
     for first in gl.static_range(0, ITEMS, WARPS):

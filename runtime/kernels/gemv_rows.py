@@ -14,12 +14,15 @@ from lowbit.runtime.kernels.access import (
     barrier,
     load16,
     load_shared4,
+    load_shared16,
     store_shared4,
     store_shared16,
     stream16,
+    warp_barrier,
 )
 from lowbit.runtime.kernels.gemv_stage import (
     add_squares,
+    chunk_gains,
     diagonal,
     norm_factor,
     sum_of_parts,
@@ -33,20 +36,23 @@ AT_ONCE = gl.constexpr(2)  # steps whose tokens are loaded together
 AHEAD = gl.constexpr(8)  # steps whose rows are on their way
 
 
-def rows_bytes(tokens: int) -> int:
-    """Shared-memory bytes of a program that multiplies dense rows."""
-    return -(-tokens // 8) * 8 * (512 + 32)
+def rows_bytes(tokens: int, staged: int = 0) -> int:
+    """Shared-memory bytes of a program that multiplies dense rows; staged: elements of x."""
+    return -(-tokens // 8) * 8 * (512 + 32) + 4 * staged
 
 
 @gluon.jit
 def multiply_rows(
     x_ptr, gain_ptr, rows_ptr, added_ptr, y_ptr, buffer, warp, lane, none, B, N, added_stride, eps,
     TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """16 of N rows of `added + rms_norm(x) @ rows.T`, by the program of that number, for B tokens.
 
     Squares of the norm are the diagonal of tokens times tokens.
+
+    STAGED: whether each warp reads all of its part of one token at once and hands it round through
+        shared memory; K is a multiple of 256 then. Else x is read from L2, AT_ONCE steps at a time.
     """
     S: gl.constexpr = (K + 32 * ROW_PARTS - 1) // (32 * ROW_PARTS)  # steps of a part
     EACH: gl.constexpr = (ROW_PARTS + WARPS - 1) // WARPS  # parts of a warp
@@ -62,10 +68,17 @@ def multiply_rows(
     high = rows + gl.minimum(n + 8, N - 1).to(gl.int64) * (2 * K)
     first_chunk = gl.minimum(warp * EACH, ROW_PARTS - EACH) * 4 + t
     loaded = _load_rows((), low, high, first_chunk, 0, min(AHEAD, ALL), S, K)
+    own_gains = ()
+    if STAGED:
+        own_gains = _own_gains(gain_ptr, first_chunk, g, S, ALL, NORM)
     if PDL:
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
+    staged = buffer + ROW_PARTS * PART_BYTES + t * 16
+    staged += gl.minimum(warp * EACH, ROW_PARTS - EACH) * (S * 64)
+    if STAGED:
+        _stage(x_ptr, own_gains, staged, first_chunk, g, S, ALL, NORM, FP32)
     sources = ()
     for nt in gl.static_range(NT):
         token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
@@ -83,8 +96,8 @@ def multiply_rows(
                 min(ALL, each * S + c + AHEAD), S, K,
             )  # fmt: skip
             sums = _add_rows(
-                sums, loaded, sources, gains, first_chunk, each * S + c,
-                min(AT_ONCE, S - c), S, K, NT, NORM, FP32,
+                sums, loaded, sources, gains, staged, first_chunk, each * S + c,
+                min(AT_ONCE, S - c), S, K, NT, NORM, FP32, STAGED,
             )  # fmt: skip
         part = gl.minimum(warp * EACH, ROW_PARTS - EACH) + each
         for nt in gl.static_range(NT):
@@ -104,6 +117,48 @@ def multiply_rows(
             added_ptr, y_ptr, buffer + nt * ROW_PARTS * PART_BYTES, warp, lane, none, B, N,
             added_stride, eps, nt, K, NORM,
         )  # fmt: skip
+
+
+@gluon.jit
+def _own_chunk(first_chunk, step, S: gl.constexpr):
+    """The chunk that a lane has of a warp's step."""
+    return (first_chunk + step // S * 4 + step % S * (4 * ROW_PARTS)).to(gl.int64)
+
+
+@gluon.jit
+def _own_gains(
+    gain_ptr, first_chunk, g, S: gl.constexpr, ALL: gl.constexpr, NORM: gl.constexpr
+):  # fmt: skip
+    """Gains of the chunks that this lane stages: of its t in step g, g + 8 and so on."""
+    gains = ()
+    for first in gl.static_range(0, ALL if NORM else 0, 8):
+        chunk = _own_chunk(first_chunk, gl.minimum(first + g, ALL - 1), S)
+        gains = gains + (chunk_gains(gain_ptr, chunk),)
+    return gains
+
+
+@gluon.jit
+def _stage(
+    x_ptr, gains, staged, first_chunk, g, S: gl.constexpr, ALL: gl.constexpr, NORM: gl.constexpr,
+    FP32: gl.constexpr,
+):  # fmt: skip
+    """Put the warp's steps of one token into shared memory, normed as far as gains go and as is.
+
+    staged: address of this lane's chunk of step 0; the next step's follows 64 bytes later, with
+        gains behind all steps of all parts.
+    """
+    loaded = ()
+    for first in gl.static_range(0, ALL, 8):
+        chunk = _own_chunk(first_chunk, gl.minimum(first + g, ALL - 1), S)
+        loaded = loaded + (load16(x_ptr.to(gl.int64, bitcast=True) + chunk * 16),)
+    for first in gl.static_range(0, ALL, 8):
+        w = loaded[first // 8]
+        at = staged + (first + g) * 64
+        inside = first + g < ALL
+        store_shared16(at, w, inside)
+        if NORM:
+            store_shared16(at + ROW_PARTS * S * 64, times_gains(w, gains[first // 8], FP32), inside)
+    warp_barrier()
 
 
 @gluon.jit
@@ -131,19 +186,24 @@ def _load_rows(
 
 @gluon.jit
 def _add_rows(
-    sums, loaded, sources, gains, first_chunk, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    sums, loaded, sources, gains, staged, first_chunk, FIRST: gl.constexpr, COUNT: gl.constexpr,
     S: gl.constexpr, K: gl.constexpr, NT: gl.constexpr, NORM: gl.constexpr, FP32: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # fmt: skip
     """Sums with COUNT steps from FIRST on: even and odd products of a row, and squares."""
     x = ()
     scales = ()
     for c in gl.static_range(COUNT):
         at, _ = _chunk(first_chunk, FIRST + c, S, K, 16)
-        if NORM and FP32:
+        if STAGED:
+            x = x + (load_shared16(staged, (FIRST + c) * 64),)
+            if NORM:
+                scales = scales + (load_shared16(staged, (ROW_PARTS * S + FIRST + c) * 64),)
+        elif NORM and FP32:
             scales = scales + (load16(gains + at * 2) + load16(gains + at * 2, 16),)
         elif NORM:
             scales = scales + (load16(gains + at),)
-        for nt in gl.static_range(NT):
+        for nt in gl.static_range(0 if STAGED else NT):
             x = x + (load16(sources[nt] + at),)
     for c in gl.static_range(COUNT):
         a = loaded[2 * (FIRST + c)]
@@ -157,7 +217,7 @@ def _add_rows(
             squares = sums[3 * nt + 2]
             if NORM:
                 squares = add_squares(squares, w)
-                w = times_gains(w, scales[c], FP32)
+                w = scales[c] if STAGED else times_gains(w, scales[c], FP32)
             d = mma(sums[3 * nt], a[0], b[0], a[1], b[1], w[0], w[1])
             e = mma(sums[3 * nt + 1], a[2], b[2], a[3], b[3], w[2], w[3])
             new = new + (d, e, squares)

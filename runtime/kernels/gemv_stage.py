@@ -65,11 +65,18 @@ def load_gains(
         for turn in gl.static_range(PERIOD):
             _, block = place(turn, warp, K, WARPS, TOKENS)
             chunk = gl.minimum(block * 32 + lane, K // 8 - 1).to(gl.int64)
-            if gain_ptr.dtype.element_ty == gl.float32:
-                base = gain_ptr.to(gl.int64, bitcast=True) + chunk * 32
-                gains = gains + (load16(base) + load16(base + 16),)
-            else:
-                gains = gains + (load16(gain_ptr.to(gl.int64, bitcast=True) + chunk * 16),)
+            gains = gains + (chunk_gains(gain_ptr, chunk),)
+    return gains
+
+
+@gluon.jit
+def chunk_gains(gain_ptr, chunk):
+    """Gains of a chunk, as stored."""
+    if gain_ptr.dtype.element_ty == gl.float32:
+        base = gain_ptr.to(gl.int64, bitcast=True) + chunk * 32
+        gains = load16(base) + load16(base + 16)
+    else:
+        gains = load16(gain_ptr.to(gl.int64, bitcast=True) + chunk * 16)
     return gains
 
 
