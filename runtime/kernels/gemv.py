@@ -5,13 +5,13 @@ Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) mu
         or norms of its heads, whose sums of squares are given, before x becomes digits;
         residual + y or bias + y; silu(gate) * up for a paired weight
 Bytes   N*K*bits/8 + 2*N*K/G; INT4, N = K = 4096, G = 128: 8.65 MB = 1.9 us at 4.56 TB/s
-Plan    a program takes tiles over the whole of K, whose warps take the steps of a tile in turn.
-        Tokens become three digits each, and bytes are multiplied (`gemv_digits`): every program
-        stages them in shared memory, or a kernel before (`digits`) leaves them in global memory.
-        Scales multiply FP32 sums. Weights are on their way before the kernel waits for its
-        predecessor. Warps are summed in order; no atomics, so bit-reproducible. How many warps
-        share a tile depends on the weight alone, and a token is summed in the order of k: so its
-        result has the same bits in any company
+Plan    a program takes tiles over the whole of K, or several share them; the warps of a tile take
+        its steps in turn. Tokens become three digits each, and bytes are multiplied
+        (`gemv_digits`): every program stages them in shared memory, or a kernel before (`digits`)
+        leaves them in global memory. Scales multiply FP32 sums. Weights are on their way before the
+        kernel waits for its predecessor. Warps are summed in order; no atomics, so
+        bit-reproducible. How many warps share a tile depends on the weight alone, and a token is
+        summed in the order of k: so its result has the same bits in any company
 """
 
 import torch
@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.access import declaration, large_size
 from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run, shared_limit
 from lowbit.runtime.kernels.digits import digits
 from lowbit.runtime.kernels.gemv_digits import digit_bytes, plane_bytes
+from lowbit.runtime.kernels.gemv_join import join, sums_of
 from lowbit.runtime.kernels.gemv_kernel import gemv_kernel
 from lowbit.runtime.kernels.gemv_rows import rows_bytes
 from lowbit.runtime.kernels.gemv_stage import blocks_of
@@ -129,20 +130,22 @@ def _launch(
     pdl = programmatic_launch(x)
     normed = norm is not None
     needed = shared_bytes(w.K, launch, tokens, normed)
-    staged = launch.staged and needed <= shared_limit(x)
+    split = launch.split
+    staged = launch.staged and split == 1 and needed <= shared_limit(x)
     planes = None
     if not staged:
         planes = digits(x, w.bits, tokens, norm=norm, squares=squares, eps=eps)
         squares = None
-        needed = sums_bytes(launch, tokens)
+        needed = sums_bytes(launch, tokens) if split == 1 else 16
     ROWS = 0 if rows is None else rows.shape[0]
     if ROWS:
         needed = max(needed, rows_bytes(tokens, w.K if tokens == 1 else 0))
     size = max(launch.shared << 10 if pdl else 0, needed)
     of_program = launch.tiles * launch.abreast * launch.rounds
+    sums = None if split == 1 else sums_of(w, tokens, launch.parts, of_program)
     run(
         gemv_kernel,
-        (-(-w.tiles // of_program) + -(-ROWS // 16),),
+        (-(-w.tiles // of_program) + -(-ROWS // 16), split),
         x,
         planes,
         norm,
@@ -153,6 +156,7 @@ def _launch(
         rows,
         y,
         rows_y,
+        sums,
         B,
         w.N,
         w.tiles,
@@ -171,6 +175,7 @@ def _launch(
         WARPS=launch.warps,
         ABREAST=launch.abreast,
         ROUNDS=launch.rounds,
+        SPLIT=split,
         SHARED=declaration(size) if size <= STATIC_SHARED else "",
         LARGE=0 if size <= STATIC_SHARED else large_size(size),
         X_BYTES=_staged_bytes(w.K, tokens, normed) if staged else 0,
@@ -184,6 +189,8 @@ def _launch(
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
+    if sums is not None and planes is not None:
+        join(sums, planes, w, y, added, tokens, launch.parts, normed)
 
 
 def _staged_bytes(K: int, tokens: int, normed: bool) -> int:

@@ -9,6 +9,7 @@ from lowbit.runtime.kernels.access import (
     large_shared_buffer,
     load_shared4,
     shared_buffer,
+    store16,
     store_shared4,
     store_shared8,
     store_shared16,
@@ -38,17 +39,20 @@ from lowbit.runtime.kernels.mma import across, as_word, threads
 @gluon.jit(do_not_specialize=["B", "N", "tiles", "added_stride"])
 def gemv_kernel(
     x_ptr, planes_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr,
-    y_ptr, rows_y_ptr, B, N, tiles, added_stride, eps,
+    y_ptr, rows_y_ptr, sums_ptr, B, N, tiles, added_stride, eps,
     SWIGLU: gl.constexpr, TOKENS: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
     BITS: gl.constexpr, SCALES: gl.constexpr, HEAD: gl.constexpr, ROWS: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr, ABREAST: gl.constexpr,
-    ROUNDS: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
+    ROUNDS: gl.constexpr, SPLIT: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
     X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, NARROW: gl.constexpr,
     PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """TOKENS: that there is room for, a power of two, of which B are there.
 
     HEAD: elements of x that are normed by one of the sums of squares, where those are given.
+
+    SPLIT: programs that share a tile; where there are several, they leave their sums in `sums_ptr`
+        for `join`.
 
     X_BYTES: of shared memory that x takes, DIGITS without its squares; 0 where planes are given.
 
@@ -63,26 +67,29 @@ def gemv_kernel(
         buffer = shared_buffer(SHARED) + zero
     first: gl.constexpr = (ROWS + 15) // 16  # programs with dense rows: they take longest
     if ROWS > 0 and gl.program_id(0) < first:
-        multiply_rows(
-            x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, warp, lane, none, B, ROWS, 0,
-            eps, TOKENS, K, WARPS, PDL, EARLY, TOKENS == 1 and K % 256 == 0,
-        )  # fmt: skip
+        if SPLIT == 1 or gl.program_id(1) == 0:
+            multiply_rows(
+                x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, warp, lane, none, B, ROWS, 0,
+                eps, TOKENS, K, WARPS, PDL, EARLY, TOKENS == 1 and K % 256 == 0,
+            )  # fmt: skip
+        elif PDL:
+            gdc_wait()
     else:
         _multiply_tiles(
             x_ptr, planes_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
-            B, N, tiles, added_stride, eps, gl.program_id(0) - first, buffer, warp, lane, none,
-            SWIGLU, TOKENS, K, G, BITS, SCALES, HEAD, R, C, WARPS, ABREAST, ROUNDS, X_BYTES,
-            DIGITS, PLANE, NARROW, PDL, EARLY,
+            sums_ptr, B, N, tiles, added_stride, eps, gl.program_id(0) - first, buffer, warp, lane,
+            none, SWIGLU, TOKENS, K, G, BITS, SCALES, HEAD, R, C, WARPS, ABREAST, ROUNDS, SPLIT,
+            X_BYTES, DIGITS, PLANE, NARROW, PDL, EARLY,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply_tiles(
     x_ptr, planes_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr,
-    B, N, tiles, added_stride, eps, program, buffer, warp, lane, none,
+    sums_ptr, B, N, tiles, added_stride, eps, program, buffer, warp, lane, none,
     SWIGLU: gl.constexpr, TOKENS: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
     BITS: gl.constexpr, SCALES: gl.constexpr, HEAD: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-    WARPS: gl.constexpr, ABREAST: gl.constexpr, ROUNDS: gl.constexpr,
+    WARPS: gl.constexpr, ABREAST: gl.constexpr, ROUNDS: gl.constexpr, SPLIT: gl.constexpr,
     X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, NARROW: gl.constexpr,
     PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -93,7 +100,8 @@ def _multiply_tiles(
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     GROUPS: gl.constexpr = (K + G - 1) // G
     BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
+    EACH: gl.constexpr = WARPS // ABREAST  # warps of a program that share a tile
+    PARTS: gl.constexpr = EACH * SPLIT  # of a tile's steps
     S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
     # How digits lie: bytes to the next 64 k, plane and token.
     STRIDE: gl.constexpr = 64 if STAGED else 192 * TOKENS
@@ -101,10 +109,12 @@ def _multiply_tiles(
     TO_TOKEN: gl.constexpr = 3 * PLANE if STAGED else 64
     g = lane // 4
     t = lane % 4
-    part = warp % PARTS
+    part = warp % EACH
+    if SPLIT > 1:
+        part += gl.program_id(1) * EACH
     first_tile = program * (ROUNDS * ABREAST * R)
     words, scales = _addresses(
-        words_ptr, scales_ptr, first_tile + warp // PARTS * R, tiles, part, lane, STEPS, GROUPS,
+        words_ptr, scales_ptr, first_tile + warp // EACH * R, tiles, part, lane, STEPS, GROUPS,
         SCALES, R,
     )  # fmt: skip
     loaded, raw = load_steps(
@@ -152,7 +162,10 @@ def _multiply_tiles(
                     at += gl.minimum(b, B - 1) * added_stride
                 added = added + (gl.load(added_ptr + at).to(gl.float32),)
     factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
-    sums_at = buffer + X_BYTES
+    if SPLIT > 1:
+        sums_at = sums_ptr.to(gl.int64, bitcast=True) + first_tile * (NT * PARTS * HELD * 16)
+    else:
+        sums_at = buffer + X_BYTES
     if STAGED:
         stage_tokens(
             x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, B, eps,
@@ -179,19 +192,19 @@ def _multiply_tiles(
     if ROUNDS == 1:
         loaded, raw = _multiply_round(
             loaded, raw, words, scales, words, scales, digits, units, part, mixed, held,
-            warp // PARTS, slot, sums_at, none, G, BITS, K, R, C, PARTS, SCALES, TOKENS, STAGED,
+            warp // EACH, slot, sums_at, none, G, BITS, K, R, C, PARTS, SCALES, TOKENS, STAGED,
             STRIDE, TO_PLANE, TO_TOKEN, HELD, False,
         )  # fmt: skip
     else:
         for turn in range(ROUNDS):
-            own = gl.minimum(turn + 1, ROUNDS - 1) * ABREAST + warp // PARTS
+            own = gl.minimum(turn + 1, ROUNDS - 1) * ABREAST + warp // EACH
             next_words, next_scales = _addresses(
                 words_ptr, scales_ptr, first_tile + own * R, tiles, part, lane, STEPS, GROUPS,
                 SCALES, R,
             )  # fmt: skip
             loaded, raw = _multiply_round(
                 loaded, raw, words, scales, next_words, next_scales, digits, units, part, mixed,
-                held, turn * ABREAST + warp // PARTS, slot, sums_at,
+                held, turn * ABREAST + warp // EACH, slot, sums_at,
                 none, G, BITS, K, R, C, PARTS, SCALES, TOKENS, STAGED, STRIDE, TO_PLANE, TO_TOKEN,
                 HELD, True,
             )  # fmt: skip
@@ -200,7 +213,7 @@ def _multiply_tiles(
     if NORM and STAGED and TOKENS == 1 and NARROW:
         factor *= norm_factor(total_of(buffer + DIGITS, lane, none, K), eps, K)
     barrier()
-    for first in gl.static_range(0, ITEMS, WARPS):
+    for first in gl.static_range(0, ITEMS if SPLIT == 1 else 0, WARPS):
         item = first + warp
         at = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * HELD + slot) * (8 * COLUMNS)
         y = sum_of_parts(at, none, PARTS, HELD, COLUMNS)  # rows g, then rows g + 8
@@ -340,7 +353,7 @@ def _addresses(
 
 @gluon.jit
 def _store_sums(a, at, held, PAIRED: gl.constexpr):
-    """Join the digits of a warp's sums and leave them in shared memory."""
+    """Join the digits of a warp's sums and leave them in shared or, where split, global memory."""
     if PAIRED:
         low = a[0] + TOP_WEIGHT * across(a[0], 1)
         high = a[1] + TOP_WEIGHT * across(a[1], 1)
@@ -349,7 +362,10 @@ def _store_sums(a, at, held, PAIRED: gl.constexpr):
         joined = ()
         for j in gl.static_range(4):
             joined = joined + (as_word(a[j] + TOP_WEIGHT * a[4 + j]),)
-        store_shared16(at, joined, held)
+        if at.dtype == gl.int64:
+            store16(at, joined, held)
+        else:
+            store_shared16(at, joined, held)
 
 
 @gluon.jit

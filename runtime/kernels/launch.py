@@ -24,6 +24,7 @@ class GemvLaunch:
         shared: KB of shared memory that a program takes at least. Programs that may start early
             crowd on the multiprocessors that have room first; so fewer of them find room on one.
         rounds: in which a program takes that many tiles one after the other, with the same x.
+        split: programs that share a tile, of 17 tokens and more; a kernel joins their sums.
         staged: whether every program turns x into digits, where shared memory has room for them;
             else a kernel before does.
     """
@@ -36,12 +37,13 @@ class GemvLaunch:
     abreast: int = 1
     shared: int = 0
     rounds: int = 1
+    split: int = 1
     staged: bool = True
 
     @property
     def parts(self) -> int:
         """Warps that share a tile."""
-        return self.warps // self.abreast
+        return self.warps // self.abreast * self.split
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.
@@ -195,11 +197,14 @@ def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int
         tiles=1,
         steps=_divisor(-(-steps // parts), most),
         warps=parts * abreast,
-        early=one.early if tiles > LARGE else True,
-        registers=128,
+        early=one.early if tiles > LARGE or tokens == 32 else True,
+        registers=128 if tokens < 32 else 255,
         abreast=abreast,
         staged=tokens < 32,
     )
+    if tokens == 32 and parts > 1 and tiles <= LARGE:  # digits are read from L2 by few programs
+        rounds = -(-tiles * parts // (8 * MULTIPROCESSORS))
+        return replace(launch, warps=8, abreast=8, split=parts, rounds=rounds)
     rounds = min(MOST_ROUNDS[tokens], -(-tiles // (abreast * MULTIPROCESSORS)))
     if rounds == 2 and tokens < 32:  # digits are read once for two tiles
         return replace(launch, tiles=2, steps=max(1, launch.steps // 2))

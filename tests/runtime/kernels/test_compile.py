@@ -44,7 +44,7 @@ VOCABULARY = 151936
 CHOICE = {"adjust", "best_rows", "likeliest_rows", "rank_groups_rows", "draw_rows", "sum_masses"}
 CHOICE |= {"pick", "exp_sums", "log_probabilities"}
 DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
-DECODE |= CHOICE | {"digits", "norm_heads"}
+DECODE |= CHOICE | {"digits", "gemv_join", "norm_heads"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 
 STARVED = "starved gemv"

@@ -84,6 +84,8 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
     """The launch with as many parts of a tile's steps."""
     if way in ("staged", "given"):
         return replace(launch, staged=way == "staged")
+    if way == "split":
+        return replace(launch, tiles=1, rounds=3, abreast=4, warps=4, split=launch.parts)
     abreast = max(1, 8 // launch.parts)
     return replace(
         launch,
@@ -92,6 +94,7 @@ def changed(launch: GemvLaunch, way: str) -> GemvLaunch:
         rounds=3,
         abreast=abreast,
         warps=abreast * launch.parts,
+        split=1,
     )
 
 
@@ -109,7 +112,8 @@ def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
     def launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
         found = gemv_launch(bits, tiles, steps, tokens)
-        return found if tokens == 1 else changed(found, way)
+        least = 8 if way == "split" else 2
+        return found if tokens < least else changed(found, way)
 
     monkeypatch.setattr(gemv_module, "gemv_launch", launch)
 
@@ -156,7 +160,7 @@ def test_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
     check_packed(case, make_tiled, randn)
 
 
-@pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs"])
+@pytest.mark.parametrize("way", ["staged", "given", "rounds", "pairs", "split"])
 @pytest.mark.parametrize("case", DIVIDED, ids=str)
 def test_every_division(
     case: Case,
