@@ -45,7 +45,7 @@ ORDER = {
     ],
     "runtime": [
         *("text", "state", "weights", "kernels", "backends", "models", "engine", "bench"),
-        *("evaluate", "conversation", "cli"),
+        *("evaluate", "serve", "conversation", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")

@@ -7,6 +7,7 @@ from lowbit.runtime.cli.bench import bench
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.evaluate import evaluate
 from lowbit.runtime.cli.generate import generate
+from lowbit.runtime.cli.serve import serve
 
 
 @click.group(
@@ -23,5 +24,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, bench, evaluate):
+for command in (generate, chat, serve, bench, evaluate):
     main.add_command(command)

@@ -1,0 +1,191 @@
+"""`lowbit-run serve`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, finite
+from lowbit.formats.shell.output import note
+from lowbit.runtime.cli.options import (
+    load_model,
+    load_options,
+    model_argument,
+    quantize_options,
+)
+from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
+
+if TYPE_CHECKING:
+    from lowbit.formats.layout.recipes import Base
+    from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.serve.settings import ServeSettings
+
+PORT = 8000
+QUEUE = 64
+TIMEOUT_S = 600.0
+DAY_S = 86_400.0
+MOST_QUEUE = 65_536
+
+
+@click.command(
+    short_help="Serve the model over HTTP.",
+    epilog="""\b
+    Examples (pip install 'lowbit[serve]' first):
+      lowbit-run serve qwen3-8b-int4
+      LOWBIT_API_KEY=... lowbit-run serve qwen3-8b-int4 --host 0.0.0.0
+      curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time"}'
+    """,
+)
+@model_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=PORT,
+    show_default=True,
+    metavar="PORT",
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--api-key",
+    envvar="LOWBIT_API_KEY",
+    metavar="KEY",
+    show_envvar=True,
+    help="Key that requests must show; the variable keeps it out of the list of processes.",
+)
+@click.option("--no-auth", is_flag=True, help="Let other machines use the server without a key.")
+@click.option(
+    "--max-sequences",
+    type=Count(1, MOST_SEQUENCES),
+    metavar="N",
+    default=SEQUENCES,
+    show_default=True,
+    help="Answers that are made together.",
+)
+@click.option(
+    "--queue",
+    type=Count(0, MOST_QUEUE),
+    metavar="N",
+    default=QUEUE,
+    show_default=True,
+    help="Answers that may wait; more are refused with 429.",
+)
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(0, DAY_S, min_open=True),
+    metavar="S",
+    default=TIMEOUT_S,
+    show_default=True,
+    callback=finite,
+    help="Seconds that a request may take in all.",
+)
+@click.option(
+    "--served-name",
+    multiple=True,
+    metavar="NAME",
+    show_default="the folder's",
+    help="Name of the model in requests and answers; repeat it for others.",
+)
+@click.option(
+    "--max-thinking-tokens",
+    type=Count(0),
+    metavar="N",
+    show_default="no limit",
+    help="Tokens of reasoning before the answer must begin, where a request names none.",
+)
+@click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
+@click.option(
+    "--cors-origin",
+    multiple=True,
+    metavar="O",
+    help="Web page, such as https://example.org, that may use the server (repeatable).",
+)
+@load_options
+@quantize_options
+@reported
+def serve(
+    *,
+    name: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    no_auth: bool,
+    max_sequences: int,
+    queue: int,
+    request_timeout: float,
+    served_name: Sequence[str],
+    max_thinking_tokens: int | None,
+    log_prompts: bool,
+    cors_origin: Sequence[str],
+    context: int | None,
+    device: str | None,
+    threads: int | None,
+    quantize: "Base | None",
+    group_size: str | None,
+    method: "Method | None",
+) -> None:
+    """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
+
+    A request takes a row of the batch as soon as one is free. Ctrl-C lets running requests finish;
+    pressed twice, it does not.
+    """
+    if api_key is not None and (not api_key or not api_key.isascii()):
+        raise click.UsageError("--api-key is empty or has characters that no header can hold.")
+    try:
+        from lowbit.runtime.serve.settings import ServeSettings, check_exposure
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    check_exposure(host, api_key, no_auth)
+    settings = ServeSettings(
+        names=tuple(served_name) or (Path(name).resolve().name if Path(name).exists() else name,),
+        host=host,
+        port=port,
+        api_key=api_key,
+        no_auth=no_auth,
+        queue=queue,
+        request_timeout_s=request_timeout,
+        max_thinking_tokens=max_thinking_tokens,
+        log_prompts=log_prompts,
+        cors_origins=tuple(cors_origin),
+    )
+    try:
+        _run(
+            settings,
+            lambda: load_model(
+                name, device, context, threads, quantize, group_size, method, max_sequences
+            ),
+        )
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+
+
+def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
+    """Listen, load the model and serve until the end."""
+    from lowbit.runtime.serve.app import build_app
+    from lowbit.runtime.serve.logs import set_up_logs
+    from lowbit.runtime.serve.server import Server, listen
+    from lowbit.runtime.serve.service import Service
+
+    taken = listen(settings.host, settings.port)  # before a minute is spent on loading
+    with taken:
+        model = load()
+        set_up_logs()
+        service = Service(model, settings)
+        port = taken.getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        note(
+            f"{settings.names[0]}: {model.cache.sequences} together, context of "
+            f"{model.context:,} tokens, loaded in {model.load_s:.1f} s"
+        )
+        Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
+
+
+def _missing(error: ModuleNotFoundError) -> LowbitError:
+    """The error for a server's library that is not installed; other modules are a bug."""
+    if (error.name or "").split(".")[0] not in ("fastapi", "prometheus_client", "uvicorn"):
+        raise error
+    return ResourceError(f"`{error.name}` is not installed", hint="pip install 'lowbit[serve]'")

@@ -1,0 +1,1 @@
+"""The HTTP server: the APIs of OpenAI and Anthropic over one engine."""

@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from lowbit.formats.text.settings import read_settings
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.body import read_body
+from lowbit.runtime.serve.conversation import Conversation, encode
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.logprobs import token_text
+from lowbit.runtime.serve.openapi import documented
+from lowbit.runtime.serve.schemas.tokens import DetokenizeBody, TokenizeBody
+from lowbit.runtime.serve.service import service_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize", **documented(TokenizeBody, "tokens"))
+async def tokenize(request: Request) -> dict[str, Any]:
+    """Token ids of a text or a conversation."""
+    service = service_of(request)
+    body = await read_body(request, TokenizeBody, service.executor)
+    service.check_model(body.model)
+    ids = await service.in_thread(lambda: _encode(service.model, body))
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.model.context,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [token_text(service.model.tokenizer, id) for id in ids]
+    return found
+
+
+def _encode(model: Model, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        messages = [each.plain() for each in body.messages]
+        tools = [each.plain() for each in body.tools or ()]
+        arguments = body.chat_template_kwargs or {}
+        return encode(model, Conversation(messages, tools, template_arguments=arguments))
+    framed = body.add_special_tokens is not False
+    return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
+
+
+@router.post("/detokenize", **documented(DetokenizeBody, "tokens"))
+async def detokenize(request: Request) -> dict[str, Any]:
+    """The text of token ids, names of special tokens included."""
+    service = service_of(request)
+    body = await read_body(request, DetokenizeBody, service.executor)
+    service.check_model(body.model)
+    tokenizer = service.model.tokenizer
+    if max(body.tokens, default=0) >= tokenizer.vocabulary:
+        raise invalid(f"token ids must be between 0 and {tokenizer.vocabulary - 1}", "tokens")
+    text = await service.in_thread(lambda: tokenizer.text.decode(body.tokens))
+    return {"prompt": text}
+
+
+@router.get("/tokenizer_info", tags=["tokens"], response_model=None)
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Special tokens and the chat template, for clients that render prompts themselves."""
+    model = service_of(request).model
+    tokens = read_settings(model.folder).special_tokens
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": None if model.template is None else model.template.source,
+        "model_max_length": model.context,
+        **{name: tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")},
+    }

@@ -1,0 +1,120 @@
+"""Errors as the two APIs write them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.text.length import TooLongError
+
+# Anthropic's type for a status; all others are `api_error`.
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
+
+
+@dataclass
+class ApiError(Exception):
+    """An error that a client sees.
+
+    Attributes:
+        status: of HTTP.
+        message: says what is wrong with the request.
+        type: OpenAI's.
+        param: field that is wrong, such as `messages[0].role`.
+        code: OpenAI's, where it has one.
+        headers: of the response.
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's error object."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The object of the API that a path belongs to."""
+        return self.anthropic() if path.startswith(ANTHROPIC_PATH) else self.openai()
+
+    def response(self, path: str) -> JSONResponse:
+        """The whole response to a request for a path."""
+        return JSONResponse(self.body(path), self.status, dict(self.headers))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be served as it stands."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, hint: str = "") -> ApiError:
+    """A field that this server does not know, or whose value it cannot honour."""
+    return invalid(
+        f"`{param}` is not supported{f': {hint}' if hint else ''}", param, "unsupported_parameter"
+    )
+
+
+def of_lowbit(error: LowbitError, param: str | None = None) -> ApiError:
+    """The API's error for one of ours: the client's fault, or the server's."""
+    message = f"{error}; {error.hint}" if error.hint else str(error)
+    if isinstance(error, TooLongError) or "the context is" in str(error):
+        return invalid(message, param, "context_length_exceeded")
+    if isinstance(error, RequestError):
+        return invalid(message, param)
+    return ApiError(500, message, "server_error")
+
+
+def internal() -> ApiError:
+    """An error of ours that says nothing about the machine; the log has the rest."""
+    return ApiError(500, "the server failed; its log says why", "server_error")
+
+
+def busy(seconds: int) -> ApiError:
+    """The queue is full."""
+    return ApiError(
+        429,
+        "too many requests are waiting; try again later",
+        "rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(seconds)},
+    )
+
+
+def shutting_down() -> ApiError:
+    """The server ends once the running requests have."""
+    return ApiError(
+        503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    """An answer took longer than it may."""
+    return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error")

@@ -1,0 +1,217 @@
+"""One answer while the engine makes it: its tokens as text, on the worker's thread."""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.text.reasoning import CLOSE, Begin, Piece
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tool_calls import AnswerSplitter, Event
+from lowbit.runtime.text.tools import CallForm, Tool
+
+if TYPE_CHECKING:
+    from lowbit.runtime.serve.mailbox import Mailbox
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that is asked for.
+
+    Attributes:
+        tokens: for the engine.
+        begin: the way the output begins, see `Begin`.
+        stops: strings that end the answer and are left out of it.
+        tools: that may be called; without any, nothing is taken for a call.
+        form: of calls.
+        parallel: an answer may have several calls.
+    """
+
+    tokens: TokenRequest
+    begin: Begin
+    stops: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    form: CallForm | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerToken:
+    """A token with its log-probability, where the request wants them.
+
+    Attributes:
+        id: of the token.
+        found: log-probabilities.
+        reasoning: true before the answer has begun.
+    """
+
+    id: int
+    found: TokenLogProbabilities
+    reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last that is known of an answer.
+
+    Attributes:
+        reason: `stop` for a stop token or string, `length` for a full context or the limit.
+        stop: string that ended it, if one did.
+        cached_tokens: of the prompt, those that the cache held.
+        new_tokens: of the output.
+        reasoning_tokens: of them, those before the answer.
+        calls: of tools.
+        prompt: log-probabilities of the prompt's tokens, where they are wanted.
+    """
+
+    reason: StopReason
+    stop: str | None = None
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    reasoning_tokens: int = 0
+    calls: int = 0
+    prompt: tuple[TokenLogProbabilities | None, ...] = ()
+
+    @property
+    def chat_reason(self) -> str:
+        """`finish_reason` of a chat."""
+        return "tool_calls" if self.calls and self.reason == "stop" else self.reason
+
+    @property
+    def message_reason(self) -> str:
+        """`stop_reason` of Anthropic's messages."""
+        if self.reason == "length":
+            return "max_tokens"
+        if self.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self.calls else "end_turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one answer.
+
+    Attributes:
+        index: of the answer in its request.
+        events: new text and calls.
+        tokens: new tokens with log-probabilities; empty where nobody asked for them.
+        cached_tokens: of the prompt, those that the cache held.
+        end: set in the last update, unless it has an error.
+        error: that ended the answer.
+    """
+
+    index: int
+    events: list[Event]
+    tokens: list[AnswerToken]
+    cached_tokens: int = 0
+    end: End | None = None
+    error: LowbitError | None = None
+
+    @property
+    def last(self) -> bool:
+        """True if no update of this answer follows."""
+        return self.end is not None or self.error is not None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An answer on its way; all but `cancel` belongs to the worker's thread.
+
+    Attributes:
+        index: of the answer in its request.
+        ask: what is asked for.
+        mailbox: where updates go.
+        asked_at: time of the request.
+        cancelled: nobody wants the answer any more.
+        handle: of the engine, once it has been handed over.
+        count: tokens so far.
+        last_at: time of the last token.
+    """
+
+    index: int
+    ask: Ask
+    mailbox: "Mailbox"
+    tokenizer: Tokenizer
+    asked_at: float
+    cancelled: bool = False
+    handle: Handle | None = None
+    count: int = 0
+    last_at: float = 0.0
+    _splitter: AnswerSplitter = field(init=False)
+    _close: int | None = field(init=False)
+    _reasoning: bool = field(init=False)
+    _reasoning_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing has been made yet."""
+        ask = self.ask
+        self._splitter = AnswerSplitter(
+            self.tokenizer, ask.begin, ask.stops, ask.tools, ask.form, ask.parallel
+        )
+        self._close = self.tokenizer.token_id(CLOSE)
+        self._reasoning = self.ask.begin == "reasoning"
+
+    def cancel(self) -> None:
+        """End the answer before the next step, from any thread."""
+        self.cancelled = True
+        if self.handle is not None:
+            self.handle.cancel()
+
+    def collect(self) -> Update | None:
+        """The news since the last call, or None."""
+        handle = self.handle
+        if handle is None:
+            return None
+        events: list[Event] = []
+        tokens: list[AnswerToken] = []
+        update = partial(Update, self.index, events, tokens, handle.reused)
+        try:
+            for id in handle.poll():
+                end = self._push(id, events, tokens)
+                if end is not None:
+                    handle.cancel()
+                    return update(end)
+        except LowbitError as error:
+            return update(error=error)
+        if handle.ended:
+            return update(self._finish("length", events))
+        return update() if events or tokens else None
+
+    def _push(self, id: int, events: list[Event], tokens: list[AnswerToken]) -> End | None:
+        """Take a token; the end if it is the last."""
+        self.count += 1
+        self.last_at = time.perf_counter()
+        if id in self.ask.tokens.stop_ids:
+            return self._finish("stop", events)
+        if self.ask.tokens.sampling.logprobs is not None and self.handle is not None:
+            found = self.handle.log_probabilities[self.count - 1]
+            tokens.append(AnswerToken(id, found, self._reasoning))
+        new = self._splitter.push(id)
+        events += new
+        self._note_reasoning(id, new)
+        return self._finish("stop", events) if self._splitter.stopped else None
+
+    def _note_reasoning(self, id: int, new: list[Event]) -> None:
+        """Follow where the reasoning ends."""
+        if self._reasoning:
+            self._reasoning_tokens += 1
+            self._reasoning = id != self._close
+        elif new and isinstance(new[0], Piece) and new[0].reasoning:
+            self._reasoning, self._reasoning_tokens = True, self.count
+
+    def _finish(self, reason: StopReason, events: list[Event]) -> End:
+        events += self._splitter.finish()
+        return End(
+            reason=reason,
+            stop=self._splitter.stop if reason == "stop" else None,
+            cached_tokens=0 if self.handle is None else self.handle.reused,
+            new_tokens=self.count,
+            reasoning_tokens=self._reasoning_tokens,
+            calls=self._splitter.calls,
+            prompt=() if self.handle is None else self.handle.prompt_log_probabilities,
+        )

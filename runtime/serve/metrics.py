@@ -1,0 +1,148 @@
+"""Metrics for Prometheus, under vLLM's names where vLLM has the same thing.
+
+Plain numbers are counted where things happen, each by one thread, and turned into metrics when
+somebody asks: prometheus_client's own counters take a lock for every token.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from lowbit.runtime.engine.load import Load
+from lowbit.runtime.serve.histogram import Histogram
+
+if TYPE_CHECKING:
+    from lowbit.runtime.serve.job import Job
+
+FIRST_TOKEN_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+BETWEEN_TOKENS_S = (
+    *(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+WHOLE_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0)
+LONG_S = (120.0, 240.0, 480.0, 960.0)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything that is counted.
+
+    Attributes:
+        prompt_tokens: of answers that have begun.
+        cached_tokens: of them, those that the cache held.
+        new_tokens: of all answers.
+        first_token: seconds from requests to first tokens.
+        between_tokens: seconds between tokens of an answer.
+        whole: seconds from requests to the ends of their answers.
+        finished: answers by the reason for their end.
+        responses: HTTP responses by path and status.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
+    whole: Histogram = field(default_factory=lambda: Histogram((*WHOLE_S, *LONG_S)))
+    finished: Counter[str] = field(default_factory=Counter)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def count_tokens(self, job: "Job", before: int, last_at: float) -> None:
+        """Count the tokens that a step brought, on the worker's thread.
+
+        Args:
+            job: after the step.
+            before: its tokens before the step.
+            last_at: time of the last of them.
+        """
+        new = job.count - before
+        self.new_tokens += new
+        if before:
+            self.between_tokens.observe((job.last_at - last_at) / new, new)
+            return
+        self.first_token.observe(job.last_at - job.asked_at)
+        self.prompt_tokens += len(job.ask.tokens.prompt)
+        if job.handle is not None:
+            self.cached_tokens += job.handle.reused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collector:
+    """Metrics as prometheus_client asks for them.
+
+    Attributes:
+        metrics: what has been counted.
+        load: gives the engine's present load.
+        model: name for the label `model_name`.
+    """
+
+    metrics: Metrics
+    load: Callable[[], Load]
+    model: str
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything."""
+        found, load = self.metrics, self.load()
+        yield self._gauge("num_requests_running", "Answers that are being made.", load.running)
+        yield self._gauge("num_requests_waiting", "Answers that wait for room.", load.waiting)
+        share = load.pages_used / max(1, load.pages)
+        yield self._gauge("kv_cache_usage_perc", "Used share of the cache, 1 is all.", share)
+        yield self._counter("prompt_tokens", "Tokens of prompts.", found.prompt_tokens)
+        yield self._counter("generation_tokens", "New tokens.", found.new_tokens)
+        yield self._counter(
+            "prefix_cache_queries", "Tokens looked up in the cache.", found.prompt_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Tokens found in the cache.", found.cached_tokens)
+        yield self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", found.first_token
+        )
+        yield self._histogram(
+            "inter_token_latency_seconds", "Between two tokens.", found.between_tokens
+        )
+        yield self._histogram(
+            "e2e_request_latency_seconds", "From a request to its end.", found.whole
+        )
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Answers that have ended, by the reason.",
+            labels=("model_name", "finished_reason"),
+        )
+        for reason, count in sorted(found.finished.items()):
+            finished.add_metric((self.model, reason), count)
+        yield finished
+        responses = CounterMetricFamily(
+            "lowbit:http_responses", "Responses by path and status.", labels=("path", "status")
+        )
+        for (path, status), count in sorted(found.responses.items()):
+            responses.add_metric((path, str(status)), count)
+        yield responses
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name",))
+        family.add_metric((self.model,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name",))
+        family.add_metric((self.model,), value)
+        return family
+
+    def _histogram(self, name: str, text: str, value: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=("model_name",))
+        family.add_metric((self.model,), value.buckets(), value.total)
+        return family
+
+
+def new_registry(metrics: Metrics, load: Callable[[], Load], model: str) -> CollectorRegistry:
+    """A registry with these metrics and no others."""
+    registry = CollectorRegistry()
+    registry.register(Collector(metrics, load, model))
+    return registry

@@ -1,0 +1,123 @@
+"""Constraints of an answer: its form, the calls that it must have, the end of its reasoning."""
+
+import json
+from collections.abc import Callable, Sequence
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.answer_format import AnswerFormat
+from lowbit.runtime.serve.conversation import Conversation
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.text.call_grammar import grammar_of
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.grammar import BLANK, Grammar
+from lowbit.runtime.text.reasoning import begin_of
+from lowbit.runtime.text.tools import CallForm, Tool
+
+NewConstraint = Callable[[], Constraint | None]  # for one answer
+
+
+def no_constraint() -> None:
+    """Any token may come."""
+
+
+def constraint_of_format(model: Model, format: AnswerFormat | None) -> NewConstraint:
+    """Constraints for text that continues a prompt.
+
+    Raises:
+        ApiError: a schema, expression or grammar that cannot be used.
+    """
+    if format is None:
+        return no_constraint
+    return grammar_of_format(model, format).constraint
+
+
+def constraint_of(
+    model: Model,
+    conversation: Conversation,
+    ids: Sequence[int],
+    tools: tuple[Tool, ...],
+    form: CallForm | None,
+    budget: int | None,
+) -> NewConstraint:
+    """Constraints for the answer to a conversation.
+
+    Args:
+        model: that answers.
+        conversation: to be answered.
+        ids: of its prompt.
+        tools: of the conversation.
+        form: of calls.
+        budget: tokens of reasoning at most; None sets no limit.
+
+    Raises:
+        ApiError: a schema or grammar that cannot be used, or two that exclude each other.
+    """
+    grammar = None
+    if conversation.choice.mode in ("required", "named"):
+        if conversation.format is not None:
+            raise invalid(f"`tool_choice` excludes `{conversation.format.param}`", "tool_choice")
+        grammar = _grammar_of_calls(model, conversation, tools, form)
+    elif conversation.format is not None and tools:
+        grammar = _grammar_of_either(model, conversation.format, conversation, tools, form)
+    elif conversation.format is not None:
+        grammar = grammar_of_format(model, conversation.format)
+    if grammar is None and budget is None:
+        return no_constraint
+    begin = begin_of(ids, model.tokenizer)
+    return lambda: model.bounds.constraint(ids, begin, budget, grammar)
+
+
+def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:
+    """The grammar of a form; errors as in `constraint_of_format`."""
+    grammars = model.grammars
+    try:
+        match format.kind:
+            case "json_object":
+                return grammars.json_object()
+            case "json_schema":
+                return grammars.json_schema(format.schema)
+            case "regex":
+                return grammars.regex(format.text)
+            case _:
+                return grammars.lark(format.text)
+    except RequestError as error:
+        raise invalid(str(error), format.param, "invalid_value") from None
+
+
+def _grammar_of_either(
+    model: Model,
+    format: AnswerFormat,
+    conversation: Conversation,
+    tools: tuple[Tool, ...],
+    form: CallForm | None,
+) -> Grammar:
+    """The grammar of an answer that has either calls or a form."""
+    if format.kind not in ("json_object", "json_schema") or form is None:
+        raise invalid(f"`{format.param}` excludes `tools`", format.param)
+    grammar_of_format(model, format)  # names what is wrong with the schema alone
+    schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
+    schema["x-guidance"] = {"whitespace_pattern": BLANK, "whitespace_flexible": True}
+    text = grammar_of(form, tools, "required", model.tokenizer, conversation.parallel)
+    start, _, rest = text.partition("\n")
+    try:
+        return model.grammars.lark(f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}")
+    except RequestError as error:
+        raise invalid(str(error), format.param, "invalid_value") from None
+
+
+def _grammar_of_calls(
+    model: Model, conversation: Conversation, tools: tuple[Tool, ...], form: CallForm | None
+) -> Grammar:
+    """The grammar of an answer that must have calls."""
+    if form is None or not tools:
+        raise invalid(
+            "`tool_choice` needs `tools`, and a chat template that teaches calls", "tool_choice"
+        )
+    choice = conversation.choice
+    named = choice.name if choice.mode == "named" and choice.name is not None else "required"
+    try:
+        text = grammar_of(form, tools, named, model.tokenizer, conversation.parallel)
+        return model.grammars.lark(text)
+    except RequestError as error:
+        raise invalid(str(error), "tool_choice", "invalid_value") from None

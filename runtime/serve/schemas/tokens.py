@@ -1,0 +1,36 @@
+"""Bodies of /tokenize and /detokenize."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from lowbit.runtime.serve.limits import MOST_MESSAGES
+from lowbit.runtime.serve.schemas.chat import Message
+from lowbit.runtime.serve.schemas.common import Body
+from lowbit.runtime.serve.schemas.tools import ChatTools
+
+
+class TokenizeBody(Body):
+    """A text, or messages that the chat template makes one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: ChatTools | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either `prompt` or `messages`")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

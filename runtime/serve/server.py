@@ -1,0 +1,107 @@
+"""Listens, and ends when it is told to: running requests finish first."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from lowbit.formats.errors import ResourceError
+from lowbit.runtime.serve.service import Service
+
+log = logging.getLogger("lowbit.serve")
+BACKLOG = 512
+KEEP_ALIVE_S = 75
+TICK_S = 0.02
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ResourceError: the address is taken, or is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ResourceError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
+            hint="name another --port or --host",
+        ) from None
+    found.listen(BACKLOG)
+    return found
+
+
+class Server(uvicorn.Server):
+    """Refuses new requests from the first signal on, and ends once no request is left.
+
+    A second signal ends it at once.
+    """
+
+    def __init__(
+        self, app: FastAPI, service: Service, on_start: Callable[[], None] = lambda: None
+    ) -> None:
+        """Nothing listens yet.
+
+        Args:
+            app: answers requests.
+            service: of the app.
+            on_start: called once requests are taken.
+        """
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self._service, self._on_start = service, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take requests."""
+        await super().startup(sockets)
+        self._on_start()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain at the first signal, end at the second; only the main thread gets any."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self.drain)
+        except (RuntimeError, ValueError):  # another thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def drain(self) -> None:
+        """Refuse new requests, and end when the running ones have; at once if told twice."""
+        if self._service.draining:
+            log.warning("ending at once")
+            self.should_exit = self.force_exit = True
+            return
+        self._service.draining = True
+        log.warning("shutting down; %d requests still run", self._service.active)
+        self._draining = asyncio.get_running_loop().create_task(self._drained())
+
+    async def _drained(self) -> None:
+        while self._service.active and not self.should_exit:
+            await asyncio.sleep(TICK_S)
+        self.should_exit = True

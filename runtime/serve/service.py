@@ -1,0 +1,161 @@
+"""What all endpoints share."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fastapi import Request
+
+from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.answers import Answers
+from lowbit.runtime.serve.errors import ApiError, busy, of_lowbit, shutting_down
+from lowbit.runtime.serve.job import Ask, Job
+from lowbit.runtime.serve.mailbox import Mailbox
+from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.record import Record
+from lowbit.runtime.serve.settings import ServeSettings
+from lowbit.runtime.serve.worker import Worker
+
+THREADS = 4  # that parse bodies, render templates and encode prompts
+READING = 32  # requests whose bodies may be read while the queue is full
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Service:
+    """A model that is being served.
+
+    Attributes:
+        model: loaded.
+        settings: of the server.
+        worker: runs the engine; set while the server runs.
+        metrics: what has been counted.
+        created: time at which the server was started, seconds since 1970.
+        draining: running requests may end, new ones are refused.
+        active: requests whose answers are being made or sent.
+        executor: for work that would hold up the event loop.
+    """
+
+    model: Model
+    settings: ServeSettings
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    active: int = 0
+    _worker: Worker | None = None
+    executor: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
+    )
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that runs the engine."""
+        if self._worker is None:
+            raise RuntimeError("the server has not been started")
+        return self._worker
+
+    def start(self) -> None:
+        """Start the worker, on the event loop."""
+        loop = asyncio.get_running_loop()
+        self._worker = Worker(self.model.engine, loop, self.metrics)
+        self._worker.start()
+
+    def stop(self) -> None:
+        """End the worker and the threads."""
+        self.worker.stop()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def name(self) -> str:
+        """Name of the model in answers."""
+        return self.settings.names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"the model `{name}` does not exist; this server has `{self.name}`",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run work that would hold up the event loop.
+
+        Raises:
+            ApiError: for a LowbitError.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        except LowbitError as error:
+            raise of_lowbit(error) from None
+
+    def begin(self, request: Request, asks: Sequence[Ask], record: Record) -> Answers:
+        """Let the engine make answers.
+
+        Args:
+            request: that they belong to; when its client leaves, they are cancelled.
+            asks: one for each answer.
+            record: of the request, for the log.
+
+        Raises:
+            ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
+        """
+        self.check_open(len(asks))
+        mailbox = Mailbox()
+        jobs = [
+            Job(index, ask, mailbox, self.model.tokenizer, record.started)
+            for index, ask in enumerate(asks)
+        ]
+        for job in jobs:
+            self.worker.begin(job)
+        logs = self.settings.log_prompts
+        if logs:
+            prompts = dict.fromkeys(ask.tokens.prompt for ask in asks)
+            record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
+        return Answers(request, jobs, mailbox, record, self.settings.request_timeout_s, logs)
+
+    def check_open(self, answers: int) -> None:
+        """Refuse new answers where the server cannot make them; errors as in `begin`."""
+        if self.draining or not self.worker.alive:
+            raise shutting_down()
+        rows = self.model.cache.sequences
+        waiting = self.worker.open + answers - rows
+        if waiting > self.settings.queue and self.worker.open:
+            raise busy(self._retry_after(waiting))
+        if answers > rows + self.settings.queue:
+            raise ApiError(
+                400,
+                f"the request asks for {answers} answers, this server makes at most "
+                f"{rows + self.settings.queue}",
+            )
+
+    def check_crowd(self) -> None:
+        """Refuse a request before its body is read where too many have not been answered.
+
+        Raises:
+            ApiError: 429.
+        """
+        if self.active > self.model.cache.sequences + self.settings.queue + READING:
+            raise busy(1)
+
+    def _retry_after(self, waiting: int) -> int:
+        """Seconds until there may be room: what answers took so far, for those that wait."""
+        whole = self.metrics.whole
+        each = whole.total / whole.count if whole.count else 1.0
+        return max(1, min(60, round(each * waiting / self.model.cache.sequences)))
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request came to."""
+    service: Service = request.app.state.service
+    return service

@@ -1,0 +1,109 @@
+"""Answers as server-sent events, written as they are made."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from fastapi import Response
+
+from lowbit.runtime.serve.answers import Answers, ClientLeftError
+from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.job import Update
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+PATIENCE_S = 10.0  # without an update, before a comment is sent
+LAST_S = 1.0  # for the error of a request that took too long
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventWriter(Protocol):
+    """Turns updates into the events of one API."""
+
+    def open(self) -> bytes:
+        """Events before the first update."""
+
+    def write(self, updates: Sequence[Update]) -> bytes:
+        """Events of some updates."""
+
+    def close(self) -> bytes:
+        """Events behind the last update."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """Events that end the stream early."""
+
+
+class EventStream(Response):
+    """A response that sends events while answers are made.
+
+    Its headers are sent with the first update, so that a request which fails before has a status;
+    where that takes long, they go ahead, and comments keep the connection alive.
+    """
+
+    def __init__(self, answers: Answers, writer: EventWriter) -> None:
+        """Nothing is sent yet."""
+        super().__init__(None)
+        self._answers, self._writer = answers, writer
+        self._begun = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Send everything; ends early where the client leaves, or does not read in time."""
+        with self._answers as answers, contextlib.suppress(ClientLeftError, TimeoutError):
+            try:
+                updates = await self._first(send)
+                data = self._writer.open()
+                while True:
+                    data += self._writer.write(updates)
+                    if answers.complete:
+                        data += self._writer.close()
+                        break
+                    await self._send(send, data)
+                    updates, data = await answers.take(), b""
+            except ApiError as error:
+                if not self._begun:
+                    raise
+                data = self._writer.fail(error)
+            await self._send(send, data, more=False)
+
+    async def _first(self, send: Send) -> Sequence[Update]:
+        """The first updates; the headers are sent before they are returned."""
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    updates = await self._answers.take()
+                await self._begin(send)
+                return updates
+            except TimeoutError:
+                await self._begin(send)
+                await self._send(send, b": waiting\n\n")
+
+    async def _begin(self, send: Send) -> None:
+        """Send the headers, once."""
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        """Send some of the body; waits while the client does not read.
+
+        Raises:
+            TimeoutError: it does not for too long.
+        """
+        if data or not more:
+            async with asyncio.timeout(max(self._answers.left_s, LAST_S)):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def event(content: Any, name: str | None = None) -> bytes:
+    """One event, with a name where the API has names."""
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
