@@ -12,14 +12,13 @@ import click
 from lowbit.formats.errors import RequestError
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Failure, reported
-from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.options import folders, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
 from lowbit.runtime.cli.options import (
     load_model,
     load_options,
-    model_argument,
     quantize_options,
     sampling_options,
     talk_options,
@@ -32,13 +31,23 @@ if TYPE_CHECKING:
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat
     from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
 
 Ask = Callable[["Chat"], "Slash | str | None"]
 
 
 @click.command(short_help="Talk to the model in the terminal.")
-@model_argument
+@click.argument("name", metavar="[MODEL]", required=False, shell_complete=folders)
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Talk to the model of a running `lowbit-run serve`, such as http://localhost:8000; "
+    "MODEL is then a name that it knows.",
+)
+@click.option(
+    "--api-key", envvar="LOWBIT_API_KEY", metavar="KEY", show_envvar=True, help="With --url: key."
+)
 @load_options
 @quantize_options
 @sampling_options
@@ -53,7 +62,9 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 @reported
 def chat(
     *,
-    name: str,
+    name: str | None,
+    url: str | None,
+    api_key: str | None,
     context: int | None,
     device: str | None,
     threads: int | None,
@@ -79,7 +90,14 @@ def chat(
     from lowbit.runtime.conversation.turns import Conversation
 
     schema = None if json_schema is None else read_schema(json_schema)
-    model = load_model(name, device, context, threads, quantize, group_size, method)
+    if url is not None:
+        _check_remote(context, device, threads, quantize, group_size, method)
+        model = _remote(url, api_key, name)
+        name = model.name  # type: ignore[attr-defined]
+    elif name is not None:
+        model = load_model(name, device, context, threads, quantize, group_size, method)
+    else:
+        raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(
         model=model,
         name=name,
@@ -101,6 +119,19 @@ def chat(
         print_json({**_said(talk, made), "quantized_at_load": quantize})
     if failure is not None:
         raise failure
+
+
+def _check_remote(*given: object) -> None:
+    """Refuse options that say how a model is loaded."""
+    if any(value is not None for value in given):
+        raise click.UsageError("--url takes no option for loading a model: the server has done it.")
+
+
+def _remote(url: str, key: str | None, name: str | None) -> "Model":
+    """A server's model, which has all that a chat asks of a loaded one."""
+    from lowbit.runtime.serve.remote import open_remote
+
+    return open_remote(url, key, name)  # type: ignore[return-value]
 
 
 def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseException | None]":
