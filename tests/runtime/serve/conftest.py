@@ -1,0 +1,83 @@
+"""A server on the bundled model, in a thread of the test process, on a free loopback port."""
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from lowbit.runtime.engine.model import Model, load
+from lowbit.runtime.serve.app import build_app
+from lowbit.runtime.serve.server import Server, listen
+from lowbit.runtime.serve.service import Service
+from lowbit.runtime.serve.settings import ServeSettings
+
+TESTS = Path(__file__).parents[2]
+BUNDLED = TESTS.parent / "examples" / "models" / "tiny-qwen3"
+NAME = "tiny"
+SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server and what it serves."""
+
+    model: Model
+    service: Service
+    port: int
+    server: Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def tool_model(folder: Path) -> Path:
+    """The bundled model with Qwen3's chat template, which knows tools and thinking.
+
+    The argument `open_thinking` lets the prompt begin the reasoning, as Qwen3.5's does.
+    """
+    shutil.copytree(BUNDLED, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = (TESTS / "data" / "chat_templates" / "qwen3.jinja").read_text()
+    template += "{%- if open_thinking is defined %}{{ '<think>\\n' }}{%- endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@contextmanager
+def running(model: Model, **changes: object) -> Iterator[Running]:
+    """Serve a model until the end of the block."""
+    settings = replace(ServeSettings((NAME, "other-name"), port=0), **changes)  # type: ignore[arg-type]
+    service = Service(model, settings)
+    begun = threading.Event()
+    with listen(settings.host, settings.port) as taken:
+        server = Server(build_app(service), service, begun.set)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([taken])), daemon=True)
+        thread.start()
+        assert begun.wait(30)
+        try:
+            yield Running(model, service, taken.getsockname()[1], server)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tool_model(tmp_path_factory.mktemp("serve") / "tiny-qwen3")
+    return load(folder, device="cpu", max_sequences=SEQUENCES, context=1024)
+
+
+@pytest.fixture(scope="session")
+def server(model: Model) -> Iterator[Running]:
+    with running(model) as found:
+        yield found

@@ -1,0 +1,186 @@
+"""Queue, disconnects, slow readers, limits of time, shutdown, metrics."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from lowbit.runtime.engine.load import load_of
+from lowbit.runtime.serve import sse
+from tests.runtime.serve.conftest import NAME, SEQUENCES, Running, running
+
+LONG: dict[str, Any] = {
+    "model": NAME,
+    "prompt": "Once upon a time",
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def busy(server: Running) -> int:
+    load = load_of(server.model.engine)
+    return load.running + load.waiting
+
+
+def raw_request(
+    server: Running, body: dict[str, Any], path: str = "/v1/completions"
+) -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", server.port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    found.sendall(head.encode() + data)
+    return found
+
+
+def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
+    before = server.service.metrics.finished["abort"]
+    for stream in (True, False):
+        connection = raw_request(server, {**LONG, "stream": stream})
+        until(lambda: busy(server) > 0)
+        connection.close()
+        until(lambda: busy(server) == 0)
+    until(lambda: server.service.worker.open == 0)
+    until(lambda: server.service.metrics.finished["abort"] == before + 2)
+
+
+def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
+    slow = raw_request(server, {**LONG, "logprobs": 20, "max_tokens": 300})
+    until(lambda: busy(server) > 0)
+    quick = httpx2.post(
+        f"{server.url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 5}
+    )
+    assert quick.json()["usage"]["completion_tokens"] == 5
+    until(lambda: busy(server) == 0)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += slow.recv(1 << 20)
+    slow.close()
+    assert data.count(b'"finish_reason":null') >= 200
+    assert b"[DONE]" in data
+
+
+def test_garbage_and_chunked_bodies(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as garbage:
+        garbage.sendall(b"\x00\xff nonsense\r\n\r\n")
+        assert garbage.recv(100).startswith(b"HTTP/1.1 400")
+    with socket.create_connection(("127.0.0.1", server.port)) as chunked:
+        chunked.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        chunked.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        part = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
+        answer = b""
+        try:
+            for _ in range(40):
+                chunked.sendall(part)
+            answer = chunked.recv(4096)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = answer or b"HTTP/1.1 413"  # refused and closed while it was being sent
+        assert answer.startswith(b"HTTP/1.1 413")
+    with socket.create_connection(("127.0.0.1", server.port)) as cut:
+        cut.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        )
+    assert httpx2.get(f"{server.url}/health").json()["status"] == "ok"
+
+
+def test_a_full_queue_says_when_to_come_again(server: Running) -> None:
+    with running(server.model, queue=0) as small:
+        held = [raw_request(small, LONG) for _ in range(SEQUENCES)]
+        until(lambda: small.service.worker.open == SEQUENCES)
+        found = httpx2.post(f"{small.url}/v1/completions", json=LONG)
+        assert found.status_code == 429
+        assert int(found.headers["retry-after"]) >= 1
+        assert found.json()["error"]["code"] == "queue_full"
+        for connection in held:
+            connection.close()
+        until(lambda: busy(small) == 0)
+        refused = httpx2.post(f"{small.url}/v1/completions", json={**LONG, "n": 8})
+        assert refused.status_code == 400
+
+
+def test_a_crowd_is_refused_before_its_bodies_are_read(server: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    with running(server.model, queue=0) as small:
+        crowd = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(40)]
+        for connection in crowd:
+            connection.sendall(head)
+        until(lambda: small.service.metrics.responses["other", 429] >= 4)
+        for connection in crowd:
+            connection.close()
+        until(lambda: small.service.active == 0)
+
+
+def test_requests_have_an_end(server: Running) -> None:
+    with running(server.model, request_timeout_s=0.15) as brief:
+        url = f"{brief.url}/v1/completions"
+        whole = httpx2.post(url, json={**LONG, "stream": False})
+        assert (whole.status_code, whole.json()["error"]["type"]) == (504, "timeout_error")
+        streamed = httpx2.post(url, json=LONG)
+        assert '"timeout_error"' in streamed.text.split("data: ")[-2]
+        until(lambda: busy(brief) == 0)
+
+
+def test_a_long_wait_is_kept_alive(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PATIENCE_S", 0.001)
+    found = httpx2.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 3})
+    assert found.text.startswith(": waiting\n\n")
+    assert found.text.endswith("data: [DONE]\n\n")
+
+
+def test_prompts_are_logged_if_asked_for(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    body = {**LONG, "max_tokens": 3, "stream": False}
+    with running(server.model, log_prompts=True) as open_log, caplog.at_level("INFO"):
+        text = httpx2.post(f"{open_log.url}/v1/completions", json=body).json()["choices"][0]["text"]
+        until(lambda: "answer 0" in caplog.text)
+    assert "prompt: Once upon a time" in caplog.text
+    assert f"answer 0: {text}" in caplog.text
+
+
+def test_running_requests_finish_and_new_ones_do_not_begin(server: Running) -> None:
+    with running(server.model) as ending, httpx2.Client(base_url=ending.url) as client:
+        client.get("/health")  # a connection that outlives the listener
+        body = {**LONG, "max_tokens": 250}
+        with httpx2.stream("POST", f"{ending.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            ending.service.worker.loop.call_soon_threadsafe(ending.server.drain)
+            until(lambda: ending.service.draining)
+            found = client.post("/v1/completions", json=LONG)
+            assert (found.status_code, found.headers["retry-after"]) == (503, "5")
+            assert client.get("/health").status_code == 503
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        until(lambda: not ending.service.worker.alive)
+
+
+def test_metrics_count_what_happened(server: Running) -> None:
+    def metrics() -> dict[str, float]:
+        text = httpx2.get(f"{server.url}/metrics").text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    before = metrics()
+    body = {**LONG, "max_tokens": 7}
+    httpx2.post(f"{server.url}/v1/completions", json=body)
+    after = metrics()
+    label = f'{{model_name="{NAME}"}}'
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown[f"vllm:generation_tokens_total{label}"] == 7
+    assert grown[f"vllm:prompt_tokens_total{label}"] > 1
+    assert grown[f'vllm:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 1
+    assert grown[f"vllm:time_to_first_token_seconds_count{label}"] == 1
+    assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 6
+    assert after[f"vllm:num_requests_running{label}"] == 0
+    assert 0 <= after[f"vllm:kv_cache_usage_perc{label}"] <= 1

@@ -1,0 +1,73 @@
+"""/v1/responses through OpenAI's own client."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.runtime.serve.conftest import NAME, Running
+
+CODE = {"type": "object", "properties": {"code": {"type": "integer", "minimum": 0, "maximum": 99}}}
+SCHEMA = {**CODE, "required": ["code"], "additionalProperties": False}
+TOOL: list[Any] = [
+    {
+        "type": "function",
+        "name": "set_code",
+        "parameters": SCHEMA,
+        "strict": True,
+        "description": "x",
+    }
+]
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_response_and_its_stream_are_alike(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": NAME, "max_output_tokens": 20, "temperature": 0}
+    fields |= {"input": "Tell me a story.", "instructions": "Be brief."}
+    found = client.responses.create(**fields)
+    assert found.status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.usage is not None
+    assert found.usage.output_tokens == 20
+    events = list(client.responses.create(stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == found.output_text
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == text
+
+
+def test_format_and_calls(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": NAME, "max_output_tokens": 100, "temperature": 0}
+    fields |= {"input": [{"role": "user", "content": "Code?"}], "reasoning": {"effort": "none"}}
+    form: Any = {"format": {"type": "json_schema", "name": "code", "schema": SCHEMA}}
+    found = client.responses.create(text=form, **fields)
+    assert found.status == "completed"
+    assert set(json.loads(found.output_text)) == {"code"}
+    called: dict[str, Any] = {"tools": TOOL, "parallel_tool_calls": False}
+    made = client.responses.create(tool_choice="required", **called, **fields)
+    [call] = made.output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"code"}
+    events = list(client.responses.create(tool_choice="required", stream=True, **called, **fields))
+    done = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert [json.loads(e.arguments) for e in done] == [json.loads(call.arguments)]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    fields["input"] = [*fields["input"], call.model_dump(exclude_none=True), result]
+    assert client.responses.create(**{**fields, "max_output_tokens": 5}).output_text
+
+
+def test_what_would_be_stored_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model=NAME, input="Hi", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="web_search"):
+        client.responses.create(model=NAME, input="Hi", tools=[{"type": "web_search"}])

@@ -1,0 +1,79 @@
+"""`lowbit-run serve` as a process, and `lowbit-run chat --url` beside it."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+
+from lowbit.runtime.cli.main import main
+from tests.runtime.serve.conftest import BUNDLED, Running
+
+
+def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowbit.runtime", "serve", str(BUNDLED), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--served-name", "mine", "--max-sequences", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    with process:
+        said = ""
+        while (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)) is None:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        url = f"http://127.0.0.1:{found[1]}"
+        body = {"model": "mine", "prompt": "Secret words", "max_tokens": 3}
+        assert httpx2.post(f"{url}/v1/completions", json=body).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(20) == 0
+    assert "POST /v1/completions 200" in rest
+    assert "Secret" not in rest
+    assert "shutting down" in rest
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        (("--host", "0.0.0.0"), 1, "no API key"),
+        (("--api-key", ""), 2, "empty"),
+        (("--host", "203.0.113.1", "--no-auth"), 1, "cannot listen"),
+    ],
+)
+def test_refuses_to_start(options: tuple[str, ...], code: int, word: str) -> None:
+    done = CliRunner().invoke(main, ("serve", str(BUNDLED), "--device", "cpu", *options))
+    assert (done.exit_code, word in done.stderr) == (code, True), done.stderr
+
+
+def test_chat_talks_to_a_server(server: Running) -> None:
+    lines = "/set temperature 0\n/think off\nTell me a story.\nGo on.\n/stats\n"
+    options = ("--url", server.url, "--max-new-tokens", "12", "--system", "Be brief.")
+    done = CliRunner().invoke(main, ("chat", *options), input=lines)
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.strip().splitlines()) >= 2
+    assert "12 tokens" in done.stderr
+    local = ("chat", str(server.model.folder), "--device", "cpu", *options[2:])
+    alone = CliRunner().invoke(main, local, input=lines)
+    assert done.stdout == alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        ((), 2, "--url"),
+        (("--url", "http://127.0.0.1:1"), 1, "running"),
+        (("--url", "nonsense://x"), 1, "address"),
+        (("--url", "http://x", "--device", "cpu"), 2, "loading"),
+    ],
+)
+def test_chat_says_what_is_wrong(options: tuple[str, ...], code: int, word: str) -> None:
+    done = CliRunner().invoke(main, ("chat", *options), input="Hi\n")
+    assert (done.exit_code, word in done.stderr) == (code, True), done.stderr

@@ -1,0 +1,96 @@
+"""Public suites: llm-comply's tests of three formats, and schemathesis over our own document."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llm_comply
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from llm_comply.config import ComplianceConfig
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.test_case import TestCase as Case
+from llm_comply.tests import get_tests
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+
+from tests.runtime.serve.conftest import NAME, Running
+
+SPECS = Path(llm_comply.__file__).parent / "specs"
+FORMATS = {
+    "openai-chat": "openai_chat.json",
+    "anthropic": "anthropic.json",
+    "open-responses": "openresponses.json",
+}
+NOT_OURS = "image-input"  # models of text
+MOST = {"/v1/responses": "max_output_tokens"}  # else `max_tokens`
+
+pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver")
+
+
+def short(name: str, case: Case) -> Case:
+    """The same test, whose answer a small model can end: it writes what comes, without end."""
+
+    def build(config: ComplianceConfig) -> dict[str, Any]:
+        body: dict[str, Any] = case.build_request(config)
+        for tool in body.get("tools", ()):
+            schema = tool.get("function", tool)
+            schema = schema.get("parameters") or schema["input_schema"]
+            schema["properties"]["location"]["maxLength"] = 8
+            schema["additionalProperties"] = False
+            if name == "anthropic":
+                body["tool_choice"]["disable_parallel_tool_use"] = True
+            else:
+                body["parallel_tool_calls"] = False
+        return body
+
+    return replace(case, build_request=build)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, case, id=f"{name}-{case.id}")
+        for name in FORMATS
+        for case in get_tests(name)
+        if NOT_OURS not in case.id
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_llm_comply(server: Running, name: str, case: Case) -> None:
+    config = ComplianceConfig(base_url=f"{server.url}/v1", api_key="none", model=NAME)
+    runner = Runner(config, [], SpecLoader(str(SPECS / FORMATS[name])))
+    found = runner.run_one(short(name, case))
+    if found.status.value == "skipped":
+        pytest.skip(found.errors[0])
+    assert found.errors == []
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_schemathesis_finds_no_server_error(server: Running, mode: GenerationMode) -> None:
+    """A few requests for every operation; examples/fuzz_serve.py sends thousands."""
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    for result in document.get_all_operations():
+        assert isinstance(result, Ok)
+        operation = result.ok()
+        if operation.method != "post" or "Body" not in str(operation.definition.raw):
+            continue
+
+        @given(case=operation.as_strategy(generation_mode=mode))
+        @settings(
+            max_examples=2,
+            database=None,
+            derandomize=True,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def check(case: Any) -> None:
+            if mode is GenerationMode.POSITIVE and case.path.startswith("/v1/"):
+                case.body |= {MOST.get(case.path, "max_tokens"): 2, "model": NAME}
+            case.call_and_validate(checks=[not_a_server_error])
+
+        check()
