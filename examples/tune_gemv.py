@@ -264,13 +264,15 @@ def tune(engine: Engine, pool: Any, tokens: int) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="MODEL")
+@click.argument("name", metavar="MODEL", required=False)
 @click.argument("recipe", required=False, type=click.Choice(["int4", "int8"]))
 @click.option("--tokens", default=[1], multiple=True, help="Sequences of a step.")
-def main(name: str, recipe: str | None, tokens: tuple[int, ...]) -> None:
+def main(name: str | None, recipe: str | None, tokens: tuple[int, ...]) -> None:
     """Print the best launches of MODEL's linears."""
     if not torch.cuda.is_available():
         raise SystemExit("tune_gemv needs an NVIDIA GPU")
+    if name is None:
+        raise click.UsageError("MODEL is missing")
     most = max(tokens)
     if Path(name).is_dir():
         engine = lowbit.load(

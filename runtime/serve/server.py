@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ log = logging.getLogger("lowbit.serve")
 BACKLOG = 512
 KEEP_ALIVE_S = 75
 TICK_S = 0.02
+SWITCH_S = 5e-4  # a thread that waits for the interpreter gets it; by default 10 times as long
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -69,11 +71,18 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service, self._on_start = service, on_start
+        self._switch_s = sys.getswitchinterval()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take requests."""
+        """Take requests; the engine's thread launches kernels beside them, which takes the CPU."""
         await super().startup(sockets)
+        sys.setswitchinterval(SWITCH_S)
         self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests."""
+        sys.setswitchinterval(self._switch_s)
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
