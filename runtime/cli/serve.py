@@ -37,7 +37,7 @@ MOST_QUEUE = 65_536
     Examples (pip install 'lowbit[serve]' first):
       lowbit-run serve qwen3-8b-int4
       LOWBIT_API_KEY=... lowbit-run serve qwen3-8b-int4 --host 0.0.0.0
-      curl localhost:8000/v1/completions -d '{"model": "qwen3-8b-int4", "prompt": "Hi"}'
+      curl localhost:8000/v1/models
     """,
 )
 @model_argument

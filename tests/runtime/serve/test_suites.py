@@ -35,7 +35,7 @@ def short(name: str, case: Case) -> Case:
     """The same test, whose answer a small model can end: it writes what comes, without end."""
 
     def build(config: ComplianceConfig) -> dict[str, Any]:
-        body: dict[str, Any] = case.build_request(config)
+        body: dict[str, Any] = case.build_request(config) | {"temperature": 0}
         for tool in body.get("tools", ()):
             schema = tool.get("function", tool)
             schema = schema.get("parameters") or schema["input_schema"]
