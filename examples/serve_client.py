@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What came back.
+    """An answer of the server.
 
     Attributes:
         status: of HTTP; 0 where the connection ended before.

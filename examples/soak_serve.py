@@ -50,7 +50,7 @@ Make = Callable[[random.Random], tuple[str, dict[str, Any]]]
 
 @dataclass
 class Soak:
-    """What has happened.
+    """Events of the run so far.
 
     Attributes:
         expected: greedy answer by prompt and length.

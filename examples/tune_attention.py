@@ -58,7 +58,7 @@ def candidates(rule: AttentionLaunch, reach: int, shared: int, D: int) -> list[A
 
 
 def fits(launch: AttentionLaunch, shared: int, D: int) -> bool:
-    """Whether a program's shared memory can be declared."""
+    """True where a program's shared memory can be declared."""
     warps = launch.keys.warps * (launch.keys.groups if launch.splits == 1 else 1)
     return join_bytes(shared, D, warps, launch.parts, MOST_OF_ONE) <= STATIC_SHARED
 

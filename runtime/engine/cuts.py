@@ -1,4 +1,4 @@
-"""Where the chunks of a prompt end: at positions that the tokens before them decide.
+"""Ends of the chunks of a prompt: positions that the tokens before them decide.
 
 Rounding depends on how many tokens a chunk has. Two prompts with a common prefix are cut at the
 same places inside it, so what one of them has left in the cache has the bytes that the other would

@@ -1,4 +1,4 @@
-"""How busy an engine is, and how much of its prompts it had run before."""
+"""Load of an engine, and the share of its prompts that it had run before."""
 
 from dataclasses import dataclass
 

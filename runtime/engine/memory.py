@@ -1,4 +1,4 @@
-"""How much context and how many sequences fit into the memory a device has left."""
+"""Context and sequences that fit into the memory a device has left."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, graphs, the librarie
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """What the cache has room for.
+    """Size of the cache.
 
     Attributes:
         context: most tokens of a sequence.

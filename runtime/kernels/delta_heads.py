@@ -121,7 +121,7 @@ def products(S, q, k, none, EACH: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def row_values(at, EACH: gl.constexpr):
-    """What shared memory has for EACH rows side by side."""
+    """Values of EACH rows side by side in shared memory."""
     values = ()
     if EACH % 4 == 0:
         values = floats(at, EACH)

@@ -84,7 +84,7 @@ def _joined(low, high):
 
 @gluon.jit
 def _candidates(temperature, top_k, V, K: gl.constexpr):
-    """How many tokens a row draws from, whatever its parameters are: 1 to K, at most V."""
+    """Number of tokens that a row draws from, whatever its parameters are: 1 to K, at most V."""
     top_k = gl.where(temperature == 0.0, 1, top_k)
     return gl.minimum(gl.maximum(gl.minimum(top_k, K), 1), V).to(gl.int32)
 

@@ -46,7 +46,7 @@ def unit_of(lane, TOKENS: gl.constexpr):
 
 @gluon.jit
 def sums_of_tokens(none, R: gl.constexpr, TOKENS: gl.constexpr):
-    """What `multiply_digits` begins with."""
+    """Zero sums, with which `multiply_digits` begins."""
     acc = ()
     if TOKENS <= PAIRED_TOKENS:
         for _i in gl.static_range(R * ((TOKENS + 1) // 2)):

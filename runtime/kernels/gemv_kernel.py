@@ -93,7 +93,7 @@ def _multiply_tiles(
     X_BYTES: gl.constexpr, DIGITS: gl.constexpr, PLANE: gl.constexpr, NARROW: gl.constexpr,
     PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """What one program does of the packed weight."""
+    """One program's tiles of the packed weight."""
     STAGED: gl.constexpr = X_BYTES > 0
     NORM: gl.constexpr = gain_ptr is not None
     FP32: gl.constexpr = gain_ptr is not None and gain_ptr.dtype.element_ty == gl.float32
@@ -338,7 +338,7 @@ def _addresses(
     words_ptr, scales_ptr, first_tile, tiles, part, lane, STEPS: gl.constexpr,
     GROUPS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Of the words and scales of R tiles, for this lane: the warp's first step, the first group."""
+    """Addresses, for this lane, of the warp's first step and the first scales of R tiles."""
     SCALE_BYTES: gl.constexpr = 8 if SCALES == "fp32" else 4  # of two rows
     words = ()
     scales = ()

@@ -1,4 +1,4 @@
-"""What one request may ask for."""
+"""Limits of one request."""
 
 MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
 MOST_READ_BYTES = 4 * MOST_BODY_BYTES  # of a body that is too long, before the answer

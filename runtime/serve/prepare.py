@@ -22,7 +22,7 @@ SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request says of its answers, whichever API it came through.
+    """Wishes of a request for its answers, whichever API it came through.
 
     Attributes:
         sampling: settings by name; those left out are the model's own.
@@ -74,7 +74,7 @@ def asks_of(
 
 
 def tokens_of(model: Model, prompt: Sequence[int], wanted: Wanted) -> TokenRequest:
-    """What the engine is asked for.
+    """Requests for the engine.
 
     Raises:
         RequestError, ApiError: a prompt that cannot be run, or a value out of range.

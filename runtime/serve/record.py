@@ -12,7 +12,7 @@ from lowbit.runtime.text.tool_calls import Event
 
 @dataclass(slots=True)
 class Record:
-    """What happened to a request.
+    """History of a request.
 
     Attributes:
         started: time of its first byte.

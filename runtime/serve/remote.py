@@ -41,7 +41,7 @@ class SchemaOnly:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """What a chat needs of a model, asked of a server.
+    """A model for a chat, asked of a server.
 
     Attributes:
         url: of the server, without a path.

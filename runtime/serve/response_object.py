@@ -17,7 +17,7 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """What is known of a response before its answer.
+    """Parts of a response that are known before its answer.
 
     Attributes:
         id: of the response.

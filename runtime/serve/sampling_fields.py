@@ -10,7 +10,7 @@ SETTINGS = (
 
 
 def wanted_of(body: SamplingBody, most: int | None, logprobs: int | None) -> Wanted:
-    """What a body says of its answers.
+    """Fields of a body about its answers.
 
     Args:
         body: of the request.

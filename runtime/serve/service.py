@@ -1,4 +1,4 @@
-"""What all endpoints share."""
+"""The model and its worker, which all endpoints share."""
 
 import asyncio
 import time

@@ -170,7 +170,7 @@ class Grammars:
 
 
 class _Tokens:
-    """What `LLTokenizer` reads of a tokenizer."""
+    """The parts of a tokenizer that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -65,7 +65,7 @@ class Splitter:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has occurred."""
+        """True once a stop string has occurred."""
         return self._stops.stopped
 
     def push(self, id: int) -> Piece | None:

@@ -21,7 +21,7 @@ class StopStrings:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has occurred."""
+        """True once a stop string has occurred."""
         return self.found is not None
 
     def push(self, text: str) -> str:

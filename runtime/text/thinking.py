@@ -46,7 +46,7 @@ class ThinkingTokens:
 
     @property
     def words(self) -> int:
-        """Of a mask."""
+        """Words of a mask."""
         return -(-self.vocabulary // 32)
 
 

@@ -90,7 +90,7 @@ class AnswerSplitter:
 
     @property
     def stopped(self) -> bool:
-        """Whether the answer has ended: a stop string, or the only call that is allowed."""
+        """True once the answer has ended: a stop string, or the only call that is allowed."""
         return self.stop is not None or self._ended
 
     @property

@@ -1,4 +1,4 @@
-"""What GGUF and MLX change in each family of models, found by `model_type`."""
+"""Changes that GGUF and MLX make in each family of models, found by `model_type`."""
 
 from collections.abc import Mapping
 from typing import Any

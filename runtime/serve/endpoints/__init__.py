@@ -1,1 +1,1 @@
-"""What the server answers, a file for each family of addresses."""
+"""Endpoints, a file for each family of addresses."""

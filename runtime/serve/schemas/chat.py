@@ -46,7 +46,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What a tool found."""
+    """The result of a tool."""
 
     role: Literal["tool"]
     content: Text

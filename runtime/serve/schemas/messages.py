@@ -23,7 +23,7 @@ class ToolUse(Body):
 
 
 class ToolResult(Body):
-    """What a tool found."""
+    """The result of a tool."""
 
     HARMLESS = frozenset({"cache_control", "is_error"})
     type: Literal["tool_result"]

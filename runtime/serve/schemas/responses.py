@@ -23,7 +23,7 @@ class Part(Body):
 
 
 class Refusal(Body):
-    """What a model said in place of an answer."""
+    """A refusal in place of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -60,7 +60,7 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a tool found."""
+    """The result of a tool."""
 
     HARMLESS = frozenset({"id", "status", "caller"})
     type: Literal["function_call_output"]
