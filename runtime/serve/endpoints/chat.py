@@ -8,7 +8,6 @@ from fastapi.responses import JSONResponse
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answer_format import format_of
-from lowbit.runtime.serve.body import read_body
 from lowbit.runtime.serve.chat_events import ChatEvents
 from lowbit.runtime.serve.collected import Collected, collect
 from lowbit.runtime.serve.conversation import Conversation, ToolChoice, can_switch_thinking
@@ -16,12 +15,11 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.identity import new_id
 from lowbit.runtime.serve.logprobs import of_chat
 from lowbit.runtime.serve.openapi import documented
-from lowbit.runtime.serve.prepare import Wanted, asks_of
-from lowbit.runtime.serve.record import record_of
+from lowbit.runtime.serve.opening import open_conversation
+from lowbit.runtime.serve.prepare import Wanted
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.chat import ChatBody
 from lowbit.runtime.serve.schemas.tools import NamedChoice
-from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -32,21 +30,13 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **documented(ChatBody, "chat"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    body = await read_body(request, ChatBody, service.executor)
-    service.check_model(body.model)
-    record = record_of(request)
-    record.ignored, record.stream = body.ignored(), bool(body.stream)
-    service.check_open(body.n or 1)
-    model, settings = service.model, service.settings
-    asks = await service.in_thread(
-        lambda: asks_of(model, settings, conversation_of(model, body), _wanted(body))
+    opened = await open_conversation(
+        request, ChatBody, conversation_of, _wanted, lambda body: body.n or 1
     )
-    record.prompt_tokens = len(asks[0].tokens.prompt)
-    answers = service.begin(request, asks, record)
+    body, model, answers = opened.body, opened.service.model, opened.answers
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model}
     if body.stream:
-        events = ChatEvents(head, body, model.tokenizer, record.prompt_tokens)
+        events = ChatEvents(head, body, model.tokenizer, opened.prompt_tokens)
         return EventStream(answers, events)
     found = await collect(answers)
     return JSONResponse(
@@ -54,7 +44,7 @@ async def create(request: Request) -> Response:
             **head,
             "object": "chat.completion",
             "choices": [_choice(one, i, body, model.tokenizer) for i, one in enumerate(found)],
-            "usage": usage_of(record.prompt_tokens, (one.end for one in found)).openai(),
+            "usage": usage_of(opened.prompt_tokens, (one.end for one in found)).openai(),
         }
     )
 

@@ -21,7 +21,8 @@ from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.identity import new_id
 from lowbit.runtime.serve.message_events import MessageEvents
 from lowbit.runtime.serve.openapi import documented
-from lowbit.runtime.serve.prepare import Wanted, asks_of
+from lowbit.runtime.serve.opening import open_conversation
+from lowbit.runtime.serve.prepare import Wanted
 from lowbit.runtime.serve.record import record_of
 from lowbit.runtime.serve.schemas.common import TextPart, text_of
 from lowbit.runtime.serve.schemas.messages import (
@@ -44,21 +45,11 @@ DIRECT = {"type": "direct"}  # the model called the tool itself
 @router.post("/v1/messages", **documented(MessagesBody, "messages"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    body = await read_body(request, MessagesBody, service.executor)
-    service.check_model(body.model)
-    record = record_of(request)
-    record.ignored, record.stream = body.ignored(), bool(body.stream)
-    service.check_open(1)
-    model, settings = service.model, service.settings
-    asks = await service.in_thread(
-        lambda: asks_of(model, settings, conversation_of(model, body), _wanted(body))
-    )
-    record.prompt_tokens = len(asks[0].tokens.prompt)
-    answers = service.begin(request, asks, record)
+    opened = await open_conversation(request, MessagesBody, conversation_of, _wanted)
+    body, answers, prompt_tokens = opened.body, opened.answers, opened.prompt_tokens
     head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
-        return EventStream(answers, MessageEvents(head, record.prompt_tokens))
+        return EventStream(answers, MessageEvents(head, prompt_tokens))
     [one] = await collect(answers)
     return JSONResponse(
         {
@@ -68,7 +59,7 @@ async def create(request: Request) -> Response:
             "stop_sequence": one.end.stop,
             "stop_details": None,
             "container": None,
-            "usage": usage_of(record.prompt_tokens, [one.end]).anthropic(),
+            "usage": usage_of(prompt_tokens, [one.end]).anthropic(),
         }
     )
 

@@ -9,14 +9,13 @@ from fastapi.responses import JSONResponse
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answer_format import AnswerFormat, of_schema
-from lowbit.runtime.serve.body import read_body
 from lowbit.runtime.serve.collected import collect
 from lowbit.runtime.serve.conversation import Conversation, ToolChoice, can_switch_thinking
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.identity import new_id
 from lowbit.runtime.serve.openapi import documented
-from lowbit.runtime.serve.prepare import Wanted, asks_of
-from lowbit.runtime.serve.record import record_of
+from lowbit.runtime.serve.opening import open_conversation
+from lowbit.runtime.serve.prepare import Wanted
 from lowbit.runtime.serve.response_events import ResponseEvents
 from lowbit.runtime.serve.response_object import ResponseObject, output_of
 from lowbit.runtime.serve.schemas.formats import JsonObjectFormat
@@ -32,7 +31,6 @@ from lowbit.runtime.serve.schemas.responses import (
     ReasoningItem,
     ResponsesBody,
 )
-from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.sse import EventStream
 
 router = APIRouter()
@@ -41,22 +39,10 @@ router = APIRouter()
 @router.post("/v1/responses", **documented(ResponsesBody, "responses"))
 async def create(request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    body = await read_body(request, ResponsesBody, service.executor)
-    service.check_model(body.model)
-    record = record_of(request)
-    record.ignored, record.stream = body.ignored(), bool(body.stream)
-    service.check_open(1)
-    model, settings = service.model, service.settings
-    asks = await service.in_thread(
-        lambda: asks_of(model, settings, conversation_of(model, body), _wanted(body))
-    )
-    tokens = asks[0].tokens
-    record.prompt_tokens = len(tokens.prompt)
-    answers = service.begin(request, asks, record)
-    made = ResponseObject(
-        new_id("resp_"), int(time.time()), body, tokens.sampling, len(tokens.prompt)
-    )
+    opened = await open_conversation(request, ResponsesBody, conversation_of, _wanted)
+    body, model, answers = opened.body, opened.service.model, opened.answers
+    sampling = opened.ask.tokens.sampling
+    made = ResponseObject(new_id("resp_"), int(time.time()), body, sampling, opened.prompt_tokens)
     if body.stream:
         return EventStream(answers, ResponseEvents(made, model.tokenizer))
     [one] = await collect(answers)
