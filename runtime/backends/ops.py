@@ -126,11 +126,12 @@ class Ops(Protocol[W]):
             logits: [M, V or more] float32, M at most 64; columns from the sampler's vocabulary on
                 are ignored.
             sampler: of R rows; the counts of these rows are updated.
-            rows: [M] int32, row of each line of logits; only SCRATCH may stand there repeatedly.
+            rows: [M] int32, row of each line of logits. A row other than SCRATCH may stand there
+                repeatedly, at as many positions, if it has no penalties: its counts are then wrong.
             positions: [M] int32 of the tokens that the logits come from; one is added, but for
                 SCRATCH.
             token: [M] int64, written.
-            slots: [2, R] int64 on the host, page-locked beside a GPU; entry [p % 2, row] takes the
+            slots: [PLACES, R] int64 on the host, page-locked beside a GPU; [p % PLACES, row] takes the
                 token at position p, or -1 where the row's largest logit is not finite.
         """
 

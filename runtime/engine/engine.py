@@ -318,32 +318,33 @@ class Engine:
 
     def _read(self, sent: Sent) -> None:
         """Hand out the tokens of a step and end the sequences that are complete."""
-        tokens_read = self.runner.read(sent)
-        for sequence, position, token in zip(
-            sent.sequences, sent.positions, tokens_read, strict=True
-        ):
-            if sequence.ended:
-                continue
-            bad = take_scores(sequence)
-            if token < 0 and bad is None:
-                bad = len(sequence.request.prompt) + len(sequence.output)
-            if bad is not None:
-                self._end(sequence, nonfinite_error(bad))
-                continue
-            if sequence.count == 0:
-                self._end(sequence, finish="length")
-                continue
-            if sequence.request.sampling.logprobs is not None:
-                found = self.runner.log_probabilities(sequence, position)
-                sequence.log_probabilities.append(found)
-            sequence.output.append(token)
-            sequence.unread.append(token)
-            if token in sequence.request.stop_ids:
-                self._end(sequence, finish="stop")
-            elif len(sequence.output) == sequence.count:
-                self._end(sequence, finish="length")
-            elif (error := accept(sequence, token)) is not None:
-                self._end(sequence, error)
+        for sequence, tokens in zip(sent.sequences, self.runner.read(sent), strict=True):
+            for token in tokens:
+                if not sequence.ended:
+                    self._take(sequence, token)
+
+    def _take(self, sequence: Sequence, token: int) -> None:
+        """Hand out the next token of a sequence, and end it where it is complete."""
+        bad = take_scores(sequence)
+        if token < 0 and bad is None:
+            bad = sequence.last + 1
+        if bad is not None:
+            self._end(sequence, nonfinite_error(bad))
+            return
+        if sequence.count == 0:
+            self._end(sequence, finish="length")
+            return
+        if sequence.request.sampling.logprobs is not None:
+            found = self.runner.log_probabilities(sequence, sequence.last + 1)
+            sequence.log_probabilities.append(found)
+        sequence.output.append(token)
+        sequence.unread.append(token)
+        if token in sequence.request.stop_ids:
+            self._end(sequence, finish="stop")
+        elif len(sequence.output) == sequence.count:
+            self._end(sequence, finish="length")
+        elif (error := accept(sequence, token)) is not None:
+            self._end(sequence, error)
 
     def _end_cancelled(self) -> None:
         for sequence in (*self._waiting, *self._decoding, self._prompt):

@@ -19,6 +19,7 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
 from lowbit.runtime.state.pages import EXTRA, PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
@@ -33,13 +34,13 @@ class Sent:
     """A step on its way.
 
     Attributes:
-        sequences: that get a token from it.
-        positions: of these tokens, by sequence.
+        sequences: that get tokens from it.
+        drafts: that it checks, by sequence; empty where it checks none.
         done: recorded behind the step; None on a CPU, where steps run at once.
     """
 
     sequences: list[Sequence]
-    positions: list[int]
+    drafts: "Numbers[Numbers[int]]"
     done: "torch.cuda.Event | None"
 
 
@@ -66,7 +67,7 @@ class Runner:
     _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
-    _slots: Tensor = field(init=False)  # [2, R] int64 on the host
+    _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
     _log_probabilities: LogProbabilities = field(init=False)
     _graphs: Graphs = field(default_factory=Graphs)
@@ -79,7 +80,7 @@ class Runner:
         self._inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self.on_gpu)
+        self._places = new_places(rows, self.on_gpu)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
 
     @property
@@ -142,7 +143,7 @@ class Runner:
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self._ints([row]), self._ints([sequence.length - 1])
         self._choose(logits, rows, positions, self._firsts[row : row + 1])
-        return self._sent([sequence], [sequence.length])
+        return self._sent([sequence])
 
     def decode(self, sequences: list[Sequence]) -> Sent:
         """Send one token of every sequence through the layers and choose the next ones."""
@@ -152,7 +153,7 @@ class Runner:
             self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
             self._decode(len(sequences), reach, _spans(sequences))
-        return self._sent(sequences, [each.length + 1 for each in sequences])
+        return self._sent(sequences)
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
@@ -173,21 +174,31 @@ class Runner:
             self._replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
         else:
             self._choose_next(len(sequences))
-        return self._sent(sequences, [each.length for each in sequences])
+        return self._sent(sequences)
 
-    def read(self, sent: Sent) -> list[int]:
-        """The tokens that a step has chosen; -1 after logits that are not finite."""
+    def read(self, sent: Sent) -> list[list[int]]:
+        """The next tokens of each sequence of a step; -1 after logits that are not finite.
+
+        A step that has checked drafts gives as many more as were right.
+        """
         if sent.done is not None:
             sent.done.synchronize()
-        return [
-            int(self._slots[position % 2, each.row])
-            for each, position in zip(sent.sequences, sent.positions, strict=True)
-        ]
+        drafts = sent.drafts or [()] * len(sent.sequences)
+        return [self._tokens(*each) for each in zip(sent.sequences, drafts, strict=True)]
+
+    def _tokens(self, sequence: Sequence, drafts: Numbers[int]) -> list[int]:
+        """What was chosen behind a sequence's output, up to the first draft that was not chosen."""
+        tokens = []
+        for position, draft in enumerate((*drafts, None), sequence.last + 1):
+            tokens.append(int(self._places[position % PLACES, sequence.row]))
+            if tokens[-1] != draft:
+                break
+        return tokens
 
     def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
         """Those of the token at a position that has been read."""
         top = sequence.request.sampling.logprobs or 0
-        at = (position % 2, sequence.row, slice(1 + top))
+        at = (position % PLACES, sequence.row, slice(1 + top))
         values = self._log_probabilities.values[at].tolist()
         ids = self._log_probabilities.ids[at].tolist()
         return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
@@ -232,7 +243,7 @@ class Runner:
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
         """Choose a token for each row; positions become those of the tokens."""
         ops = self.decoder.ops
-        ops.choose(logits, self.sampler, rows, positions, token, self._slots)
+        ops.choose(logits, self.sampler, rows, positions, token, self._places)
         if self.sampler.shape.logprobs:
             ops.log_probabilities(
                 logits,
@@ -280,12 +291,12 @@ class Runner:
     def _ints(self, values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.state.device)
 
-    def _sent(self, sequences: list[Sequence], positions: list[int]) -> Sent:
+    def _sent(self, sequences: list[Sequence], drafts: Numbers[Numbers[int]] = ()) -> Sent:
         done = None
         if self.on_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Sent(list(sequences), positions, done)
+        return Sent(list(sequences), drafts, done)
 
 
 def _aligned(vocabulary: int, decoder: Decoder) -> int:

@@ -115,6 +115,11 @@ class Sequence:
         return self.masked or self.unbound <= self.chosen - len(self.output)
 
     @property
+    def last(self) -> int:
+        """Position of the last token that the host knows."""
+        return len(self.request.prompt) + len(self.output) - 1
+
+    @property
     def ended(self) -> bool:
         """True once no token comes any more."""
         return self.phase == "ended"

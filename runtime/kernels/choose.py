@@ -1,6 +1,6 @@
 """choose_rows: the next token of several rows, as `state.choice` chooses it.
 
-Layout  logits [M, V or more] fp32 -> token [M] int64, slots [2, R] int64 on the host; the position
+Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the position
         of every row but the scratch row moves on by one, and the output's counts grow where they
         are kept. The slot gets -1 where the row's largest logit is not finite
 Bytes   4 * V a row; V = 151936: 0.6 MB, from L2

@@ -1,7 +1,7 @@
 """draw_rows: a token of each row at random among its likeliest, as `state.choice.drawn` draws it.
 
 Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose_rows`) ->
-        token [M] int64, slots [2, R] int64 on the host
+        token [M] int64, slots [PLACES, R] int64 on the host
 Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
         L2
 Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
@@ -34,7 +34,7 @@ from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
 from lowbit.runtime.kernels.mma import across, as_float, as_word, threads, total
 from lowbit.runtime.kernels.uniform import uniform_gluon
-from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.state import posted, sampler_rows
 from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.sampling import MASS_BITS
 
@@ -50,6 +50,7 @@ MIN_P = gl.constexpr(sampler_rows.MIN_P)
 TOP_K = gl.constexpr(sampler_rows.TOP_K)
 SEED = gl.constexpr(sampler_rows.SEED)
 SCRATCH = gl.constexpr(sampler_rows.SCRATCH)
+PLACES = gl.constexpr(posted.PLACES)
 
 
 @gluon.jit
@@ -270,7 +271,7 @@ def _draw_rows_kernel(
     low, high = load_shared8(base + (THREADS * 8) + place * 0)
     largest = _value(_joined(low, high))
     finite = (largest > float("-inf")) & (largest < float("inf"))
-    gl.store(slots_ptr + (ahead % 2) * R + row, gl.where(finite, chosen, -1))
+    gl.store(slots_ptr + (ahead % PLACES) * R + row, gl.where(finite, chosen, -1))
     gl.store(token_ptr + m, chosen)
     gl.store(positions_ptr + m, gl.where(row != SCRATCH, ahead, position))
     if COUNTED:
@@ -298,7 +299,7 @@ def draw_rows(
         rows: [M] int32.
         positions: [M] int32, moved on.
         token: [M] int64, written.
-        slots: [2, R] int64, written.
+        slots: [PLACES, R] int64, written.
     """
     M, count = keys.shape
     K, lanes = sampler.shape.candidates, GROUP // PART

@@ -1,6 +1,6 @@
 """draw_sorted: a token of each row at random among any number, as `state.choice.drawn` draws it.
 
-Layout  logits [M, V or more] fp32 -> token [M] int64, slots [2, R] int64 on the host
+Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host
 Bytes   what PyTorch's sort moves, and 4 * V a row; V = 151936: 0.6 MB, from L2
 Plan    PyTorch sorts; a program per block of 1024 sorted logits of a row adds up their masses. Then
         one program a row finds, each by the sums of blocks and the masses of one block, how many
@@ -155,7 +155,7 @@ def draw_sorted(
         rows: [M] int32.
         positions: [M] int32, moved on.
         token: [M] int64, written.
-        slots: [2, R] int64, written.
+        slots: [PLACES, R] int64, written.
     """
     M, V = logits.shape[0], sampler.vocabulary
     scores = logits[:, :V] + 0.0  # -0 becomes 0, which may order after it otherwise

@@ -18,7 +18,10 @@ from lowbit.runtime.kernels.choose import best_rows
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.draw import BLOCK, GROUP
 from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.state import posted
 from lowbit.runtime.state.logprobs import LogProbabilities
+
+PLACES = tl.constexpr(posted.PLACES)
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def _log_probabilities_kernel(
     x = tl.load(logits_ptr + m * stride + id, mask=exists, other=float("-inf"))
     value = tl.where(exists, x.to(tl.float64) - whole, float("-inf"))
     row = tl.load(rows_ptr + m)
-    place = (tl.load(positions_ptr + m) % 2) * R + row
+    place = (tl.load(positions_ptr + m) % PLACES) * R + row
     tl.store(ids_ptr + place * WIDTH + at, tl.where(exists, id, -1), mask=at < WIDTH)
     tl.store(values_ptr + place * WIDTH + at, value.to(tl.float32), mask=at < WIDTH)
 

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.state import posted, sampler_rows
 
 SCRATCH = tl.constexpr(sampler_rows.SCRATCH)
+PLACES = tl.constexpr(posted.PLACES)
 
 
 @triton.jit
@@ -15,7 +16,7 @@ def settle(
 ):  # fmt: skip
     """finite: whether the row's largest logit is; COUNTED: whether counts are kept."""
     ahead = position + 1
-    tl.store(slots_ptr + (ahead % 2) * R + row, tl.where(finite, token, -1))
+    tl.store(slots_ptr + (ahead % PLACES) * R + row, tl.where(finite, token, -1))
     tl.store(token_ptr + m, token)
     tl.store(positions_ptr + m, tl.where(row != SCRATCH, ahead, position))
     if COUNTED:

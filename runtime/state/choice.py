@@ -10,6 +10,7 @@ depend on the rows beside it.
 import torch
 from torch import Tensor
 
+from lowbit.runtime.state.posted import PLACES
 from lowbit.runtime.state.sampler_rows import (
     BIASES,
     FREQUENCY,
@@ -167,7 +168,7 @@ def choose(
     token.copy_(chosen)
     posted = zip(rows.tolist(), positions.tolist(), token.tolist(), largest.tolist(), strict=True)
     for row, position, id, value in posted:
-        slots[(position + 1) % 2, row] = id if abs(value) < torch.inf else -1
+        slots[(position + 1) % PLACES, row] = id if abs(value) < torch.inf else -1
     positions.add_(rows != SCRATCH)
     if shape.adjusted:
         sampler.counts.index_put_((rows.long(), chosen), torch.ones_like(rows), accumulate=True)

@@ -7,18 +7,19 @@ from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.state.choice import best_ids
+from lowbit.runtime.state.posted import PLACES
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
     """Memory of the host, page-locked beside a GPU, in which steps leave log-probabilities.
 
-    Entry [position % 2, row] is of the token at that position; its first column is that token, the
+    Entry [position % PLACES, row] is of the token at that position; its first column is that token, the
     others are the likeliest tokens from the first down.
 
     Attributes:
-        ids: [2, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens.
-        values: [2, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are NaN.
+        ids: [PLACES, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens.
+        values: [PLACES, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are NaN.
     """
 
     ids: Tensor
@@ -27,7 +28,7 @@ class LogProbabilities:
 
 def new_log_probabilities(rows: int, pinned: bool) -> LogProbabilities:
     """Memory for so many rows; page-locked if a GPU writes to it."""
-    shape = (2, rows, MOST_LOGPROBS + 1)
+    shape = (PLACES, rows, MOST_LOGPROBS + 1)
     return LogProbabilities(
         ids=torch.zeros(shape, dtype=torch.int64, pin_memory=pinned),
         values=torch.zeros(shape, dtype=torch.float32, pin_memory=pinned),
@@ -50,5 +51,5 @@ def log_probabilities(
     values = wide.gather(1, ids) - wide.logsumexp(1, keepdim=True)
     count = ids.shape[1]
     for m, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        out.ids[position % 2, row].fill_(-1)[:count] = ids[m]
-        out.values[position % 2, row].fill_(-torch.inf)[:count] = values[m]
+        out.ids[position % PLACES, row].fill_(-1)[:count] = ids[m]
+        out.values[position % PLACES, row].fill_(-torch.inf)[:count] = values[m]

@@ -19,6 +19,7 @@ from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import cuts, engine
+from lowbit.runtime.state.posted import PLACES
 
 BYTE_TOKENS = 256
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -235,7 +236,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
         ) -> None:
             choose(logits, sampler, rows, positions, token, slots)
             for m, row in enumerate(rows.tolist()):
-                slots[int(positions[m]) % 2, row] = token[m] = left.pop(0)
+                slots[int(positions[m]) % PLACES, row] = token[m] = left.pop(0)
 
         monkeypatch.setattr(cpu, "choose", chosen)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.sampling import SamplingParams
 
@@ -93,14 +94,14 @@ def run(
     rows = torch.arange(1, len(asked) + 1, dtype=torch.int32, device=device)
     positions = torch.tensor([a.position for a in asked], dtype=torch.int32, device=device)
     token = torch.zeros(len(asked), dtype=torch.int64, device=device)
-    slots = torch.zeros(2, sampler.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    slots = new_places(sampler.rows, device.type == "cuda")
     read: list[list[int]] = [[] for _ in asked]
     for step, each in enumerate(logits, start=1):
         ops.choose(each, sampler, rows, positions, token, slots)
         if device.type == "cuda":
             torch.cuda.synchronize()
         for m, one in enumerate(asked):
-            read[m].append(int(slots[(one.position + step) % 2, m + 1]))
+            read[m].append(int(slots[(one.position + step) % PLACES, m + 1]))
             assert read[m][-1] in (-1, int(token[m]))
             assert 0 <= int(token[m]) < V
             assert int(positions[m]) == one.position + step

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.state.choice import adjusted, best_ids, drawn, passed
 from lowbit.runtime.state.logprobs import new_log_probabilities
+from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.sampler_rows import ALL, SCRATCH, TOP_K
 from lowbit.runtime.state.sampling import SamplingParams
 from tests.runtime.rows_of_tokens import Asked, configured, run, some_params, some_requests
@@ -227,10 +228,10 @@ def test_padding_changes_no_row() -> None:
     sampler = configured([Asked(SamplingParams(1.0, presence_penalty=1.0, seed=1))] * 2, V, "cpu")
     rows = torch.tensor([1, 2, SCRATCH, SCRATCH, SCRATCH], dtype=torch.int32)
     positions = torch.tensor([5, 9, 0, 0, 0], dtype=torch.int32)
-    token, slots = torch.zeros(5, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    token, slots = torch.zeros(5, dtype=torch.int64), new_places(3, pinned=False)
     cpu.choose(logits, sampler, rows, positions, token, slots)
     assert positions.tolist() == [6, 10, 0, 0, 0]
-    assert slots[0, 1:].tolist() == token[:2].tolist()
+    assert [slots[6, 1], slots[10, 2]] == token[:2].tolist()
     assert sampler.counts[1:].sum(1).tolist() == [1, 1]
     assert bool(((token >= 0) & (token < V)).all())
 
@@ -247,7 +248,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(vocabulary: int) -> None:
     cpu.log_probabilities(logits, sampler.vocabulary, rows, positions, token, out)
     expected = logits[:, :vocabulary].double().log_softmax(-1)
     for m, (row, position) in enumerate(((2, 3), (1, 4))):
-        ids, values = out.ids[position % 2, row], out.values[position % 2, row]
+        ids, values = out.ids[position, row], out.values[position, row]
         top = expected[m].topk(min(20, vocabulary))
         known = [int(token[m]), *top.indices.tolist()]
         assert ids.tolist() == known + [-1] * (21 - len(known))

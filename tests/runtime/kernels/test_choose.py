@@ -16,6 +16,7 @@ from lowbit.runtime.kernels.adjust import adjust
 from lowbit.runtime.kernels.logprobs import likeliest
 from lowbit.runtime.state.choice import adjusted, best_ids
 from lowbit.runtime.state.logprobs import new_log_probabilities
+from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SCRATCH, ChoiceShape, SamplerRows
 from lowbit.runtime.state.sampling import SamplingParams
 from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
@@ -193,7 +194,7 @@ def test_log_probabilities(device: str, vocabulary: int) -> None:
                 one,
             )
             torch.cuda.synchronize()
-            at = int(positions[m]) % 2, int(rows[m])
+            at = int(positions[m]) % PLACES, int(rows[m])
             assert torch.equal(one.values[at], ours.values[at])
 
 
@@ -228,7 +229,7 @@ def test_a_graph_serves_rows_that_come_and_go(
     rows = torch.full((M,), SCRATCH, dtype=torch.int32, device=device)
     positions = torch.zeros(M, dtype=torch.int32, device=device)
     token = torch.zeros(M, dtype=torch.int64, device=device)
-    slots = torch.zeros(2, 6, dtype=torch.int64, pin_memory=True)
+    slots = new_places(6, pinned=True)
     logits = torch.zeros(M, PADDED, device=device)
     graph = torch.cuda.CUDAGraph()
     cuda.choose(logits, gpu, rows, positions, token, slots)
@@ -262,7 +263,7 @@ def check_step(
     token, expected = torch.zeros(len(at), dtype=torch.int64), torch.zeros_like(slots)
     cpu.choose(logits, sampler, rows, positions, token, expected)
     for row in filter(None, at):
-        place = (lengths[row] + 1) % 2, row
+        place = (lengths[row] + 1) % PLACES, row
         assert int(slots[place]) == int(expected[place])
 
 
@@ -272,7 +273,7 @@ def test_masks_change_between_steps(device: str) -> None:
     logits = some_logits(6, 1)[0].to(device)
     rows, positions = torch.ones(2, 1, dtype=torch.int32, device=device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    slots = torch.zeros(2, 2, dtype=torch.int64, pin_memory=device == "cuda")
+    slots = new_places(2, pinned=device == "cuda")
     for id in (1, 32, VOCABULARY - 1, 0):
         sampler.allow(1, words_of((id,), VOCABULARY))
         cuda.choose(logits, sampler, rows, positions, token, slots)
