@@ -22,7 +22,7 @@ from random_engine import random_engine
 from lowbit.formats.architectures import read_config
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.runner import reach_for
+from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels import attention_decode
 from lowbit.runtime.kernels.launch import (
     MOST_OF_ONE,

@@ -44,8 +44,8 @@ ORDER = {
         *("file_names", "packed"),
     ],
     "runtime": [
-        *("text", "state", "weights", "kernels", "backends", "models", "engine", "bench"),
-        *("evaluate", "serve", "conversation", "cli"),
+        *("text", "state", "weights", "kernels", "backends", "models", "speculation", "engine"),
+        *("bench", "evaluate", "serve", "conversation", "cli"),
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")

@@ -35,6 +35,7 @@ INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a 
 CHUNK_ROWS = 256  # unpacked at a time at load: they stay in cache; a multiple of all BLOCK_ROWS
 BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}  # rows in a block of the INT4 product, by CPU capability
 FEW_TOKENS = 80  # times planes, up to which the INT4 product is faster than dequantizing first
+FEW_ROWS = 1024  # of a dense weight, up to which it stays in cache from one token to the next
 CHUNK_WEIGHTS = 1 << 19  # dequantized at a time for many tokens: 1 MB in BF16
 
 
@@ -143,8 +144,12 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
 
 
 def _dense(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`; few tokens one by one in FP32, whose sums depend on how many there are."""
-    if x.dtype == torch.float32 and 1 < len(x) <= EXACT_TOKENS:
+    """`x @ weight.T`; few tokens one by one, since sums depend on how many there are.
+
+    Of large weights in BF16 they are taken together: to read those once is worth a last bit.
+    """
+    alone = x.dtype == torch.float32 or len(weight) <= FEW_ROWS
+    if alone and 1 < len(x) <= EXACT_TOKENS:
         return torch.cat([functional.linear(token, weight) for token in torch.split(x, 1)])
     return functional.linear(x, weight)
 

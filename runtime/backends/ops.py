@@ -131,8 +131,8 @@ class Ops(Protocol[W]):
             positions: [M] int32 of the tokens that the logits come from; one is added, but for
                 SCRATCH.
             token: [M] int64, written.
-            slots: [PLACES, R] int64 on the host, page-locked beside a GPU; [p % PLACES, row] takes the
-                token at position p, or -1 where the row's largest logit is not finite.
+            slots: [PLACES, R] int64 on the host, page-locked beside a GPU; [p % PLACES, row] takes
+                the token at position p, or -1 where the row's largest logit is not finite.
         """
 
     def log_probabilities(

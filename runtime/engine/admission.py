@@ -1,5 +1,6 @@
 """Requests that an engine can run, as its sequences."""
 
+from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import RequestError
@@ -13,13 +14,31 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
 
 
+def check_prompt(ids: Ids[int], engine: "Engine") -> None:
+    """Refuse a prompt that cannot be run.
+
+    Raises:
+        RequestError: see `Engine.check`.
+    """
+    if not ids:
+        raise RequestError("the prompt is empty", hint="give at least one token")
+    if len(ids) > engine.context:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, the context is {engine.context}",
+            hint=f"shorten the prompt{engine.advice(len(ids), ', or ')}",
+        )
+    rows = engine.decoder.config.vocab_size
+    if not all(0 <= id < rows for id in ids):
+        raise RequestError(f"token ids must be between 0 and {rows - 1}")
+
+
 def new_sequence(request: TokenRequest, engine: "Engine") -> Sequence:
     """The sequence of a request.
 
     Raises:
         RequestError: see `Engine.submit`.
     """
-    engine.check(request.prompt)
+    check_prompt(request.prompt, engine)
     check_bias_ids(request.sampling, engine.runner.sampler.vocabulary)
     asked, scored = request.max_new_tokens, request.prompt_logprobs
     if scored is not None and not LOGPROBS.allows(scored):

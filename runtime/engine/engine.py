@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, QueueFullError, RequestError
-from lowbit.runtime.engine.admission import new_sequence
+from lowbit.runtime.engine.admission import check_prompt, new_sequence
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.nonfinite import nonfinite_error
 from lowbit.runtime.engine.prefix import Reuse
-from lowbit.runtime.engine.restrict import accept, next_mask
+from lowbit.runtime.engine.restrict import restrict
 from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.rounds import Part, round_of
 from lowbit.runtime.engine.runner import Runner, Sent
-from lowbit.runtime.engine.scores import score_chunk, take_scores
+from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
+from lowbit.runtime.engine.take import take_token
 from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.speculation.drafter import NewDrafter
 from lowbit.runtime.state.sampling import SamplingParams
 
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
@@ -37,13 +39,22 @@ class Engine:
     Attributes:
         runner: sends steps to the device.
         context: most tokens of a sequence.
+        new_drafter: makes what proposes the tokens of a sequence; None where nobody does.
+        most_drafts: of a step.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
     """
 
-    def __init__(self, runner: Runner, most_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        most_waiting: int | None = None,
+        new_drafter: NewDrafter | None = None,
+        most_drafts: int = 0,
+    ) -> None:
         """Nothing has been asked yet."""
         self.runner, self.most_waiting = runner, most_waiting
+        self.new_drafter, self.most_drafts = new_drafter, most_drafts
         self.context = runner.context
         self._lock = RLock()
         self._room = Room(runner)
@@ -123,10 +134,9 @@ class Engine:
             decoding = [each for each in ready if each.chosen < each.count]
             if decoding:
                 self._decode(decoding)
-            worked = bool(self._sent) or budget < CHUNK
+            worked = bool(decoding) or bool(self._sent) or budget < CHUNK
             ahead = 1 if decoding and self.runner.on_gpu else 0
-            while len(self._sent) > ahead:
-                self._read(self._sent.popleft())
+            self._read(ahead)
             self._stepping = False
             return worked
 
@@ -218,16 +228,7 @@ class Engine:
         Raises:
             RequestError: empty, longer than the context, or an id outside the vocabulary.
         """
-        if not ids:
-            raise RequestError("the prompt is empty", hint="give at least one token")
-        if len(ids) > self.context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context is {self.context}",
-                hint=f"shorten the prompt{self.advice(len(ids), ', or ')}",
-            )
-        rows = self.decoder.config.vocab_size
-        if not all(0 <= id < rows for id in ids):
-            raise RequestError(f"token ids must be between 0 and {rows - 1}")
+        check_prompt(ids, self)
 
     def _begin(self) -> None:
         """Begin what Ctrl-C or an error may interrupt; end what was cancelled before."""
@@ -262,6 +263,8 @@ class Engine:
                 self._restrict([sequence])
             if sequence.ended:
                 return len(hidden)
+            if self.new_drafter is not None and sequence.predictable:
+                sequence.drafter = self.new_drafter(sequence.request.prompt)
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
             sequence.chosen = 1
             sequence.phase = "decoding"
@@ -276,6 +279,14 @@ class Engine:
         that are under way and makes it while the layers run.
         """
         bound = [each for each in sequences if each.bound]
+        if not bound and (parts := self._drafted(sequences)):
+            if self._sent:  # drafts follow the last token
+                self._read()
+                sequences = [each for each in sequences if not each.ended]
+                parts = self._drafted(sequences)
+            self._verify(parts)
+            if parts or not sequences:
+                return
         if bound:
             self.runner.forward(sequences)
         else:
@@ -284,25 +295,30 @@ class Engine:
             each.length += 1
             each.chosen += 1
         if bound:
-            while self._sent:
-                self._read(self._sent.popleft())
+            self._read()
             self._restrict(bound)
             if not all(each.ended for each in sequences):
                 self._sent.append(self.runner.choose(sequences))
 
+    def _drafted(self, sequences: list[Sequence]) -> list[Part]:
+        """A round of all sequences, empty where nobody has drafts."""
+        return round_of(sequences, self.most_drafts, self.runner.spare)
+
+    def _verify(self, parts: list[Part]) -> None:
+        """Send a round and hand out what it gives: the host chooses what comes next by it."""
+        chosen = self.runner.read(self.runner.verify(parts)) if parts else ()
+        for part, tokens in zip(parts, chosen, strict=True):
+            each = part.sequence
+            each.note(len(part.drafts), len(tokens) - 1)
+            for slot, token in zip(part.writes, tokens, strict=False):
+                if not each.ended:
+                    each.go_on(slot)
+                    self._take(each, token)
+
     def _restrict(self, sequences: list[Sequence]) -> None:
         """Set the masks of constrained sequences; one whose constraint fails is ended."""
-        sampler = self.runner.sampler
-        for each in sequences:
-            if each.ended:
-                continue
-            try:
-                mask = next_mask(each, sampler.mask.shape[1])
-            except LowbitError as error:
-                self._end(each, error)
-                continue
-            each.masked = mask is not None
-            sampler.allow(each.row, mask)
+        for each, error in restrict(sequences, self.runner.sampler):
+            self._end(each, error)
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:
         """Send the tokens up to the next cut through the layers: their hidden states."""
@@ -316,35 +332,23 @@ class Engine:
                 self._room.take_snapshot(sequence)
         return hidden
 
-    def _read(self, sent: Sent) -> None:
-        """Hand out the tokens of a step and end the sequences that are complete."""
-        for sequence, tokens in zip(sent.sequences, self.runner.read(sent), strict=True):
-            for token in tokens:
-                if not sequence.ended:
+    def _read(self, ahead: int = 0) -> None:
+        """Hand out the tokens of all steps but the last `ahead` ones."""
+        while len(self._sent) > ahead:
+            sent = self._sent.popleft()
+            for sequence, tokens in zip(sent.sequences, self.runner.read(sent), strict=True):
+                for token in tokens:
                     self._take(sequence, token)
 
     def _take(self, sequence: Sequence, token: int) -> None:
-        """Hand out the next token of a sequence, and end it where it is complete."""
-        bad = take_scores(sequence)
-        if token < 0 and bad is None:
-            bad = sequence.last + 1
-        if bad is not None:
-            self._end(sequence, nonfinite_error(bad))
+        """Hand out the next token of a sequence, unless it has ended."""
+        if sequence.ended:
             return
-        if sequence.count == 0:
-            self._end(sequence, finish="length")
-            return
-        if sequence.request.sampling.logprobs is not None:
-            found = self.runner.log_probabilities(sequence, sequence.last + 1)
-            sequence.log_probabilities.append(found)
-        sequence.output.append(token)
-        sequence.unread.append(token)
-        if token in sequence.request.stop_ids:
-            self._end(sequence, finish="stop")
-        elif len(sequence.output) == sequence.count:
-            self._end(sequence, finish="length")
-        elif (error := accept(sequence, token)) is not None:
-            self._end(sequence, error)
+        end = take_token(sequence, token, self.runner)
+        if isinstance(end, LowbitError):
+            self._end(sequence, end)
+        elif end is not None:
+            self._end(sequence, finish=end)
 
     def _end_cancelled(self) -> None:
         for sequence in (*self._waiting, *self._decoding, self._prompt):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenLogProbabilities
+from lowbit.runtime.speculation.tally import Tally
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
@@ -114,6 +115,11 @@ class Handle(Iterator[int], AsyncIterator[int]):
     def seed(self) -> int:
         """Seed of the request's random numbers."""
         return self._sequence.seed
+
+    @property
+    def tally(self) -> Tally:
+        """Drafts of the request that have been checked."""
+        return self._sequence.tally
 
     @property
     def reused(self) -> int:

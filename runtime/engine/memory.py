@@ -24,12 +24,14 @@ class CacheSize:
         sequences: that are decoded together.
         pages: for the keys and values of all of them and of prefixes to reuse.
         snapshots: recurrent states beside one for each sequence.
+        drafts: that a step can check; as many recurrent states are there for them.
     """
 
     context: int
     sequences: int
     pages: int
     snapshots: int
+    drafts: int = 0
 
 
 def choose_cache(
@@ -39,6 +41,7 @@ def choose_cache(
     context: int | None = None,
     sequences: int = 1,
     tokens: int | None = None,
+    drafts: int = 0,
 ) -> CacheSize:
     """Sizes of the cache, after checking that it fits into free memory beside the weights.
 
@@ -49,6 +52,7 @@ def choose_cache(
         context: most tokens of a sequence; None for min(positions, DEFAULT_CONTEXT, what fits).
         sequences: decoded together.
         tokens: of all sequences together; None for `sequences` times `context`, or what fits.
+        drafts: that a step can check.
 
     Raises:
         RequestError: a context that the model has no positions for, no sequence, or fewer tokens
@@ -66,41 +70,43 @@ def choose_cache(
     all_pages = pages_for(tokens) if tokens else sequences * pages_for(wanted)
     free = free_bytes(device)
     if free is None:
-        return _sized(wanted, sequences, all_pages)
-    fits = pages_that_fit(opened, device, dtype, sequences, free)
+        return _sized(wanted, sequences, all_pages, drafts)
+    fits = pages_that_fit(opened, device, dtype, sequences, free, drafts)
     if fits >= pages_for(wanted) and (tokens is None or fits >= all_pages):
-        return _sized(wanted, sequences, min(fits, all_pages))
+        return _sized(wanted, sequences, min(fits, all_pages), drafts)
     if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
-        return _sized(fits * PAGE, sequences, fits)
+        return _sized(fits * PAGE, sequences, fits, drafts)
     pages = all_pages if tokens else pages_for(wanted)
-    raise _too_large(opened, device, dtype, sequences, pages, free)
+    raise _too_large(opened, device, dtype, sequences, pages, free, drafts)
 
 
 def pages_that_fit(
-    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, free: int
+    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, free: int, drafts: int = 0
 ) -> int:
     """Pages that fit into free memory beside the weights and the states of so many sequences."""
     each = max(1, opened.kv_bytes(PAGE, dtype))  # 0 where every layer is linear
-    left = free / HEADROOM - _fixed_bytes(opened, device, dtype, sequences)
+    left = free / HEADROOM - _fixed_bytes(opened, device, dtype, sequences, drafts)
     return int(left // each) - EXTRA
 
 
 def cache_bytes(opened: OpenedModel, dtype: torch.dtype, size: CacheSize) -> int:
     """Memory of all pages and states."""
     pages = opened.kv_bytes((EXTRA + size.pages) * PAGE, dtype)
-    return pages + (1 + size.sequences + size.snapshots) * opened.state_bytes(dtype)
+    return pages + (1 + size.sequences + size.snapshots + size.drafts) * opened.state_bytes(dtype)
 
 
-def _sized(context: int, sequences: int, pages: int) -> CacheSize:
-    return CacheSize(context, sequences, pages, SNAPSHOTS + sequences)
+def _sized(context: int, sequences: int, pages: int, drafts: int) -> CacheSize:
+    return CacheSize(context, sequences, pages, SNAPSHOTS + sequences, drafts)
 
 
-def _fixed_bytes(opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int) -> int:
+def _fixed_bytes(
+    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, drafts: int
+) -> int:
     """Memory that does not grow with the context."""
     workspace = 0 if device == "cpu" else GPU_WORKSPACE
     return (
         opened.weight_bytes(device, dtype)
-        + state_count(sequences) * opened.state_bytes(dtype)
+        + (state_count(sequences) + drafts) * opened.state_bytes(dtype)
         + workspace
     )
 
@@ -112,12 +118,13 @@ def _too_large(
     sequences: int,
     pages: int,
     free: int,
+    drafts: int,
 ) -> ResourceError:
     """The error of a cache that does not fit; its hint names a size that does."""
-    fixed = _fixed_bytes(opened, device, dtype, sequences)
+    fixed = _fixed_bytes(opened, device, dtype, sequences, drafts)
     need = int((fixed + opened.kv_bytes((EXTRA + pages) * PAGE, dtype)) * HEADROOM)
-    fits = pages_that_fit(opened, device, dtype, sequences, free) * PAGE
-    alone = pages_that_fit(opened, device, dtype, 1, free) * PAGE
+    fits = pages_that_fit(opened, device, dtype, sequences, free, drafts) * PAGE
+    alone = pages_that_fit(opened, device, dtype, 1, free, drafts) * PAGE
     if fits >= MIN_CONTEXT:
         hint = f"--context {fits} fits"
     elif alone >= MIN_CONTEXT:

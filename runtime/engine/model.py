@@ -24,6 +24,7 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.speculation.settings import Mode, Speculation
 from lowbit.runtime.state.sampling import SamplingParams, sampling_defaults
 from lowbit.runtime.text.chat import Message, render_prompt
 from lowbit.runtime.text.constraint import Constraint
@@ -283,6 +284,8 @@ def load(
     group_size: int = GROUP_SIZE,
     method: Method = "rtn",
     max_waiting: int | None = None,
+    speculate: Mode = "off",
+    draft_tokens: int | None = None,
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).
 
@@ -304,6 +307,9 @@ def load(
             original first, and `absmax` does not search.
         max_waiting: requests that may wait beside those that are decoded together; a further one
             is refused. None for any number.
+        speculate: what proposes tokens that a step checks together: `off`, or `ngram`, which copies
+            what followed the same tokens before. The output does not depend on it.
+        draft_tokens: of a step at most; None for as many as suit the model.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -312,11 +318,12 @@ def load(
         QuantizationError: `quantize` for a checkpoint that is quantized already or has NaN, or a
             recipe that does not fit it.
         ResourceError: no GPU, or too little memory.
-        RequestError: a context or dtype that the model or device does not have, or a negative
-            `max_waiting`.
+        RequestError: a context or dtype that the model or device does not have, a negative
+            `max_waiting`, or an unknown `speculate` or number of drafts.
     """
     if max_waiting is not None and max_waiting < 0:
         raise RequestError(f"`max_waiting` must be at least 0, got {max_waiting}")
+    speculation = Speculation(speculate, draft_tokens)
     started = time.perf_counter()
     folder = Path(folder)
     rule: ScaleRule = "absmax" if method == "absmax" else "signed"
@@ -335,13 +342,15 @@ def load(
         raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
-    cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens)
+    drafts = speculation.most_drafts(recurrent=opened.config.linear_layers is not None)
+    cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens, drafts)
     if weighted:
         power = _measured_power(folder, tokenizer, device, dtype)
         opened = open_model(folder, quantize, group_size, rule, power)
     decoder = load_decoder(opened, device, dtype, cache.context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    engine = Engine(new_runner(decoder, vocabulary, cache, dtype, device), max_waiting)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device)
+    engine = Engine(runner, max_waiting, speculation.new_drafter(device), drafts)
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":
         torch.cuda.synchronize()

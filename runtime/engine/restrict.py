@@ -1,11 +1,32 @@
 """The constraints of requests; an error of one ends its request alone."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.text.constraint import Constraint
+
+
+def restrict(
+    sequences: Iterable[Sequence], sampler: SamplerRows
+) -> list[tuple[Sequence, LowbitError]]:
+    """Set the masks of constrained sequences; returns those whose constraint has failed."""
+    failed = []
+    for each in sequences:
+        if each.ended:
+            continue
+        try:
+            mask = next_mask(each, sampler.mask.shape[1])
+        except LowbitError as error:
+            failed.append((each, error))
+            continue
+        each.masked = mask is not None
+        sampler.allow(each.row, mask)
+    return failed
 
 
 def next_mask(sequence: Sequence, words: int) -> Tensor | None:

@@ -12,7 +12,7 @@ class Room:
 
     Attributes:
         pages: of keys and values.
-        rows: of block tables and sampler; a sequence's recurrent state has the slot of that number.
+        rows: of block tables and sampler; the slot of that number is for the recurrent state.
         snapshots: slots with recurrent states that are kept.
         prefixes: tokens of ended sequences, for prompts that begin with them.
     """
@@ -22,7 +22,7 @@ class Room:
         state, rows = runner.state, runner.tables.shape[0]
         self._runner = runner
         self.pages, self.rows = Pool(state.pages.count), Pool(rows)
-        self.snapshots = Pool(max(rows, state.slots.count), first=rows)
+        self.snapshots = Pool(rows + runner.snapshots, first=rows)
         self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
         runner.batch = []
         for row in range(1, rows):
@@ -61,6 +61,7 @@ class Room:
             self.pages.drop([partial])
         sequence.pages = [*shared, *fresh]
         [sequence.row] = self.rows.take(1)
+        sequence.slot = sequence.row
         sequence.length = sequence.reused = hit.length if hit else 0
         sequence.fresh = len(prompt)
         if hit is not None:
@@ -77,7 +78,7 @@ class Room:
         """Keep the present recurrent state of a sequence, where a slot can be had."""
         slot = self.prefixes.take_snapshot() if self._runner.state.recurrent else None
         if slot is not None:
-            self._runner.state.slots.copy(sequence.row, slot)
+            self._runner.state.slots.copy(sequence.slot, slot)
             sequence.snapshots[sequence.length] = slot
 
     def keep(self, sequence: Sequence, length: int) -> None:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs, aside
 from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.rounds import Part, columns_of, step_spans
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
+from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
-from lowbit.runtime.state.pages import EXTRA, PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.pages import EXTRA, SCRATCH, pages_for
 from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
-FIRST_REACH = 256
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens of recorded steps; more are multiples of 64
 ALIGNED = 16  # logits
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
@@ -53,6 +53,8 @@ class Runner:
         state: pages and slots; a sequence's slot has the number of its row.
         sampler: a row for each sequence.
         context: most tokens of a sequence.
+        snapshots: slots for states that are kept, behind those of the rows.
+        spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last decode step, in the order of its tokens.
     """
@@ -61,11 +63,14 @@ class Runner:
     state: DeviceState
     sampler: SamplerRows
     context: int
+    snapshots: int
+    spare: range | None
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
     _ids: Tensor = field(init=False)  # [W] int64, input of the next decode step, W >= R
     _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
+    _draft_starts: Tensor = field(init=False)  # [W + 1] int32, of a step that checks drafts
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
@@ -75,10 +80,11 @@ class Runner:
     def __post_init__(self) -> None:
         """Make room for the inputs of the largest step."""
         rows, device = self.tables.shape[0], self.state.device
-        widest = width_for(rows - 1)
+        widest = max(width_for(rows - 1), EXACT_TOKENS)
         self._ids = torch.zeros(widest, dtype=torch.int64, device=device)
         self._inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
+        self._draft_starts = self._starts.clone()
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._places = new_places(rows, self.on_gpu)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
@@ -152,8 +158,28 @@ class Runner:
             M = width_for(len(sequences))
             self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
-            self._decode(len(sequences), reach, _spans(sequences))
+            self._decode(len(sequences), reach, step_spans(sequences))
         return self._sent(sequences)
+
+    def verify(self, parts: list[Part]) -> Sent:
+        """Send the last token of every sequence and drafts behind it, and choose after each.
+
+        parts: of a round, EXACT_TOKENS tokens at most.
+        """
+        spans = tuple(part.span for part in parts)
+        M, B = sum(span.count for span in spans), len(spans)
+        longest = max(span.count for span in spans)
+        reach = reach_for(max(span.first + span.count for span in spans), self.context)
+        if self.on_gpu:
+            B += width_for(M) - M  # what is left belongs to nobody, each token for itself
+            M = width_for(M)
+        self._compose_round(parts, M)
+        if self.on_gpu:
+            key = (M, B, longest, reach, self.sampler.shape)
+            self._replay(key, M, lambda: self._verify(M, reach, B, longest))
+        else:
+            self._verify(M, reach, B, longest, spans)
+        return self._sent([part.sequence for part in parts], [part.drafts for part in parts])
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
@@ -165,7 +191,7 @@ class Runner:
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self._ids.device)
             self._replay((M, reach), M, lambda: self._forward(M, reach))
         else:
-            self._logits = self._logits_of(len(sequences), reach, _spans(sequences))
+            self._logits = self._logits_of(len(sequences), reach, step_spans(sequences))
 
     def choose(self, sequences: list[Sequence]) -> Sent:
         """The second half of `decode`, for sequences that count the token sent already."""
@@ -213,6 +239,25 @@ class Runner:
         inputs = self._inputs[:, :M]
         logits = self._logits_of(M, reach, spans)
         self._choose(logits, inputs[ROWS], inputs[POSITIONS], self._ids[:M])
+
+    def _verify(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
+    ) -> None:
+        inputs = self._inputs[:, :M]
+        step = Step(
+            positions=inputs[POSITIONS],
+            rows=inputs[ROWS],
+            starts=self._draft_starts[: B + 1],
+            tables=self.tables,
+            read=inputs[READ, :B],
+            write=inputs[WRITE],
+            reach=reach,
+            longest=longest,
+            spans=spans,
+        )
+        logits = self.decoder.logits(self.decoder.hidden(self._ids[:M], self.state, step))
+        tokens = self._ids.new_empty(M)
+        self._choose(logits, inputs[ROWS], inputs[POSITIONS], tokens)
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
         logits = self._logits_of(M, reach, spans)
@@ -278,6 +323,7 @@ class Runner:
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""
+        self._go_on(sequences)
         before = {id(each): index for index, each in enumerate(self.batch)}
         tokens = torch.cat((self._ids[: len(before)], self._firsts))
         rows = [each.row for each in sequences]
@@ -288,13 +334,32 @@ class Runner:
         self._ids[: len(rows)] = tokens[inputs[4].long()]
         self.batch = list(sequences)
 
+    def _compose_round(self, parts: list[Part], M: int) -> None:
+        columns, starts = columns_of(parts, M)
+        block = self._ints(columns)
+        self._ids[:M] = block[0]
+        self._inputs[:, :M] = block[1:]
+        self._draft_starts[: len(starts)] = self._ints(starts)
+        self.batch = []  # a step without drafts finds its inputs changed
+
+    def _go_on(self, sequences: list[Sequence]) -> None:
+        """Leave tokens and states of sequences from a round where a step without drafts looks."""
+        late = [each for each in sequences if each.verified]
+        for each in late:
+            if each.slot != each.row:
+                self.state.slots.copy(each.slot, each.row)
+                each.slot = each.row
+            each.verified = False
+        if late:
+            rows, tokens = self._ints([[e.row, e.output[-1]] for e in late]).long().T
+            self._firsts[rows] = tokens
+
     def _ints(self, values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.state.device)
 
     def _sent(self, sequences: list[Sequence], drafts: Numbers[Numbers[int]] = ()) -> Sent:
-        done = None
-        if self.on_gpu:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event() if self.on_gpu else None  # type: ignore[no-untyped-call]
+        if done is not None:
             done.record()
         return Sent(list(sequences), drafts, done)
 
@@ -302,14 +367,6 @@ class Runner:
 def _aligned(vocabulary: int, decoder: Decoder) -> int:
     """Logits of a row to keep, so that every row is aligned."""
     return min(-(-vocabulary // ALIGNED) * ALIGNED, decoder.config.vocab_size)
-
-
-def _spans(sequences: list[Sequence]) -> tuple[Span, ...]:
-    """The tokens of a decode step as the host knows them."""
-    return tuple(
-        Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
-        for each in sequences
-    )
 
 
 def new_runner(
@@ -329,24 +386,15 @@ def new_runner(
         device: `cpu` or `cuda`.
     """
     rows = 1 + cache.sequences
+    kept = rows + cache.snapshots
+    slots = kept + cache.drafts
+    state = decoder.new_state(EXTRA + cache.pages, slots, dtype, device)
     return Runner(
         decoder=decoder,
-        state=decoder.new_state(EXTRA + cache.pages, rows + cache.snapshots, dtype, device),
+        state=state,
         sampler=new_sampler_rows(rows, vocabulary, device),
         context=cache.context,
+        snapshots=cache.snapshots,
+        spare=range(kept, slots) if state.recurrent else None,
         tables=torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device),
     )
-
-
-def width_for(sequences: int) -> int:
-    """Round a number of sequences up to one that decode steps are recorded for."""
-    last = WIDTHS[-1]
-    return next((width for width in WIDTHS if width >= sequences), -(-sequences // last) * last)
-
-
-def reach_for(tokens: int, context: int) -> int:
-    """Round a number of tokens up to a size that decode kernels are recorded for."""
-    reach = FIRST_REACH
-    while reach < tokens:
-        reach *= 4
-    return min(reach, pages_for(context) * PAGE)

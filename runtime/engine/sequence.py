@@ -1,10 +1,13 @@
 """A request, and its sequence while it is in the engine."""
 
 from collections import deque
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import LowbitError
+from lowbit.runtime.speculation.drafter import Drafter
+from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.sampling import SamplingParams
@@ -61,7 +64,8 @@ class Sequence:
         count: new tokens at most.
         seed: of its random numbers.
         phase: waiting for room, running its prompt, decoding, or ended.
-        row: of block tables and sampler, and its slot; 0 before it has one.
+        row: of block tables and sampler; 0 before it has one.
+        slot: with its recurrent state, that of its row but for some steps with drafts.
         pages: its block table.
         length: tokens that have been sent through the layers.
         chosen: new tokens that the device has been told to choose.
@@ -81,6 +85,9 @@ class Sequence:
         released: its constraint is done.
         unbound: tokens after those of the output that come without a mask.
         masked: its row of the sampler has a mask that does not allow every token.
+        drafter: proposes its next tokens; None where nobody does.
+        tally: of its drafts.
+        verified: its last step was one that checks drafts.
     """
 
     request: TokenRequest
@@ -88,6 +95,7 @@ class Sequence:
     seed: int
     phase: Phase = "waiting"
     row: int = 0
+    slot: int = 0
     pages: list[int] = field(default_factory=list)
     length: int = 0
     chosen: int = 0
@@ -106,6 +114,9 @@ class Sequence:
     released: bool = False
     unbound: int = 0
     masked: bool = False
+    drafter: Drafter | None = None
+    tally: Tally = field(default_factory=Tally)
+    verified: bool = False
 
     @property
     def bound(self) -> bool:
@@ -113,6 +124,29 @@ class Sequence:
         if self.request.constraint is None or self.released:
             return False
         return self.masked or self.unbound <= self.chosen - len(self.output)
+
+    @property
+    def predictable(self) -> bool:
+        """True if drafts may be checked: no token is chosen by those just before it."""
+        request = self.request
+        return request.constraint is None and not request.sampling.penalized
+
+    def propose(self, most: int) -> Ids[int]:
+        """Drafts of what follows, as many as the request has tokens left at most."""
+        most = min(most, self.count - self.chosen - 1)
+        return () if self.drafter is None or most < 1 else self.drafter.propose(most)
+
+    def go_on(self, slot: int) -> None:
+        """Count a token of a round: the state after it is in a slot, and the next one is chosen."""
+        self.length += 1
+        self.chosen += 1
+        self.slot, self.verified = slot, True
+
+    def note(self, drafted: int, right: int) -> None:
+        """Take down how many drafts have been checked, and were right."""
+        self.tally.count(drafted, right)
+        if self.drafter is not None and drafted:
+            self.drafter.note(drafted, right)
 
     @property
     def last(self) -> int:

@@ -1,8 +1,8 @@
 """choose_rows: the next token of several rows, as `state.choice` chooses it.
 
-Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the position
-        of every row but the scratch row moves on by one, and the output's counts grow where they
-        are kept. The slot gets -1 where the row's largest logit is not finite
+Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the
+        position of every row but the scratch row moves on by one, and the output's counts grow
+        where they are kept. The slot gets -1 where the row's largest logit is not finite
 Bytes   4 * V a row; V = 151936: 0.6 MB, from L2
 Plan    a program per block of a row's logits keeps the best of each group as a sortable key, value
         before id. The likeliest token has one group a block, and one program a row takes the best

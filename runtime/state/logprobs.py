@@ -14,12 +14,12 @@ from lowbit.runtime.state.posted import PLACES
 class LogProbabilities:
     """Memory of the host, page-locked beside a GPU, in which steps leave log-probabilities.
 
-    Entry [position % PLACES, row] is of the token at that position; its first column is that token, the
-    others are the likeliest tokens from the first down.
+    Entry [position % PLACES, row] is of the token at that position; its first column is that token,
+    the others are the likeliest tokens from the first down.
 
     Attributes:
         ids: [PLACES, R, MOST_LOGPROBS + 1] int64; -1 where the vocabulary has fewer tokens.
-        values: [PLACES, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are NaN.
+        values: [PLACES, R, MOST_LOGPROBS + 1] float32, natural logarithms; NaN where logits are.
     """
 
     ids: Tensor

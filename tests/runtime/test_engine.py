@@ -103,7 +103,7 @@ def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode graphs are recorded by reach: few sizes, and enough for the longest sequence."""
-    monkeypatch.setattr("lowbit.runtime.engine.runner.FIRST_REACH", 8)
+    monkeypatch.setattr("lowbit.runtime.engine.widths.FIRST_REACH", 8)
     model, seen = load(), set()
     hidden = Dense.hidden
 

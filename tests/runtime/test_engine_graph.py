@@ -17,10 +17,10 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import TokenRequest
-from lowbit.runtime.state.pages import PAGE, pages_for
-from lowbit.runtime.state.step import Span
+from tests.runtime.engine.guesses import guessers
+from tests.runtime.graph_stand_in import Event, Graph, Stream, spans_of
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -33,52 +33,6 @@ PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(4)).t
 CONTEXT = 128
 
 
-class Graph:
-    """Filled by `torch.cuda.graph`: replays a step on the runner's tensors."""
-
-    replay: Callable[[], None]
-
-    def __init__(self) -> None:
-        self.memory = object()
-
-    def pool(self) -> object:
-        return self.memory
-
-
-class Stream:
-    """A stream that remembers for which others it waits."""
-
-    def __init__(self) -> None:
-        self.awaited: list[Stream] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.awaited.append(other)
-
-
-class Event:
-    """Recorded behind a step, and awaited before its tokens are read."""
-
-    recorded = False
-
-    def record(self) -> None:
-        self.recorded = True
-
-    def synchronize(self) -> None:
-        assert self.recorded
-
-
-def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
-    """The sequences of a step as kernels find them on the device."""
-    inputs = runner._inputs[:, :M].tolist()
-    spans = []
-    for m in range(M):
-        row, first = inputs[ROWS][m], inputs[POSITIONS][m]
-        assert 0 <= first < reach
-        pages = tuple(runner.tables[row, : pages_for(min(reach, first + PAGE))].tolist())
-        spans.append(Span(row, first, 1, pages, inputs[READ][m], (inputs[WRITE][m],)))
-    return tuple(spans)
-
-
 @pytest.fixture(params=["dense", "hybrid"])
 def fresh(
     request: pytest.FixtureRequest,
@@ -87,7 +41,15 @@ def fresh(
 ) -> Callable[[], lowbit.Model]:
     """A model that has seen nothing."""
     folder = (make_model if request.param == "dense" else make_qwen3_5)().folder
-    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=CONTEXT)
+
+    def load() -> lowbit.Model:
+        model = lowbit.load(
+            folder, device="cpu", dtype=torch.float32, context=CONTEXT, speculate="ngram"
+        )
+        model.engine.new_drafter = None
+        return model
+
+    return load
 
 
 @pytest.fixture
@@ -104,8 +66,8 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
                 return part(runner, M, *reach)
 
             def step() -> None:
-                spans = (spans_of(runner, M, reach[0]),) if reach else ()
-                part(runner, M, *reach[:1], *spans)
+                spans = (spans_of(runner, M, *reach),) if reach else ()
+                part(runner, M, *reach, *spans)
 
             if not recording:
                 return step()
@@ -136,7 +98,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    for name in ("_decode", "_forward", "_choose_next"):
+    for name in ("_decode", "_verify", "_forward", "_choose_next"):
         monkeypatch.setattr(Runner, name, on_graphs(getattr(Runner, name)))
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
     return model
@@ -145,7 +107,7 @@ def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def reaches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`reaches(n)`: the smallest reach is n tokens."""
-    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.runner.FIRST_REACH", first)
+    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.widths.FIRST_REACH", first)
 
 
 def run(
@@ -379,3 +341,24 @@ def test_tokens_that_are_unbound_come_in_whole_steps(
     assert asked.constraint.halves == [n for n in range(40) if n % 8 < 3]
     # The prompt brings the first token; behind a mask, half a step takes it away.
     assert "".join(sent[:35]) == "fff" + 4 * "ddddffff"
+
+
+def test_drafts_are_checked_by_graphs_of_their_number(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    """Rounds and steps without drafts take turns, and sequences join and leave meanwhile."""
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 40), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
+    expected = [run(fresh(), *each) for each in asked]
+    truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
+    graphs.engine.new_drafter = guessers(truths, seed=3)
+    for _ in range(3):
+        handles = [graphs.engine.generate(*asked[0])]
+        begun = [next(handles[0])]
+        handles += [graphs.engine.generate(*each) for each in asked[1:]]
+        assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
+        assert [handle.tally.rounds > 0 for handle in handles] == [True, True, False, True]
+    keys: Any = graphs.engine.runner._graphs._graphs
+    rounds = [key for key in keys if len(key) == 5]
+    assert len(rounds) > 5
+    assert all(M <= 16 for M, *_ in rounds)

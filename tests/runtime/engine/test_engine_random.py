@@ -16,13 +16,15 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.speculation.drafter import NewDrafter
+from tests.runtime.engine.guesses import guessers
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 ENDS = frozenset({250})
 CONTEXT = 200
-SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4)
+SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4, drafts=5)
 LIVES = 1000  # of requests, for each kind of model
 KINDS = 60  # of requests
 FAILED = "the constraint ends here"
@@ -66,8 +68,11 @@ class Life:
     cancelled: bool = False
 
 
-def new_engine(model: lowbit.Model, size: CacheSize = SMALL) -> Engine:
-    return Engine(new_runner(model.engine.decoder, 261, size, torch.float32, "cpu"))
+def new_engine(
+    model: lowbit.Model, size: CacheSize = SMALL, drafter: NewDrafter | None = None
+) -> Engine:
+    runner = new_runner(model.engine.decoder, 261, size, torch.float32, "cpu")
+    return Engine(runner, new_drafter=drafter, most_drafts=size.drafts if drafter else 0)
 
 
 def kinds() -> list[TokenRequest]:
@@ -205,7 +210,10 @@ def test_answers_are_those_of_requests_alone(
     bad = poison(model, requests)
     expected = [alone(new_engine(model), *each) for each in enumerate(requests)]
     assert 2 <= sum(nonfinite for _, nonfinite in expected) <= 25
-    engine = new_engine(model)
+    truths = {
+        request.prompt: tokens for request, (tokens, _) in zip(requests, expected, strict=True)
+    }
+    engine = new_engine(model, drafter=guessers(truths, seed=2, wrong=bad))
     world = World(engine, requests, seed=1)
     decoder = type(model.engine.decoder)
     hidden: Any = decoder.hidden
@@ -231,6 +239,9 @@ def test_answers_are_those_of_requests_alone(
     assert sum(len(life.taken) == len(expected[life.kind][0]) for life in world.ended) > LIVES / 2
     kinds_of_ends = {type(life.error) for life in world.ended}
     assert kinds_of_ends == {type(None), CheckpointError, RequestError}
+    tallies = [life.handle.tally for life in world.ended]
+    assert sum(tally.rounds for tally in tallies) > LIVES / 5
+    assert sum(sum(tally.accepted) for tally in tallies) > LIVES / 5
     assert sum(life.handle.reused > 0 for life in world.ended) > LIVES / 20
     assert_all_free(engine)
     for prompt, start, scores in world.scores:

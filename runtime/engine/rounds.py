@@ -1,0 +1,107 @@
+"""Rounds: steps that check drafts of several sequences, and where these leave their states."""
+
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.sampler_rows import SCRATCH
+from lowbit.runtime.state.step import EXACT_TOKENS, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one sequence sends in a round.
+
+    Attributes:
+        sequence: all of whose tokens have been read.
+        drafts: behind its last token.
+        writes: slots that take the recurrent state after the last token and after each draft.
+    """
+
+    sequence: Sequence
+    drafts: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the sequence in the round."""
+        return (self.sequence.output[-1], *self.drafts)
+
+    @property
+    def span(self) -> Span:
+        """The same as a step's kernels see it."""
+        each = self.sequence
+        pages = tuple(each.pages)
+        return Span(each.row, each.last, len(self.writes), pages, each.slot, self.writes)
+
+
+def round_of(sequences: Numbers[Sequence], most_drafts: int, spare: range | None) -> list[Part]:
+    """A round with the drafts that sequences propose, empty where none does.
+
+    Args:
+        sequences: that are being decoded, all of them.
+        most_drafts: of a sequence.
+        spare: slots for states; None for a model without.
+    """
+    if most_drafts == 0 or not sequences:
+        return []
+    most = min(most_drafts, EXACT_TOKENS // len(sequences) - 1)
+    drafts = [each.propose(most) for each in sequences]
+    return new_round(sequences, drafts, spare) if any(drafts) else []
+
+
+def new_round(
+    sequences: Numbers[Sequence], drafts: Numbers[Numbers[int]], spare: range | None
+) -> list[Part]:
+    """A round of sequences with their drafts, fewer where slots for their states are short.
+
+    The state after the last token goes to the slot of the sequence's row. Those after drafts go to
+    spare ones, but for those that hold the present state of another sequence.
+
+    Args:
+        sequences: that are being decoded, all of them.
+        drafts: of each.
+        spare: slots; None for a model without recurrent states.
+    """
+    if spare is None:
+        return [
+            Part(each, tuple(some), (each.row,) * (1 + len(some)))
+            for each, some in zip(sequences, drafts, strict=True)
+        ]
+    held = {each.slot for each in sequences}
+    free = [slot for slot in spare if slot not in held]
+    parts = []
+    for each, some in zip(sequences, drafts, strict=True):
+        own = [each.slot] if each.slot in spare else []
+        usable = (own + free)[: len(some)]
+        free = [slot for slot in free if slot not in usable]
+        parts.append(Part(each, tuple(some[: len(usable)]), (each.row, *usable)))
+    return parts
+
+
+def columns_of(parts: Numbers[Part], M: int) -> tuple[list[list[int]], list[int]]:
+    """The tokens of a round as the device takes them, with padding up to M tokens.
+
+    Returns:
+        Lists of M numbers each: ids, positions, rows, slots that are read (of the sequences, in
+        front), slots that are written; and the first token of each sequence, then M. A token of
+        padding is a sequence of its own, which belongs to SCRATCH.
+    """
+    spans = [part.span for part in parts]
+    ids = [id for part in parts for id in part.ids]
+    positions = [span.first + place for span in spans for place in range(span.count)]
+    rows = [span.row for span in spans for _ in range(span.count)]
+    reads = [span.read for span in spans]
+    writes = [slot for span in spans for slot in span.writes]
+    starts = [0, *accumulate(span.count for span in spans), *range(len(ids) + 1, M + 1)]
+    columns = (ids, positions, rows, reads, writes)
+    return [[*numbers, *[SCRATCH] * (M - len(numbers))] for numbers in columns], starts
+
+
+def step_spans(sequences: Numbers[Sequence]) -> tuple[Span, ...]:
+    """The tokens of a step without drafts as the host knows them."""
+    return tuple(
+        Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
+        for each in sequences
+    )

@@ -1,0 +1,20 @@
+"""Sizes that decode steps are recorded for."""
+
+from lowbit.runtime.state.pages import PAGE, pages_for
+
+FIRST_REACH = 256
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
+
+
+def width_for(sequences: int) -> int:
+    """Round a number of sequences up to one that decode steps are recorded for."""
+    last = WIDTHS[-1]
+    return next((width for width in WIDTHS if width >= sequences), -(-sequences // last) * last)
+
+
+def reach_for(tokens: int, context: int) -> int:
+    """Round a number of tokens up to a size that decode kernels are recorded for."""
+    reach = FIRST_REACH
+    while reach < tokens:
+        reach *= 4
+    return min(reach, pages_for(context) * PAGE)

@@ -1,0 +1,68 @@
+"""Drafters: what proposes the next tokens of one sequence."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lowbit.runtime.speculation.ngram import GrowingText, Match
+from lowbit.runtime.speculation.pace import Cost, Pace
+
+# Chance that a draft is right, by the least length of the match that it follows; before any of
+# the sequence has been checked.
+GUESSES = {12: 0.9, 6: 0.75, 3: 0.5}
+
+
+class Drafter(Protocol):
+    """Proposes tokens of one sequence; called on the engine's thread, in order."""
+
+    def append(self, id: int) -> None:
+        """Take the next token of the sequence."""
+
+    def propose(self, most: int) -> Sequence[int]:
+        """Up to `most` tokens that may come next; none where they are not worth their time."""
+
+    def note(self, drafted: int, right: int) -> None:
+        """Learn how many of the tokens that were proposed last were checked, and were right."""
+
+
+NewDrafter = Callable[[Sequence[int]], Drafter]  # of a sequence that begins with these tokens
+
+
+class NgramDrafter:
+    """Copies what followed where the end of the text stood before."""
+
+    def __init__(self, ids: Sequence[int], cost: Cost) -> None:
+        """Of a sequence that begins with these tokens.
+
+        Args:
+            ids: of the prompt and of what has been chosen.
+            cost: of a step with drafts.
+        """
+        self._text, self._cost = GrowingText(ids), cost
+        self._paces = {least: Pace(chance, chance) for least, chance in GUESSES.items()}
+        self._used: Pace | None = None
+
+    def append(self, id: int) -> None:
+        """Take the next token of the sequence."""
+        self._text.append(id)
+
+    def propose(self, most: int) -> Sequence[int]:
+        """What followed the longest match; see `Drafter.propose`."""
+        match = self._text.match()
+        if match is None:
+            return ()
+        pace = self._pace(match)
+        count = pace.drafts(most, self._cost)
+        if count == 0:
+            if most > 0:
+                pace.skip()
+            return ()
+        self._used = pace
+        return self._text.following(match, count)
+
+    def note(self, drafted: int, right: int) -> None:
+        """Learn how many drafts were right."""
+        if self._used is not None:
+            self._used.note(drafted, right)
+
+    def _pace(self, match: Match) -> Pace:
+        return next(pace for least, pace in self._paces.items() if match.length >= least)

@@ -1,0 +1,56 @@
+"""Settings of speculation, and what they come to for a model and a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
+from lowbit.runtime.speculation.pace import linear_cost
+from lowbit.runtime.state.step import EXACT_TOKENS
+
+Mode = Literal["off", "ngram"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+MOST_DRAFTS = EXACT_TOKENS - 1  # with the token before them they get the bits that each has alone
+RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
+# What every token after the first adds to a step, in steps of one token. Measured: see README.
+COST_SLOPE = {"cpu": 0.1, "cuda": 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What proposes tokens, and how many in a step.
+
+    Attributes:
+        mode: `off`, or `ngram` for copies of what followed the same tokens before.
+        draft_tokens: of a step at most; None for as many as suit the model.
+    """
+
+    mode: Mode = "off"
+    draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not exist."""
+        if self.mode not in MODES:
+            raise RequestError(f"`speculate` must be {' or '.join(MODES)}, got {shown(self.mode)}")
+        count = self.draft_tokens
+        if count is not None and (type(count) is not int or not 1 <= count <= MOST_DRAFTS):
+            raise RequestError(f"`draft_tokens` must be 1 to {MOST_DRAFTS}, got {shown(count)}")
+
+    def most_drafts(self, recurrent: bool) -> int:
+        """Drafts of a step at most, for a model with linear layers or without."""
+        if self.mode == "off":
+            return 0
+        return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)
+
+    def new_drafter(self, device: str) -> NewDrafter | None:
+        """Makes what proposes the tokens of a sequence on `cpu` or `cuda`."""
+        if self.mode == "off":
+            return None
+        cost = linear_cost(COST_SLOPE[device])
+
+        def ngram(ids: Sequence[int]) -> NgramDrafter:
+            return NgramDrafter(ids, cost)
+
+        return ngram

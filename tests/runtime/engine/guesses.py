@@ -1,0 +1,53 @@
+"""A drafter whose drafts are right as often as a test wants."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Guesser:
+    """Knows what will be chosen, and proposes it with a mistake somewhere or none.
+
+    Attributes:
+        truth: tokens that will be chosen.
+        counts: gives the number of drafts, and of those before the first wrong one, of at most so
+            many.
+        wrong: a token that stands in for a right one; another where it would be right.
+        at: tokens that have been chosen.
+    """
+
+    truth: Sequence[int]
+    counts: Callable[[int], tuple[int, int]]
+    wrong: int = 3
+    at: int = 0
+    notes: list[tuple[int, int]] | None = None
+
+    def append(self, id: int) -> None:
+        assert id == self.truth[self.at]
+        self.at += 1
+
+    def propose(self, most: int) -> list[int]:
+        count, right = self.counts(most)
+        drafts = [*self.truth[self.at : self.at + count]]
+        drafts += [self.wrong] * (count - len(drafts))
+        if right < count:
+            drafts[right] = self.wrong + (drafts[right] == self.wrong)
+        return drafts
+
+    def note(self, drafted: int, right: int) -> None:
+        if self.notes is not None:
+            self.notes.append((drafted, right))
+
+
+def guessers(
+    truths: Mapping[tuple[int, ...], Sequence[int]], seed: int, wrong: int = 3
+) -> Callable[[Sequence[int]], Guesser]:
+    """Makes drafters that know the answers to these prompts and propose some at random."""
+    draw = random.Random(seed)
+
+    def counts(most: int) -> tuple[int, int]:
+        count = draw.randint(0, most)
+        return count, draw.randint(0, count)
+
+    return lambda ids: Guesser(truths[tuple(ids)], counts, wrong)

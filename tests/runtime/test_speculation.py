@@ -1,0 +1,131 @@
+"""Drafts: where they come from, how many are made, and what is counted."""
+
+import random
+from collections.abc import Sequence
+from itertools import takewhile
+
+import pytest
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.speculation.drafter import NgramDrafter
+from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
+from lowbit.runtime.speculation.pace import Pace, linear_cost
+from lowbit.runtime.speculation.settings import Speculation
+from lowbit.runtime.speculation.tally import Tally
+
+
+def longest_match(ids: Sequence[int]) -> tuple[int, int] | None:
+    """Length and stop of the match, by trying every place and every length."""
+    best = (0, 0)
+    for stop in range(1, len(ids)):
+        length = 0
+        end = min(stop, LONGEST_MATCH)
+        while length < end and ids[stop - 1 - length] == ids[len(ids) - 1 - length]:
+            length += 1
+        best = max(best, (length, stop))
+    return best if best[0] >= LEAST_MATCH else None
+
+
+@pytest.mark.parametrize("kinds", [2, 3, 8])
+def test_the_longest_match_wins_and_of_equals_the_last(kinds: int) -> None:
+    draw = random.Random(kinds)
+    ids = [draw.randrange(kinds) for _ in range(draw.randrange(1, 5))]
+    text, found = GrowingText(ids), 0
+    for _ in range(150):
+        match, expected = text.match(), longest_match(ids)
+        assert (match and (match.length, match.stop)) == expected
+        found += expected is not None
+        if match is not None:
+            grown = list(ids)
+            for id in text.following(match, 40):
+                assert id == grown[match.stop + len(grown) - len(ids)]
+                grown.append(id)
+        ids.append(draw.randrange(kinds))
+        text.append(ids[-1])
+    assert found > 10
+    assert len(text) == len(ids)
+
+
+def test_a_text_of_one_token_has_no_match() -> None:
+    assert GrowingText([7]).match() is None
+    assert GrowingText([7, 7]).match() is None
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.2, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("slope", [0.02, 0.1, 0.4])
+def test_as_many_drafts_as_give_the_most_tokens_for_their_time(chance: float, slope: float) -> None:
+    cost, most = linear_cost(slope), 15
+    speeds = [
+        sum(chance**right for right in range(drafts + 1)) / (1 + slope * drafts)
+        for drafts in range(most + 1)
+    ]
+    count = Pace(chance, chance).drafts(most, cost)
+    assert speeds[count] == pytest.approx(max(speeds))
+    assert Pace(chance, chance).drafts(0, cost) == 0
+
+
+def test_wrong_drafts_stop_and_are_tried_again_later() -> None:
+    pace, cost, tried = Pace(0.7, 0.7), linear_cost(0.2), []
+    for step in range(2000):
+        if count := pace.drafts(15, cost):
+            tried.append(step)
+            pace.note(count, 0)
+        else:
+            pace.skip()
+    assert len([step for step in tried if step < 100]) <= 20
+    assert 5 <= len([step for step in tried if step >= 1000]) <= 100  # of a thousand steps
+
+
+def test_right_drafts_grow() -> None:
+    pace, cost = Pace(0.5, 0.5), linear_cost(0.1)
+    counts = []
+    for _ in range(30):
+        counts.append(pace.drafts(15, cost))
+        pace.note(counts[-1], counts[-1])
+    assert counts[0] < 4
+    assert counts[-1] == 15
+    assert counts == sorted(counts)
+
+
+def test_copies_are_proposed_and_random_text_is_left_alone() -> None:
+    draw = random.Random(5)
+    lines = [draw.randrange(1000) for _ in range(200)]
+    drafter = NgramDrafter(lines, linear_cost(0.1))
+    steps, at = 0, 0
+    while at < len(lines):
+        drafts = list(drafter.propose(15))
+        truth = lines[at : at + len(drafts)]
+        right = sum(takewhile(bool, (a == b for a, b in zip(drafts, truth, strict=False))))
+        if drafts:
+            drafter.note(len(drafts), right)
+        for id in lines[at : at + right + 1]:
+            drafter.append(id)
+        at += right + 1
+        steps += 1
+    assert steps < 30
+    assert not any(NgramDrafter(lines[:n], linear_cost(0.1)).propose(15) for n in range(1, 200))
+
+
+def test_a_tally_counts_by_place() -> None:
+    tally = Tally()
+    for drafted, accepted in ((3, 1), (0, 0), (1, 1), (4, 4)):
+        tally.count(drafted, accepted)
+    assert tally == Tally(3, [3, 2, 2, 1], [3, 1, 1, 1])
+    assert tally.tokens_a_round == 1 + 6 / 3
+    assert Tally().tokens_a_round is None
+    both = Tally(1, [1], [0])
+    both.add(tally)
+    assert both == Tally(4, [4, 2, 2, 1], [3, 1, 1, 1])
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "fast"}, {"draft_tokens": 0}, {"draft_tokens": 16}])
+def test_settings_that_do_not_exist_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        Speculation(**wrong)  # type: ignore[arg-type]
+
+
+def test_drafts_of_a_step() -> None:
+    assert Speculation("off", 3).most_drafts(recurrent=False) == 0
+    assert Speculation("ngram").most_drafts(recurrent=False) == 15
+    assert Speculation("ngram").most_drafts(recurrent=True) == 7
+    assert Speculation("ngram", 4).most_drafts(recurrent=True) == 4
