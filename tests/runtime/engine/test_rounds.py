@@ -1,0 +1,181 @@
+"""Sequences whose drafts are checked leave the same bits as without: tokens, keys and states."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from tests.runtime.engine.guesses import Guesser, guessers
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+GREEDY = lowbit.SamplingParams(logprobs=2)
+HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=11, logprobs=2)
+CASES = [
+    (name, dtype) for name in ("tiny-qwen3", "tiny-qwen3.5") for dtype in ("float32", "bfloat16")
+]
+COUNT = 26  # new tokens
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+def model(request: pytest.FixtureRequest) -> lowbit.Model:
+    name, dtype = request.param
+    return lowbit.load(
+        MODELS / name,
+        device="cpu",
+        dtype=getattr(torch, dtype),
+        context=320,
+        max_sequences=8,
+        quantize="int4",
+        speculate="ngram",
+        draft_tokens=15,
+    )
+
+
+@pytest.fixture(autouse=True)
+def undrafted(model: lowbit.Model) -> Iterator[None]:
+    """Nobody drafts and nothing is cached at the beginning of a test."""
+    before = model.engine.new_drafter
+    model.engine.new_drafter = None
+    model.engine.forget()
+    yield
+    model.engine.new_drafter = before
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(number)
+    return tuple(torch.randint(4000, (5 + 23 * number,), generator=generator).tolist())
+
+
+def request_of(number: int, count: int = COUNT) -> TokenRequest:
+    return TokenRequest(prompt_of(number), HOT if number % 2 else GREEDY, count)
+
+
+@dataclass(frozen=True)
+class Left:
+    """All that a request has left: tokens, their log-probabilities, keys, values and states."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogProbabilities, ...]
+    length: int
+    tensors: tuple[Tensor, ...]
+
+    def assert_equals(self, other: "Left") -> None:
+        assert (self.tokens, self.length) == (other.tokens, other.length)
+        assert self.logprobs == other.logprobs
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def left_by(
+    model: lowbit.Model, request: TokenRequest, others: Sequence[TokenRequest] = ()
+) -> Left:
+    """Run a request among others; its slot and pages are still what they were at its end."""
+    model.engine.forget()
+    handle = model.engine.submit(request)
+    beside = [model.engine.submit(each) for each in others]
+    tokens = handle.result()
+    sequence, state = handle._sequence, model.engine.runner.state
+    pages = torch.tensor(sequence.pages)
+    tensors = [
+        store[:, pages].flatten(1, 2)[:, : sequence.length].clone()
+        for store in (state.pages.k, state.pages.v)
+    ]
+    if state.recurrent:
+        slot = sequence.slot
+        tensors += [each[:, slot].clone() for each in (state.slots.conv, state.slots.memory)]
+    found = Left(tokens, handle.log_probabilities, sequence.length, tuple(tensors))
+    for each in beside:
+        each.cancel()
+    model.engine.step()
+    return found
+
+
+def always(
+    truth: Sequence[int], right: Callable[[int], int], drafts: int
+) -> Callable[..., Guesser]:
+    """Drafters that propose so many tokens, of which so many are right."""
+    return lambda ids: Guesser(truth, lambda most: (min(most, drafts), right(min(most, drafts))))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("drafts", [1, 3, 8, 15])
+def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> None:
+    request = request_of(number)
+    plain = left_by(model, request)
+    patterns: tuple[Callable[[int], int], ...] = (
+        lambda count: count,
+        lambda count: 0,
+        lambda count: count // 2,
+    )
+    for right in patterns:
+        model.engine.new_drafter = always(plain.tokens, right, drafts)
+        left_by(model, request).assert_equals(plain)
+
+
+def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
+    requests = [request_of(number) for number in range(8)]
+    plain = [left_by(model, request) for request in requests]
+    truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
+    for count in (2, 7):
+        model.engine.new_drafter = guessers(truths, seed=count)
+        for watched in (0, 1):
+            others = [each for each in requests if each is not requests[watched]][:count]
+            left_by(model, requests[watched], others).assert_equals(plain[watched])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_turn_after_drafts_goes_on_from_what_they_left(
+    model: lowbit.Model, stopped: bool
+) -> None:
+    """A stop token among the drafts ends the request before those behind it."""
+    request = request_of(0)
+    tokens = left_by(model, request).tokens
+    if stopped:
+        request = replace(request, stop_ids=frozenset({tokens[11]}))
+        tokens = tokens[: tokens.index(tokens[11]) + 1]
+    longer = replace(request, prompt=(*request.prompt, *tokens, 7, 8, 9), stop_ids=frozenset())
+    model.engine.forget()
+    fresh = model.engine.submit(longer).result()
+    model.engine.forget()
+    assert model.engine.submit(request).result() == tokens
+    plain = model.engine.submit(longer)
+    assert (plain.result(), plain.reused) == (fresh, len(request.prompt) + len(tokens) - 1)
+    for right in (lambda count: count, lambda count: count - 1):
+        model.engine.forget()
+        model.engine.new_drafter = always((*tokens, *[5] * 20), right, 7)
+        drafted = model.engine.submit(request)
+        assert drafted.result() == tokens
+        assert drafted.finish_reason == ("stop" if stopped else "length")
+        model.engine.new_drafter = None
+        again = model.engine.submit(longer)
+        assert (again.result(), again.reused) == (fresh, plain.reused)
+
+
+def test_drafts_are_counted(model: lowbit.Model) -> None:
+    request = request_of(0, 21)
+    tokens = model.engine.submit(request).result()
+    model.engine.new_drafter = always(tokens, lambda count: count // 2, 4)
+    handle = model.engine.submit(request)
+    assert handle.result() == tokens
+    tally = handle.tally
+    assert tally.tokens_a_round is not None
+    assert 1 + sum(tally.accepted) / tally.rounds == tally.tokens_a_round
+    assert tally.drafted[:1] == [tally.rounds]
+    assert tally.accepted[0] == tally.rounds - (tally.drafted[0] - tally.drafted[1])
+    assert tally.accepted[2:] == [0] * len(tally.accepted[2:])
+
+
+def test_a_step_takes_no_more_tokens_than_keep_their_bits(model: lowbit.Model) -> None:
+    request = request_of(0, 12)
+    tokens = model.engine.submit(request).result()
+    model.engine.new_drafter = always(tokens, lambda count: count, 15)
+    for count in (8, 3):
+        model.engine.forget()
+        together = [model.engine.submit(request) for _ in range(count)]
+        assert {handle.result() for handle in together} == {tokens}
+        assert max(len(handle.tally.drafted) for handle in together) == 16 // count - 1
