@@ -11,10 +11,13 @@ def state_count(sequences: int) -> int:
     return 1 + sequences + SNAPSHOTS + sequences
 
 
-def kv_bytes(config: Config, tokens: int, itemsize: int) -> int:
-    """Bytes of the keys and values of `tokens` tokens, at `itemsize` bytes a number."""
+def kv_bytes(config: Config, tokens: int, itemsize: int, more_layers: int = 0) -> int:
+    """Bytes of the keys and values of `tokens` tokens, at `itemsize` bytes a number.
+
+    more_layers: beside those of the decoder.
+    """
     width = config.num_key_value_heads * config.head_dim
-    return 2 * config.kv_layers * tokens * width * itemsize
+    return 2 * (config.kv_layers + more_layers) * tokens * width * itemsize
 
 
 def state_bytes(config: Config, itemsize: int) -> int:

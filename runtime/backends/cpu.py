@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
+from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.backends.cpu_linear import linear as linear
 from lowbit.runtime.backends.delta_rule import delta_net as delta_net
 from lowbit.runtime.state.choice import choose as choose
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights

@@ -7,7 +7,7 @@ the GEMVs up to 128 tokens and weights widened for cuBLAS beyond.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn import functional
 
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.attention_decode import attention_decode
@@ -19,7 +19,8 @@ from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
 from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.kernels.rows import embed as embed
-from lowbit.runtime.kernels.rows import rms_norm, swiglu
+from lowbit.runtime.kernels.rows import rms_norm as rms_norm
+from lowbit.runtime.kernels.rows import swiglu
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
@@ -95,7 +96,16 @@ def norm_linear(
         return _product(x, w, norm, eps, added)
     if x.shape[0] <= FEW_TOKENS:
         return dense_gemv(x, w.weight, norm=norm, eps=eps, added=added)
-    return linear(rms_norm(x, norm, eps), w.weight, bias)
+    return functional.linear(rms_norm(x, norm, eps), w.weight, bias)
+
+
+def linear(x: Tensor, w: GpuLinear) -> Tensor:
+    """`x @ w.T`; see `Ops.linear`."""
+    if isinstance(w, TiledLinear):
+        return _product(x, w)
+    if x.shape[0] <= FEW_TOKENS:
+        return dense_gemv(x, w.weight)
+    return functional.linear(x, w.weight)
 
 
 def norm_linears(
@@ -117,7 +127,7 @@ def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
         return _product(x, w, norm, eps, dtype=torch.float32)
     if x.shape[0] <= FEW_TOKENS:
         return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
-    return linear(rms_norm(x, norm, eps), w.weight).float()
+    return functional.linear(rms_norm(x, norm, eps), w.weight).float()
 
 
 def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: GpuLinear) -> Tensor:
@@ -135,7 +145,7 @@ def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
         return _product(x, w, added=residual)
     if x.shape[0] <= FEW_TOKENS:
         return dense_gemv(x, w.weight, added=residual)
-    return residual + linear(x, w.weight)
+    return residual + functional.linear(x, w.weight)
 
 
 def _product(

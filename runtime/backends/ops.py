@@ -25,6 +25,12 @@ class Ops(Protocol[W]):
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of table [V, h] for ids [M]: [M, h]."""
 
+    def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """`x / rms(x) * norm`: [M, K] to [M, K]."""
+
+    def linear(self, x: Tensor, w: W) -> Tensor:
+        """`x @ w.T`: [M, K] to [M, N]."""
+
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, w: W, bias: Tensor | None = None
     ) -> Tensor:

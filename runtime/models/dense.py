@@ -44,6 +44,7 @@ class Dense(Generic[W]):
     head: W  # [V, h]
     rope: Rope
     ops: Ops[W]
+    mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
     def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
         """Empty pages; a model without linear layers has no slots."""

@@ -28,6 +28,8 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_byte
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.architectures import BUILD, Model
+from lowbit.runtime.models.mtp import with_head
+from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
@@ -44,12 +46,14 @@ class OpenedModel:
         config: sizes of the model.
         specs: the tensors that the model will read.
         schemes: of every linear module; None where it is dense.
+        head: read the head for multi-token prediction too.
     """
 
     checkpoint: Checkpoint
     config: Config
     specs: tuple[TensorSpec, ...]
     schemes: Mapping[str, Scheme | None]
+    head: bool = False
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
@@ -74,7 +78,7 @@ class OpenedModel:
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Memory that the keys and values of so many tokens take."""
-        return footprint.kv_bytes(self.config, tokens, dtype.itemsize)
+        return footprint.kv_bytes(self.config, tokens, dtype.itemsize, int(self.head))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one state of the linear layers, whatever the length; a cache holds two."""
@@ -87,6 +91,7 @@ def open_model(
     group_size: int = GROUP_SIZE,
     rule: ScaleRule = "signed",
     power: Mapping[str, Tensor] | None = None,
+    head: bool = False,
 ) -> OpenedModel:
     """Read the headers of a packed (or plain BF16) checkpoint and check every tensor once.
 
@@ -96,6 +101,7 @@ def open_model(
         group_size: weights that share a scale, with `quantize`.
         rule: how scales are chosen, with `quantize`.
         power: of the inputs, which weights the search of scales; see `quantized`.
+        head: read the head for multi-token prediction too, where there is one.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -111,11 +117,15 @@ def open_model(
         source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
+    parts = {spec: part_of(config, spec.name) for spec in packed.specs}
+    head &= "mtp" in parts.values()
+    wanted = ("decoder", "mtp") if head else ("decoder",)
     return OpenedModel(
         checkpoint=packed.checkpoint,
         config=read_config(config),
-        specs=tuple(spec for spec in packed.specs if part_of(config, spec.name) == "decoder"),
+        specs=tuple(spec for spec in packed.specs if parts[spec] in wanted),
         schemes=packed.schemes,
+        head=head,
     )
 
 
@@ -160,4 +170,5 @@ def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context
     """The model of the checkpoint's architecture over the ops of one backend."""
     content = opened.checkpoint.config
     prefix = prefix_of(content, opened.checkpoint.tensors)
-    return BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)
+    model = BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)
+    return with_head(model, weights) if opened.head and isinstance(model, Qwen35) else model

@@ -69,6 +69,17 @@ class Layer(Generic[W]):
 
 
 @dataclass(frozen=True, slots=True)
+class MtpHead(Generic[W]):
+    """The head for multi-token prediction, see `models.mtp`; gains are float32."""
+
+    embedding_norm: Tensor  # [h]
+    hidden_norm: Tensor  # [h]
+    fc: W  # [h, 2 * h], columns of the embedding first
+    layer: Layer[W]  # with attention, whose keys and values follow those of the trunk
+    norm: Tensor  # [h]
+
+
+@dataclass(frozen=True, slots=True)
 class Qwen35(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
@@ -79,11 +90,13 @@ class Qwen35(Generic[W]):
     head: W  # [V, h]
     rope: Rope
     ops: Ops[W]
+    mtp: MtpHead[W] | None = None
 
     def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
         """Empty pages for the layers with attention, slots for the others."""
         config = self.config
-        full, heads = config.layer_types.count(FULL), config.num_key_value_heads
+        full = config.layer_types.count(FULL) + (self.mtp is not None)
+        heads = config.num_key_value_heads
         deltas = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
         return DeviceState(
             new_pages(full, pages, heads, config.head_dim, dtype, device),
@@ -101,13 +114,18 @@ class Qwen35(Generic[W]):
         Returns:
             [M, h], before the final norm.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        x = ops.embed(ids, self.embedding)  # [M, h]
+        x = self.ops.embed(ids, self.embedding)  # [M, h]
         for layer in self.layers:
-            x = self._with_mixer(x, layer.input_norm, layer.mixer, state, step)
-            act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
-            x = ops.linear_add(act, layer.down, x)
+            x = self.run_layer(x, layer, state, step)
         return x
+
+    def run_layer(self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step) -> Tensor:
+        """Run M tokens through a layer: [M, h] to [M, h]."""
+        x = self._with_mixer(x, layer.input_norm, layer.mixer, state, step)
+        act = self.ops.norm_swiglu(
+            x, layer.post_norm, self.config.rms_norm_eps, layer.gate_up
+        )  # [M, I]
+        return self.ops.linear_add(act, layer.down, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
@@ -150,35 +168,39 @@ def build(
     """
     layers = []
     for i, kind in enumerate(config.layer_types):
-        p = f"{prefix}layers.{i}"
         index = config.layer_types[:i].count(kind)
-        layers.append(
-            Layer(
-                input_norm=_gain(weights, f"{p}.input_layernorm.weight"),
-                mixer=(
-                    _attention(weights, f"{p}.self_attn", index)
-                    if kind == FULL
-                    else _delta_net(config, weights, f"{p}.linear_attn", index)
-                ),
-                post_norm=_gain(weights, f"{p}.post_attention_layernorm.weight"),
-                gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj", paired=True),
-                down=weights.linear(f"{p}.mlp.down_proj"),
-            )
-        )
+        layers.append(read_layer(weights, f"{prefix}layers.{i}", kind, index, config))
     embedding = weights.tensor(f"{prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings
     return Qwen35(
         config=config,
         embedding=embedding,
         layers=tuple(layers),
-        norm=_gain(weights, f"{prefix}norm.weight"),
+        norm=read_gain(weights, f"{prefix}norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
         rope=rope_tables(context, config.rotary_dim, config.rope_theta, weights.device),
         ops=ops,
     )
 
 
-def _gain(weights: Weights[W], name: str) -> Tensor:
+def read_layer(
+    weights: Weights[W], p: str, kind: str, index: int, config: Qwen35Config
+) -> Layer[W]:
+    """Read the layer whose tensors begin with `p`, the index-th of its kind."""
+    return Layer(
+        input_norm=read_gain(weights, f"{p}.input_layernorm.weight"),
+        mixer=(
+            _attention(weights, f"{p}.self_attn", index)
+            if kind == FULL
+            else _delta_net(config, weights, f"{p}.linear_attn", index)
+        ),
+        post_norm=read_gain(weights, f"{p}.post_attention_layernorm.weight"),
+        gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj", paired=True),
+        down=weights.linear(f"{p}.mlp.down_proj"),
+    )
+
+
+def read_gain(weights: Weights[W], name: str) -> Tensor:
     """The gain of a norm that is stored around zero; 1 + w needs more digits than BF16 has."""
     return 1 + weights.tensor(name, torch.float32)
 
@@ -187,8 +209,8 @@ def _attention(weights: Weights[W], p: str, index: int) -> Attention[W]:
     return Attention(
         index=index,
         qkv=weights.linear(f"{p}.q_proj", f"{p}.k_proj", f"{p}.v_proj"),
-        q_norm=_gain(weights, f"{p}.q_norm.weight"),
-        k_norm=_gain(weights, f"{p}.k_norm.weight"),
+        q_norm=read_gain(weights, f"{p}.q_norm.weight"),
+        k_norm=read_gain(weights, f"{p}.k_norm.weight"),
         out=weights.linear(f"{p}.o_proj"),
     )
 
