@@ -133,8 +133,9 @@ def test_layers_get_closer_to_the_original(
     assert (done.folder / "config.json").read_bytes() == (plain.folder / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq+rotate+autoround+distill"])
-def test_same_bytes_again(calibrated: Make, short: Path, hashes: "Hashes", method: str) -> None:
+def test_same_bytes_again(calibrated: Make, short: Path, hashes: "Hashes") -> None:
+    """Of all steps together; test_verification.py derives the bytes of GPTQ alone again."""
+    method = "gptq+rotate+autoround+distill"
     first = hashes(calibrated(short, method, "a").folder)
     assert hashes(calibrated(short, method, "b").folder) == first
 
