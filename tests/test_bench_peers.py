@@ -4,8 +4,9 @@ import importlib.util
 import json
 import os
 import select
-import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_peers.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
+Run = Callable[..., "Done"]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,33 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+@dataclass(frozen=True)
+class Done:
+    """What a run of the script in this process left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Run:
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+        code: object = 0
+        try:
+            script.main()
+        except SystemExit as end:
+            code = end.code
+        shown = capfd.readouterr()
+        if isinstance(code, str):  # as Python ends
+            return Done(1, shown.out, f"{shown.err}{code}\n")
+        assert isinstance(code, int)
+        return Done(code, shown.out, shown.err)
+
+    return call
 
 
 def test_last_line_counts_and_caches_are_empty(script: ModuleType) -> None:
@@ -116,7 +143,7 @@ def test_tables(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_the_cpu(tmp_path: Path) -> None:
+def test_a_run_on_the_cpu(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     arguments = ("--device", "cpu", "--models", str(MODEL), "--runs", "1", "--json", str(file))
     done = run(*arguments, "--peers", "lowbit,transformers,gemlite")
@@ -141,8 +168,7 @@ def test_a_new_figure_takes_the_place_of_the_old(script: ModuleType) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_figures_of_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_figures_of_elsewhere_are_refused(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     held = {"schema": 1, "about": {"device": "another"}, "decode": [], "gemv": []}
     file.write_text(json.dumps(held))
@@ -152,17 +178,15 @@ def test_figures_of_elsewhere_are_refused(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == held
 
 
-@pytest.mark.slow
-def test_wrong_names_are_refused() -> None:
+def test_wrong_names_are_refused(run: Run) -> None:
     for option, name in (("--models", "70B"), ("--peers", "lowbit,other"), ("--runs", "0")):
         done = run(option, name)
         assert done.returncode == 2
         assert name.removeprefix("lowbit,") in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
-def test_it_says_that_it_needs_a_gpu() -> None:
+def test_it_says_that_it_needs_a_gpu(run: Run) -> None:
     done = run("--gemv")
     assert done.returncode == 1
     assert done.stderr == "bench_peers needs an NVIDIA GPU\n"

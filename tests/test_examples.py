@@ -1,5 +1,6 @@
 """The example scripts run as they stand."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +49,15 @@ def test_random_checkpoints_explain_themselves() -> None:
     assert "Write a random checkpoint of SIZE" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
 @pytest.mark.parametrize("script", ["bench_kernels", "bench_models", "tune_attention", "tune_gemv"])
-def test_kernel_scripts_say_that_they_need_a_gpu(script: str) -> None:
-    done = run(str(EXAMPLES / f"{script}.py"))
-    assert done.returncode == 1
-    assert done.stderr == f"{script} needs an NVIDIA GPU\n"
+def test_kernel_scripts_say_that_they_need_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [script])
+    with pytest.raises(SystemExit, match=f"^{script} needs an NVIDIA GPU$"):
+        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
 
 
 @pytest.mark.slow
@@ -66,7 +69,7 @@ def test_kills_leave_no_trace() -> None:
 
 @pytest.mark.slow
 def test_damaged_folders_end_in_a_message() -> None:
-    done = run(str(EXAMPLES / "fuzz_folders.py"), "--runs", "16", "--jobs", "1", "--seed", "7")
+    done = run(str(EXAMPLES / "fuzz_folders.py"), "--runs", "8", "--jobs", "1", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "16 runs" in done.stdout
+    assert "8 runs" in done.stdout
     assert ", 0 wrong" in done.stdout

@@ -61,18 +61,18 @@ def test_verifying_a_folder_that_was_not_calibrated(
     [STORY, json.dumps({"text": STORY}) + "\n", json.dumps({"messages": TURNS}) + "\n"],
     ids=["text", "jsonl", "messages"],
 )
-def test_a_pipe_is_read_once(cli: "Cli", tiny: Path, tmp_path: Path, content: str) -> None:
+def test_a_pipe_is_read_once(cli: "Cli", short: Path, tmp_path: Path, content: str) -> None:
     """As a shell passes `<(zcat text.gz)`; the same text in a file gives the same weights."""
     name = "calib.jsonl" if content.startswith("{") else "calib.txt"
     (tmp_path / name).write_text(content)
     options = ("--method", "weighted", "--calib-samples", "2", "--calib-length", "16")
-    result = cli(tiny, tmp_path / "file", "--calib", tmp_path / name, *options)
+    result = cli(short, tmp_path / "file", "--calib", tmp_path / name, *options)
     assert result.exit_code == 0, result.output
     reading, writing = os.pipe()
     os.write(writing, content.encode())
     os.close(writing)
     try:
-        result = cli(tiny, tmp_path / "pipe", "--calib", f"/dev/fd/{reading}", *options)
+        result = cli(short, tmp_path / "pipe", "--calib", f"/dev/fd/{reading}", *options)
     finally:
         os.close(reading)
     assert result.exit_code == 0, result.output

@@ -170,14 +170,14 @@ def test_missing_folder(cli: "Cli", tmp_path: Path, command: str) -> None:
 
 
 @pytest.mark.slow
-def test_report(cli: "Cli", tiny: Path, tmp_path: Path) -> None:
+def test_report(cli: "Cli", short: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     packed = tmp_path / "packed"
-    content = parsed(cli(tiny, packed, "--report", "--eval-text", text, "--json"))
+    content = parsed(cli(short, packed, "--report", "--eval-text", text, "--json"))
     assert content["quality"]["logits"]["text_name"] == "text.txt"
     before = json.loads((packed / "quality.json").read_text())
-    again = cli("report", packed, "--source", tiny, "--eval-text", text, "--json")
+    again = cli("report", packed, "--source", short, "--eval-text", text, "--json")
     assert parsed(again)["quality"] == before
     remembered = cli("report", packed, "--eval-text", text, "--json")
     assert parsed(remembered)["quality"] == before

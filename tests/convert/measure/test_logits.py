@@ -126,9 +126,9 @@ def test_a_model_against_itself(measure: "Measure", tiny: Path, excerpt: str) ->
 def test_perplexity_of_the_bundled_model(
     measure: "Measure", tiny: Path, packed: Path, stories: str
 ) -> None:
-    found = measure(tiny, packed, stories=stories).logits
-    assert found.perplexity_original == pytest.approx(3.286, abs=0.0005)
-    assert 0 < found.perplexity_change < 0.026
+    found = measure(tiny, packed, stories=stories[:20_000]).logits  # nine windows
+    assert found.perplexity_original == pytest.approx(3.0138, abs=0.0005)
+    assert 0 < found.perplexity_change < 0.016
     assert found.log_ratio_error is not None
     assert 0 < found.log_ratio_error < found.perplexity_change
 

@@ -40,6 +40,19 @@ def found(pair: list[Path], texts: dict[str, str], measure: "Measure") -> Measur
     return measure(*pair, **texts)
 
 
+Shares = tuple[Tensor, Tensor]  # log softmax of the original and of its packed form
+
+
+@pytest.fixture(scope="module")
+def shares(pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits") -> list[Shares]:
+    """Transformers' log softmax over the windows of each text."""
+    stories, maths = (
+        (log_shares(whole_logits(pair[0], windows)), log_shares(whole_logits(pair[1], windows)))
+        for windows in windows_of(pair[0], texts)
+    )
+    return [stories, maths]
+
+
 def windows_of(folder: Path, texts: dict[str, str]) -> tuple[Tensor, Tensor]:
     stories, maths = tokenize(folder, [Text(n, n, text) for n, text in texts.items()], 2048)
     return stories.windows, maths.windows
@@ -50,11 +63,11 @@ def log_shares(logits: Tensor) -> Tensor:
 
 
 def test_by_kind(
-    found: Measured, pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits"
+    found: Measured, pair: list[Path], texts: dict[str, str], shares: list[Shares]
 ) -> None:
     assert [kind.name for kind in found.logits.kinds] == ["stories", "maths"]
-    for kind, windows in zip(found.logits.kinds, windows_of(pair[0], texts), strict=True):
-        p, q = (log_shares(whole_logits(folder, windows)) for folder in pair)
+    windows_by_kind = windows_of(pair[0], texts)
+    for kind, windows, (p, q) in zip(found.logits.kinds, windows_by_kind, shares, strict=True):
         assert kind.tokens == windows[:, 1:].numel()
         kl = (p.exp() * (p - q)).sum(-1)
         assert kind.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3)
@@ -71,10 +84,14 @@ def test_by_kind(
 
 
 def test_noise_is_that_of_the_whole_model_in_bf16(
-    found: Measured, pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits"
+    found: Measured,
+    pair: list[Path],
+    texts: dict[str, str],
+    shares: list[Shares],
+    whole_logits: "WholeLogits",
 ) -> None:
     windows = windows_of(pair[0], texts)[0]
-    p, q = (log_shares(whole_logits(pair[0], windows, d)) for d in (torch.float32, torch.bfloat16))
+    p, q = shares[0][0], log_shares(whole_logits(pair[0], windows, torch.bfloat16))
     kl = (p.exp() * (p - q)).sum(-1)
     assert found.logits.noise is not None
     # Other batches round otherwise, so that single tokens differ; the floor does not.
@@ -107,14 +124,13 @@ def test_by_position(
 
 
 def test_flips(
-    found: Measured, pair: list[Path], texts: dict[str, str], whole_logits: "WholeLogits"
+    found: Measured, pair: list[Path], texts: dict[str, str], shares: list[Shares]
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
     expected = []
-    for name, windows in zip(texts, windows_of(pair[0], texts), strict=True):
-        p, q = (log_shares(whole_logits(folder, windows)) for folder in pair)
+    for name, windows, (p, q) in zip(texts, windows_of(pair[0], texts), shares, strict=True):
         kl = (p.exp() * (p - q)).sum(-1)
         changed = p.argmax(-1) != q.argmax(-1)
         for number, window in enumerate(windows):
@@ -122,20 +138,20 @@ def test_flips(
             place = int(row.argmax())
             top = int(p[number, place].argmax())
             ids = (window[place + 1], top, q[number, place].argmax())
-            shares = [float(x[number, place, top].exp()) for x in (p, q)]
+            odds = [float(x[number, place, top].exp()) for x in (p, q)]
             before = tokenizer.decode(window[: place + 1])[-80:]
             words = [tokenizer.decode([int(i)]) for i in ids]
-            expected.append((float(row[place]), name, before, words, shares))
+            expected.append((float(row[place]), name, before, words, odds))
     expected.sort(reverse=True)
     assert len(found.logits.flips) == len(expected) == 5
-    for flip, (kl_here, name, before, words, shares) in zip(
+    for flip, (kl_here, name, before, words, odds) in zip(
         found.logits.flips, expected, strict=True
     ):
         assert (flip.kind, flip.before) == (name, before)
         assert [flip.actual, flip.original, flip.packed] == words
         assert flip.original != flip.packed
         assert (flip.kl, flip.p_original, flip.p_packed) == pytest.approx(
-            (kl_here, *shares), rel=1e-3
+            (kl_here, *odds), rel=1e-3
         )
 
 

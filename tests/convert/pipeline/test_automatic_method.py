@@ -80,9 +80,9 @@ def test_a_slow_cpu_gets_the_quicker_method(
 
 
 def test_a_head_that_stays_the_embedding_is_not_rotated(
-    cli_as_typed: "Cli", tiny: Path, tmp_path: Path, text: tuple[str, ...]
+    cli_as_typed: "Cli", short: Path, tmp_path: Path, text: tuple[str, ...]
 ) -> None:
-    done = succeeded(cli_as_typed(tiny, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
+    done = succeeded(cli_as_typed(short, tmp_path / "out", *text, *CPU, "--lm-head", "bf16"))
     first, second = done.stderr.splitlines()[:2]
     assert first.startswith("gptq on 1 core, ")
     assert "; --method gptq+autoround: " in first

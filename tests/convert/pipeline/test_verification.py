@@ -337,20 +337,20 @@ def test_a_recipe_of_another_release(converted: Path, packed: Path) -> None:
     assert "is not one of this release" in failure(packed, converted / "source")
 
 
-def test_calibrated_bytes_follow_on_the_same_machine(tiny: Path, tmp_path: Path) -> None:
+def test_calibrated_bytes_follow_on_the_same_machine(short: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cat who lived by the sea. " * 60)
     out = tmp_path / "out"
     request = CalibrationRequest(text, 8, 32)
-    convert(tiny, out, Recipe(method=Method("gptq"), head="bf16"), calibration=request)
-    unknown = verify(out, tiny)
+    convert(short, out, Recipe(method=Method("gptq"), head="bf16"), calibration=request)
+    unknown = verify(out, short)
     assert not unknown.derived
     assert unknown.not_derived == "it was calibrated on `text.txt`, which --calib would name"
     assert unknown.source_tensors is not None
-    again = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    again = verify_folder(out, str(short), lambda *_: None, calib=text)
     assert again.derived
     text.write_text("Something else altogether, and long enough to calibrate on. " * 60)
-    other = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    other = verify_folder(out, str(short), lambda *_: None, calib=text)
     assert not other.derived
     assert other.not_derived is not None
     assert other.not_derived.startswith("text sha256 is ")
@@ -358,5 +358,5 @@ def test_calibrated_bytes_follow_on_the_same_machine(tiny: Path, tmp_path: Path)
         out / "lowbit.json", lambda content: content["calibration"].update(torch_version="1.0")
     )
     text.write_text("Once upon a time there was a cat who lived by the sea. " * 60)
-    elsewhere = verify_folder(out, str(tiny), lambda *_: None, calib=text)
+    elsewhere = verify_folder(out, str(short), lambda *_: None, calib=text)
     assert elsewhere.not_derived == f"torch version is {torch.__version__} here and was 1.0"

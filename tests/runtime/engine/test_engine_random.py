@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENDS = frozenset({250})
 CONTEXT = 200
 SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4, drafts=5)
-LIVES = 1000  # of requests, for each kind of model
+LIVES = 500  # of requests, for each kind of model
 KINDS = 60  # of requests
 FAILED = "the constraint ends here"
 INTERRUPTED = "a step was interrupted while this request ran"

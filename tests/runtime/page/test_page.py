@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.page.stub import Canned, Stub, spoken
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.clients, pytest.mark.slow]
 Open = Callable[..., Any]
 ASK, LAST, FIGURES = "#ask", ".assistant:last-child", ".assistant:last-child .meta span"
 
