@@ -15,7 +15,7 @@ from lowbit.formats.architectures.footprint import SNAPSHOTS
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
 from lowbit.runtime.models.architectures import BUILD

@@ -11,7 +11,8 @@ from lowbit.formats.errors import LowbitError
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
     from lowbit.runtime.engine.handle import Handle
-    from lowbit.runtime.engine.model import Model, load
+    from lowbit.runtime.engine.loading import load
+    from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.sequence import TokenRequest
     from lowbit.runtime.engine.stream import Generation, Stream, Timings
     from lowbit.runtime.state.sampling import SamplingParams
@@ -44,7 +45,7 @@ _HOMES = {
     "Stream": "engine.stream",
     "Timings": "engine.stream",
     "TokenRequest": "engine.sequence",
-    "load": "engine.model",
+    "load": "engine.loading",
 }
 
 

@@ -110,7 +110,14 @@ def families() -> list[str]:
 
 
 def outside_families() -> list[Path]:
-    own = {ROOT / folder / name for folder in FAMILY_FOLDERS for name in families()}
+    """Modules that are not of one family: its files begin with its name."""
+    stems = [Path(name).stem for name in families()]
+    own = {
+        path
+        for folder in FAMILY_FOLDERS
+        for stem in stems
+        for path in (ROOT / folder).glob(f"{stem}*.py")
+    }
     return [path for path in sources(*ROOMS, "examples") if path not in own]
 
 

@@ -167,7 +167,7 @@ def load_model(
         option = "--group-size" if group_size else "--method"
         raise click.UsageError(f"{option} needs --quantize.")
     from lowbit.formats.hub.locate import locate
-    from lowbit.runtime.engine.model import choose_device, load
+    from lowbit.runtime.engine.loading import choose_device, load
 
     choose_device(device)  # before anything is fetched
     folder = locate(name).folder

@@ -17,17 +17,17 @@ from torch import Tensor
 from lowbit.formats.errors import LowbitError, QueueFullError, RequestError
 from lowbit.runtime.engine.admission import check_prompt, new_sequence
 from lowbit.runtime.engine.cuts import CHUNK
+from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.prefix import Reuse
 from lowbit.runtime.engine.restrict import restrict
 from lowbit.runtime.engine.room import Room
-from lowbit.runtime.engine.rounds import Part, round_of
+from lowbit.runtime.engine.rounds import Part
 from lowbit.runtime.engine.runner import Runner, Sent
 from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.engine.take import take_token
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.speculation.drafter import NewDrafter
 from lowbit.runtime.state.sampling import SamplingParams
 
 SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
@@ -39,8 +39,7 @@ class Engine:
     Attributes:
         runner: sends steps to the device.
         context: most tokens of a sequence.
-        new_drafter: makes what proposes the tokens of a sequence; None where nobody does.
-        most_drafts: of a step.
+        drafting: proposes tokens that a step checks together; None where nobody does.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
     """
@@ -49,12 +48,11 @@ class Engine:
         self,
         runner: Runner,
         most_waiting: int | None = None,
-        new_drafter: NewDrafter | None = None,
-        most_drafts: int = 0,
+        drafting: Drafting | None = None,
     ) -> None:
         """Nothing has been asked yet."""
         self.runner, self.most_waiting = runner, most_waiting
-        self.new_drafter, self.most_drafts = new_drafter, most_drafts
+        self.drafting = drafting
         self.context = runner.context
         self._lock = RLock()
         self._room = Room(runner)
@@ -253,6 +251,8 @@ class Engine:
         """Send the next chunk of a prompt, and choose the first token after the last one."""
         first = sequence.length
         hidden = self._send_chunk(sequence)
+        if self.drafting is not None and sequence.count > 0:
+            self.drafting.read_prompt(sequence, first, hidden)
         if sequence.request.prompt_logprobs is not None:
             score_chunk(sequence, first, hidden, self.decoder)
         if sequence.length == len(sequence.request.prompt):
@@ -263,8 +263,8 @@ class Engine:
                 self._restrict([sequence])
             if sequence.ended:
                 return len(hidden)
-            if self.new_drafter is not None and sequence.predictable:
-                sequence.drafter = self.new_drafter(sequence.request.prompt)
+            if self.drafting is not None:
+                self.drafting.begin(sequence)
             self._sent.append(self.runner.begin(sequence, hidden[-1:]))
             sequence.chosen = 1
             sequence.phase = "decoding"
@@ -279,11 +279,11 @@ class Engine:
         that are under way and makes it while the layers run.
         """
         bound = [each for each in sequences if each.bound]
-        if not bound and (parts := self._drafted(sequences)):
-            if self._sent:  # drafts follow the last token
-                self._read()
-                sequences = [each for each in sequences if not each.ended]
-                parts = self._drafted(sequences)
+        drafting = None if bound else self.drafting
+        if drafting is not None and (not self._sent or drafting.worth_reading(sequences)):
+            self._read()  # drafts follow the last token
+            sequences = [each for each in sequences if not each.ended]
+            parts = drafting.round(sequences)
             self._verify(parts)
             if parts or not sequences:
                 return
@@ -299,10 +299,6 @@ class Engine:
             self._restrict(bound)
             if not all(each.ended for each in sequences):
                 self._sent.append(self.runner.choose(sequences))
-
-    def _drafted(self, sequences: list[Sequence]) -> list[Part]:
-        """A round of all sequences, empty where nobody has drafts."""
-        return round_of(sequences, self.most_drafts, self.runner.spare)
 
     def _verify(self, parts: list[Part]) -> None:
         """Send a round and hand out what it gives: the host chooses what comes next by it."""

@@ -62,7 +62,7 @@ class Room:
         sequence.pages = [*shared, *fresh]
         [sequence.row] = self.rows.take(1)
         sequence.slot = sequence.row
-        sequence.length = sequence.reused = hit.length if hit else 0
+        sequence.length = sequence.reused = sequence.headed = hit.length if hit else 0
         sequence.fresh = len(prompt)
         if hit is not None:
             if hit.length > hit.prefix.fresh:

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import EXACT_TOKENS, Span
+from lowbit.runtime.state.step import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,6 @@ class Part:
         each = self.sequence
         pages = tuple(each.pages)
         return Span(each.row, each.last, len(self.writes), pages, each.slot, self.writes)
-
-
-def round_of(sequences: Numbers[Sequence], most_drafts: int, spare: range | None) -> list[Part]:
-    """A round with the drafts that sequences propose, empty where none does.
-
-    Args:
-        sequences: that are being decoded, all of them.
-        most_drafts: of a sequence.
-        spare: slots for states; None for a model without.
-    """
-    if most_drafts == 0 or not sequences:
-        return []
-    most = min(most_drafts, EXACT_TOKENS // len(sequences) - 1)
-    drafts = [each.propose(most) for each in sequences]
-    return new_round(sequences, drafts, spare) if any(drafts) else []
 
 
 def new_round(

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs, aside
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.rounds import Part, columns_of, step_spans
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
-from lowbit.runtime.state.pages import EXTRA, SCRATCH, pages_for
+from lowbit.runtime.state.pages import SCRATCH
 from lowbit.runtime.state.posted import PLACES, new_places
-from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
 ALIGNED = 16  # logits
+TRAIL = 64  # positions
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 
@@ -57,6 +57,8 @@ class Runner:
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last decode step, in the order of its tokens.
+        trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL;
+            None where no head reads it.
     """
 
     decoder: Decoder
@@ -67,6 +69,7 @@ class Runner:
     spare: range | None
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
+    trail: Tensor | None = None
     _ids: Tensor = field(init=False)  # [W] int64, input of the next decode step, W >= R
     _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
@@ -255,9 +258,8 @@ class Runner:
             longest=longest,
             spans=spans,
         )
-        logits = self.decoder.logits(self.decoder.hidden(self._ids[:M], self.state, step))
         tokens = self._ids.new_empty(M)
-        self._choose(logits, inputs[ROWS], inputs[POSITIONS], tokens)
+        self._choose(self._through(step), inputs[ROWS], inputs[POSITIONS], tokens)
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
         logits = self._logits_of(M, reach, spans)
@@ -283,7 +285,14 @@ class Runner:
             longest=1,
             spans=spans,
         )
-        return self.decoder.logits(self.decoder.hidden(self._ids[:M], self.state, step))
+        return self._through(step)
+
+    def _through(self, step: Step) -> Tensor:
+        """Send the tokens of a step through all layers: logits [M, V or more]."""
+        hidden = self.decoder.hidden(self._ids[: len(step.rows)], self.state, step)
+        if self.trail is not None:
+            self.trail[step.rows.long(), step.positions.long() % TRAIL] = hidden
+        return self.decoder.logits(hidden)
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
         """Choose a token for each row; positions become those of the tokens."""
@@ -367,34 +376,3 @@ class Runner:
 def _aligned(vocabulary: int, decoder: Decoder) -> int:
     """Logits of a row to keep, so that every row is aligned."""
     return min(-(-vocabulary // ALIGNED) * ALIGNED, decoder.config.vocab_size)
-
-
-def new_runner(
-    decoder: Decoder,
-    vocabulary: int,
-    cache: CacheSize,
-    dtype: torch.dtype,
-    device: str,
-) -> Runner:
-    """A runner with empty pages and slots.
-
-    Args:
-        decoder: the model.
-        vocabulary: real tokens; ids from here on are padding and never chosen.
-        cache: what to make room for.
-        dtype: of keys and values.
-        device: `cpu` or `cuda`.
-    """
-    rows = 1 + cache.sequences
-    kept = rows + cache.snapshots
-    slots = kept + cache.drafts
-    state = decoder.new_state(EXTRA + cache.pages, slots, dtype, device)
-    return Runner(
-        decoder=decoder,
-        state=state,
-        sampler=new_sampler_rows(rows, vocabulary, device),
-        context=cache.context,
-        snapshots=cache.snapshots,
-        spare=range(kept, slots) if state.recurrent else None,
-        tables=torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device),
-    )

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.speculation.drafter import Drafter
+from lowbit.runtime.speculation.pace import PlacedPace
 from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.state.pages import pages_for
@@ -86,6 +87,9 @@ class Sequence:
         unbound: tokens after those of the output that come without a mask.
         masked: its row of the sampler has a mask that does not allow every token.
         drafter: proposes its next tokens; None where nobody does.
+        head_pace: chooses how many tokens the model's head proposes; None where it does not.
+        headed: positions that this head has seen.
+        by_head: its last drafts are the head's.
         tally: of its drafts.
         verified: its last step was one that checks drafts.
     """
@@ -115,6 +119,9 @@ class Sequence:
     unbound: int = 0
     masked: bool = False
     drafter: Drafter | None = None
+    head_pace: PlacedPace | None = None
+    headed: int = 0
+    by_head: bool = False
     tally: Tally = field(default_factory=Tally)
     verified: bool = False
 
@@ -126,15 +133,31 @@ class Sequence:
         return self.masked or self.unbound <= self.chosen - len(self.output)
 
     @property
+    def behind(self) -> int:
+        """Positions that the head has not seen, of those before the last token."""
+        return self.last - self.headed
+
+    def id_at(self, position: int) -> int:
+        """The token at a position, of those that the host knows."""
+        prompt = self.request.prompt
+        return prompt[position] if position < len(prompt) else self.output[position - len(prompt)]
+
+    @property
     def predictable(self) -> bool:
         """True if drafts may be checked: no token is chosen by those just before it."""
         request = self.request
         return request.constraint is None and not request.sampling.penalized
 
-    def propose(self, most: int) -> Ids[int]:
-        """Drafts of what follows, as many as the request has tokens left at most."""
-        most = min(most, self.count - self.chosen - 1)
-        return () if self.drafter is None or most < 1 else self.drafter.propose(most)
+    def most_drafts(self, most: int) -> int:
+        """Drafts that the request has tokens left for, up to `most`."""
+        return max(0, min(most, self.count - self.chosen - 1))
+
+    def propose(self, most: int, least_gain: float) -> Ids[int]:
+        """Drafts of what follows, if its drafter has some; see `Drafter.propose`."""
+        most = self.most_drafts(most)
+        if self.drafter is None or most == 0:
+            return ()
+        return self.drafter.propose(most, least_gain)
 
     def go_on(self, slot: int) -> None:
         """Count a token of a round: the state after it is in a slot, and the next one is chosen."""
@@ -145,7 +168,9 @@ class Sequence:
     def note(self, drafted: int, right: int) -> None:
         """Take down how many drafts have been checked, and were right."""
         self.tally.count(drafted, right)
-        if self.drafter is not None and drafted:
+        if self.by_head and self.head_pace is not None:
+            self.head_pace.note(drafted, right)
+        elif self.drafter is not None and drafted:
             self.drafter.note(drafted, right)
 
     @property

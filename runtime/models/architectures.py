@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models import dense, qwen3_5
+from lowbit.runtime.models import dense, qwen3_5, qwen3_5_mtp
 from lowbit.runtime.models.dense import Dense
 from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.weights.weights import Weights
@@ -22,10 +22,21 @@ class Build(Protocol):
         """Build the model of a family's config over the ops of one backend."""
 
 
+class AddHead(Protocol):
+    """Reads the head for multi-token prediction of a model's checkpoint."""
+
+    def __call__(self, model: Any, weights: Weights[W], /) -> Model[W]:
+        """The model with its head."""
+
+
 BUILD: Mapping[str, Build] = {
     "qwen3": dense.build,
     "qwen2": dense.build,
     "llama": dense.build,
     "qwen3_5": qwen3_5.build,
     "qwen3_5_text": qwen3_5.build,
+}
+HEADS: Mapping[str, AddHead] = {
+    "qwen3_5": qwen3_5_mtp.with_head,
+    "qwen3_5_text": qwen3_5_mtp.with_head,
 }

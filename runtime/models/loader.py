@@ -27,9 +27,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.kernels.tiles import GpuLinear
-from lowbit.runtime.models.architectures import BUILD, Model
-from lowbit.runtime.models.mtp import with_head
-from lowbit.runtime.models.qwen3_5 import Qwen35
+from lowbit.runtime.models.architectures import BUILD, HEADS, Model
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
@@ -171,4 +169,4 @@ def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context
     content = opened.checkpoint.config
     prefix = prefix_of(content, opened.checkpoint.tensors)
     model = BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)
-    return with_head(model, weights) if opened.head and isinstance(model, Qwen35) else model
+    return HEADS[content["model_type"]](model, weights) if opened.head else model

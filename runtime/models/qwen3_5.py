@@ -1,7 +1,7 @@
 """Qwen3.5: layers of gated DeltaNet with gated full attention in between, over one backend."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 
 W = TypeVar("W")  # what the backend keeps a linear as
 
@@ -69,17 +72,6 @@ class Layer(Generic[W]):
 
 
 @dataclass(frozen=True, slots=True)
-class MtpHead(Generic[W]):
-    """The head for multi-token prediction, see `models.mtp`; gains are float32."""
-
-    embedding_norm: Tensor  # [h]
-    hidden_norm: Tensor  # [h]
-    fc: W  # [h, 2 * h], columns of the embedding first
-    layer: Layer[W]  # with attention, whose keys and values follow those of the trunk
-    norm: Tensor  # [h]
-
-
-@dataclass(frozen=True, slots=True)
 class Qwen35(Generic[W]):
     """A loaded model: weights on one device and the ops that run there."""
 
@@ -90,7 +82,7 @@ class Qwen35(Generic[W]):
     head: W  # [V, h]
     rope: Rope
     ops: Ops[W]
-    mtp: MtpHead[W] | None = None
+    mtp: "MtpHead[W] | None" = None
 
     def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
         """Empty pages for the layers with attention, slots for the others."""

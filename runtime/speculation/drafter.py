@@ -17,8 +17,11 @@ class Drafter(Protocol):
     def append(self, id: int) -> None:
         """Take the next token of the sequence."""
 
-    def propose(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that may come next; none where they are not worth their time."""
+    def propose(self, most: int, least_gain: float) -> Sequence[int]:
+        """Up to `most` tokens that may come next; none where others promise more.
+
+        least_gain: of others, see `Plan`.
+        """
 
     def note(self, drafted: int, right: int) -> None:
         """Learn how many of the tokens that were proposed last were checked, and were right."""
@@ -45,19 +48,18 @@ class NgramDrafter:
         """Take the next token of the sequence."""
         self._text.append(id)
 
-    def propose(self, most: int) -> Sequence[int]:
+    def propose(self, most: int, least_gain: float = 1.0) -> Sequence[int]:
         """What followed the longest match; see `Drafter.propose`."""
-        match = self._text.match()
+        match = self._text.match() if most > 0 else None
         if match is None:
             return ()
         pace = self._pace(match)
-        count = pace.drafts(most, self._cost)
-        if count == 0:
-            if most > 0:
-                pace.skip()
+        plan = pace.plan(most, self._cost)
+        if plan.gain <= least_gain:
+            pace.skip()
             return ()
         self._used = pace
-        return self._text.following(match, count)
+        return self._text.following(match, plan.drafts)
 
     def note(self, drafted: int, right: int) -> None:
         """Learn how many drafts were right."""

@@ -1,17 +1,30 @@
 """How many drafts are worth a step: from how often they were right, and what a wider step costs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 NEWEST = 0.15  # weight of the newest draft among those that have been checked
 FORGET = 0.005  # part of the way back to the first guess, for every time that none was worth it
 
-Cost = Callable[[int], float]  # of a step of so many tokens, in steps of one
+Cost = Callable[[int], float]  # of checking so many drafts, in steps of one token
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A number of drafts.
+
+    Attributes:
+        drafts: to check in a step.
+        gain: tokens that come in the time of a step without drafts.
+    """
+
+    drafts: int = 0
+    gain: float = 1.0
 
 
 @dataclass(slots=True)
 class Pace:
-    """Chooses the number of drafts of one sequence and kind.
+    """Chooses the number of drafts that are all alike, for one sequence.
 
     Attributes:
         guess: chance that a draft is right behind right ones, before any has been checked.
@@ -21,16 +34,9 @@ class Pace:
     guess: float
     chance: float
 
-    def drafts(self, most: int, cost: Cost) -> int:
+    def plan(self, most: int, cost: Cost) -> Plan:
         """The number of drafts, up to `most`, with the most tokens for the time that they take."""
-        best, count, expected, right = 1.0, 0, 1.0, 1.0
-        for drafts in range(1, most + 1):
-            right *= self.chance
-            expected += right
-            gain = expected / cost(1 + drafts)
-            if gain > best:
-                best, count = gain, drafts
-        return count
+        return best_plan([self.chance] * most, cost)
 
     def skip(self) -> None:
         """Note that drafts could have been made and were not, so that they are tried again."""
@@ -42,6 +48,53 @@ class Pace:
             self.chance += NEWEST * (hit - self.chance)
 
 
+@dataclass(slots=True)
+class PlacedPace:
+    """Chooses the number of drafts that are less likely to be right the further they reach.
+
+    Attributes:
+        guesses: chance that a draft is right behind right ones, by its place, before any has been
+            checked.
+        chances: the same after those that have been.
+    """
+
+    guesses: tuple[float, ...]
+    chances: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing has been checked."""
+        self.chances = list(self.guesses)
+
+    def plan(self, most: int, cost: Cost) -> Plan:
+        """The number of drafts, up to `most`, with the most tokens for the time that they take."""
+        return best_plan(self.chances[:most], cost)
+
+    def skip(self) -> None:
+        """Note that drafts could have been made and were not, so that they are tried again."""
+        for place, guess in enumerate(self.guesses):
+            self.chances[place] += FORGET * (guess - self.chances[place])
+
+    def note(self, drafted: int, right: int) -> None:
+        """Note how many drafts were right; those behind the first wrong one say nothing."""
+        for place in range(min(right + 1, drafted, len(self.chances))):
+            self.chances[place] += NEWEST * ((place < right) - self.chances[place])
+
+
+def best_plan(chances: Iterable[float], cost: Cost) -> Plan:
+    """The number of drafts with the most tokens for the time that they take.
+
+    chances: of each draft to be right behind right ones.
+    """
+    best, expected, right = Plan(), 1.0, 1.0
+    for drafts, chance in enumerate(chances, 1):
+        right *= chance
+        expected += right
+        gain = expected / cost(drafts)
+        if gain > best.gain:
+            best = Plan(drafts, gain)
+    return best
+
+
 def linear_cost(slope: float) -> Cost:
-    """Every token after the first adds `slope` of a step."""
-    return lambda tokens: 1 + slope * (tokens - 1)
+    """Every draft adds `slope` of a step."""
+    return lambda drafts: 1 + slope * drafts

@@ -7,15 +7,16 @@ from typing import Literal, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
-from lowbit.runtime.speculation.pace import linear_cost
+from lowbit.runtime.speculation.pace import Cost, linear_cost
 from lowbit.runtime.state.step import EXACT_TOKENS
 
-Mode = Literal["off", "ngram"]
+Mode = Literal["off", "ngram", "mtp", "auto"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_DRAFTS = EXACT_TOKENS - 1  # with the token before them they get the bits that each has alone
 RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
-# What every token after the first adds to a step, in steps of one token. Measured: see README.
-COST_SLOPE = {"cpu": 0.1, "cuda": 0.1}
+# What a draft adds to a step, in steps of one token: to check it, and to have the head make it.
+CHECK_COST = {"cpu": 0.1, "cuda": 0.1}
+HEAD_COST = {"cpu": 0.1, "cuda": 0.07}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Speculation:
     """What proposes tokens, and how many in a step.
 
     Attributes:
-        mode: `off`, or `ngram` for copies of what followed the same tokens before.
+        mode: `off`; `ngram` for copies of what followed the same tokens before; `mtp` for the
+            model's head for multi-token prediction; `auto` for what there is.
         draft_tokens: of a step at most; None for as many as suit the model.
     """
 
@@ -33,10 +35,17 @@ class Speculation:
     def __post_init__(self) -> None:
         """Refuse what does not exist."""
         if self.mode not in MODES:
-            raise RequestError(f"`speculate` must be {' or '.join(MODES)}, got {shown(self.mode)}")
+            raise RequestError(
+                f"`speculate` must be one of {', '.join(MODES)}, got {shown(self.mode)}"
+            )
         count = self.draft_tokens
         if count is not None and (type(count) is not int or not 1 <= count <= MOST_DRAFTS):
             raise RequestError(f"`draft_tokens` must be 1 to {MOST_DRAFTS}, got {shown(count)}")
+
+    @property
+    def head(self) -> bool:
+        """True if the model's head is wanted."""
+        return self.mode in ("mtp", "auto")
 
     def most_drafts(self, recurrent: bool) -> int:
         """Drafts of a step at most, for a model with linear layers or without."""
@@ -45,12 +54,17 @@ class Speculation:
         return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)
 
     def new_drafter(self, device: str) -> NewDrafter | None:
-        """Makes what proposes the tokens of a sequence on `cpu` or `cuda`."""
-        if self.mode == "off":
+        """Makes what proposes the tokens of a sequence on `cpu` or `cuda`, beside the head."""
+        if self.mode not in ("ngram", "auto"):
             return None
-        cost = linear_cost(COST_SLOPE[device])
+        cost = linear_cost(CHECK_COST[device])
 
         def ngram(ids: Sequence[int]) -> NgramDrafter:
             return NgramDrafter(ids, cost)
 
         return ngram
+
+
+def head_cost(device: str) -> Cost:
+    """Cost of drafts that the head makes."""
+    return linear_cost(CHECK_COST[device] + HEAD_COST[device])

@@ -19,7 +19,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import TokenRequest
-from tests.runtime.engine.guesses import guessers
+from tests.runtime.engine.guesses import drafting_by, guessers
 from tests.runtime.graph_stand_in import Event, Graph, Stream, spans_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def fresh(
         model = lowbit.load(
             folder, device="cpu", dtype=torch.float32, context=CONTEXT, speculate="ngram"
         )
-        model.engine.new_drafter = None
+        model.engine.drafting = None
         return model
 
     return load
@@ -351,7 +351,7 @@ def test_drafts_are_checked_by_graphs_of_their_number(
     asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 40), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
     expected = [run(fresh(), *each) for each in asked]
     truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
-    graphs.engine.new_drafter = guessers(truths, seed=3)
+    graphs.engine.drafting = drafting_by(guessers(truths, seed=3), graphs.engine.runner, 15)
     for _ in range(3):
         handles = [graphs.engine.generate(*asked[0])]
         begun = [next(handles[0])]

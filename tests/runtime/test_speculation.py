@@ -59,15 +59,15 @@ def test_as_many_drafts_as_give_the_most_tokens_for_their_time(chance: float, sl
         sum(chance**right for right in range(drafts + 1)) / (1 + slope * drafts)
         for drafts in range(most + 1)
     ]
-    count = Pace(chance, chance).drafts(most, cost)
+    count = Pace(chance, chance).plan(most, cost).drafts
     assert speeds[count] == pytest.approx(max(speeds))
-    assert Pace(chance, chance).drafts(0, cost) == 0
+    assert Pace(chance, chance).plan(0, cost).drafts == 0
 
 
 def test_wrong_drafts_stop_and_are_tried_again_later() -> None:
     pace, cost, tried = Pace(0.7, 0.7), linear_cost(0.2), []
     for step in range(2000):
-        if count := pace.drafts(15, cost):
+        if count := pace.plan(15, cost).drafts:
             tried.append(step)
             pace.note(count, 0)
         else:
@@ -80,7 +80,7 @@ def test_right_drafts_grow() -> None:
     pace, cost = Pace(0.5, 0.5), linear_cost(0.1)
     counts = []
     for _ in range(30):
-        counts.append(pace.drafts(15, cost))
+        counts.append(pace.plan(15, cost).drafts)
         pace.note(counts[-1], counts[-1])
     assert counts[0] < 4
     assert counts[-1] == 15

@@ -4,6 +4,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowbit.runtime.engine.drafting import Drafting
+from lowbit.runtime.engine.head_drafts import HeadDrafts
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.speculation.drafter import NewDrafter
+from lowbit.runtime.speculation.pace import linear_cost
+
 
 @dataclass
 class Guesser:
@@ -27,7 +33,7 @@ class Guesser:
         assert id == self.truth[self.at]
         self.at += 1
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, most: int, least_gain: float) -> list[int]:
         count, right = self.counts(most)
         drafts = [*self.truth[self.at : self.at + count]]
         drafts += [self.wrong] * (count - len(drafts))
@@ -51,3 +57,10 @@ def guessers(
         return count, draw.randint(0, count)
 
     return lambda ids: Guesser(truths[tuple(ids)], counts, wrong)
+
+
+def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
+    """Drafts of these drafters, and of the model's head where it has one."""
+    mtp, trail = runner.decoder.mtp, runner.trail
+    head = None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
+    return Drafting(most, new_drafter, head, linear_cost(0.1), runner.spare)

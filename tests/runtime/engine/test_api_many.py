@@ -13,7 +13,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.engine.stream import Request
 

@@ -14,10 +14,11 @@ from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.speculation.drafter import NewDrafter
-from tests.runtime.engine.guesses import guessers
+from tests.runtime.engine.guesses import drafting_by, guessers
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -72,7 +73,8 @@ def new_engine(
     model: lowbit.Model, size: CacheSize = SMALL, drafter: NewDrafter | None = None
 ) -> Engine:
     runner = new_runner(model.engine.decoder, 261, size, torch.float32, "cpu")
-    return Engine(runner, new_drafter=drafter, most_drafts=size.drafts if drafter else 0)
+    drafting = None if drafter is None else drafting_by(drafter, runner, size.drafts)
+    return Engine(runner, drafting=drafting)
 
 
 def kinds() -> list[TokenRequest]:
@@ -186,8 +188,10 @@ def model(
     make_model: "Callable[..., PackedModel]",
     make_qwen3_5: "Callable[..., PackedModel]",
 ) -> lowbit.Model:
-    make = make_model if request.param == "dense" else make_qwen3_5
-    return lowbit.load(make().folder, device="cpu", dtype=torch.float32)
+    """The hybrid one has a head of random weights, which drafts where nobody else does."""
+    dense = request.param == "dense"
+    packed = make_model() if dense else make_qwen3_5(mtp_num_hidden_layers=1)
+    return lowbit.load(packed.folder, device="cpu", dtype=torch.float32, speculate="auto")
 
 
 def assert_all_free(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
-from tests.runtime.engine.guesses import Guesser, guessers
+from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams(logprobs=2)
@@ -39,11 +39,11 @@ def model(request: pytest.FixtureRequest) -> lowbit.Model:
 @pytest.fixture(autouse=True)
 def undrafted(model: lowbit.Model) -> Iterator[None]:
     """Nobody drafts and nothing is cached at the beginning of a test."""
-    before = model.engine.new_drafter
-    model.engine.new_drafter = None
+    before = model.engine.drafting
+    model.engine.drafting = None
     model.engine.forget()
     yield
-    model.engine.new_drafter = before
+    model.engine.drafting = before
 
 
 def prompt_of(number: int) -> tuple[int, ...]:
@@ -113,7 +113,9 @@ def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> 
         lambda count: count // 2,
     )
     for right in patterns:
-        model.engine.new_drafter = always(plain.tokens, right, drafts)
+        model.engine.drafting = drafting_by(
+            always(plain.tokens, right, drafts), model.engine.runner, 15
+        )
         left_by(model, request).assert_equals(plain)
 
 
@@ -122,7 +124,7 @@ def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
     plain = [left_by(model, request) for request in requests]
     truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
     for count in (2, 7):
-        model.engine.new_drafter = guessers(truths, seed=count)
+        model.engine.drafting = drafting_by(guessers(truths, seed=count), model.engine.runner, 15)
         for watched in (0, 1):
             others = [each for each in requests if each is not requests[watched]][:count]
             left_by(model, requests[watched], others).assert_equals(plain[watched])
@@ -147,11 +149,13 @@ def test_a_turn_after_drafts_goes_on_from_what_they_left(
     assert (plain.result(), plain.reused) == (fresh, len(request.prompt) + len(tokens) - 1)
     for right in (lambda count: count, lambda count: count - 1):
         model.engine.forget()
-        model.engine.new_drafter = always((*tokens, *[5] * 20), right, 7)
+        model.engine.drafting = drafting_by(
+            always((*tokens, *[5] * 20), right, 7), model.engine.runner, 15
+        )
         drafted = model.engine.submit(request)
         assert drafted.result() == tokens
         assert drafted.finish_reason == ("stop" if stopped else "length")
-        model.engine.new_drafter = None
+        model.engine.drafting = None
         again = model.engine.submit(longer)
         assert (again.result(), again.reused) == (fresh, plain.reused)
 
@@ -159,7 +163,9 @@ def test_a_turn_after_drafts_goes_on_from_what_they_left(
 def test_drafts_are_counted(model: lowbit.Model) -> None:
     request = request_of(0, 21)
     tokens = model.engine.submit(request).result()
-    model.engine.new_drafter = always(tokens, lambda count: count // 2, 4)
+    model.engine.drafting = drafting_by(
+        always(tokens, lambda count: count // 2, 4), model.engine.runner, 15
+    )
     handle = model.engine.submit(request)
     assert handle.result() == tokens
     tally = handle.tally
@@ -173,7 +179,9 @@ def test_drafts_are_counted(model: lowbit.Model) -> None:
 def test_a_step_takes_no_more_tokens_than_keep_their_bits(model: lowbit.Model) -> None:
     request = request_of(0, 12)
     tokens = model.engine.submit(request).result()
-    model.engine.new_drafter = always(tokens, lambda count: count, 15)
+    model.engine.drafting = drafting_by(
+        always(tokens, lambda count: count, 15), model.engine.runner, 15
+    )
     for count in (8, 3):
         model.engine.forget()
         together = [model.engine.submit(request) for _ in range(count)]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.runtime.engine.model import Model, load
+from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.server import Server, listen
 from lowbit.runtime.serve.service import Service

@@ -1,0 +1,111 @@
+"""Drafts of the sequences of an engine: who makes them, and how many are checked in a step."""
+
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowbit.runtime.engine.head_drafts import MOST_BEHIND, HeadDrafts
+from lowbit.runtime.engine.rounds import Part, new_round
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.speculation.drafter import NewDrafter
+from lowbit.runtime.speculation.pace import Cost, PlacedPace, Plan
+from lowbit.runtime.speculation.settings import Speculation, head_cost
+from lowbit.runtime.state.step import EXACT_TOKENS
+
+# Chance that a draft of the head is right behind right ones, by its place, before any of the
+# sequence has been checked.
+HEAD_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Drafts of all sequences of an engine.
+
+    Attributes:
+        most: drafts of a sequence in a step.
+        new_drafter: makes the drafter of a sequence; None for none.
+        head: of the model; None for none.
+        head_cost: of drafting by the head and checking.
+        spare: slots for states after drafts; None without linear layers.
+    """
+
+    most: int
+    new_drafter: NewDrafter | None
+    head: HeadDrafts | None
+    head_cost: Cost
+    spare: range | None
+
+    def begin(self, sequence: Sequence) -> None:
+        """Take up a sequence whose first token is being chosen."""
+        if not sequence.predictable:
+            return
+        if self.new_drafter is not None:
+            sequence.drafter = self.new_drafter(sequence.request.prompt)
+        if self.head is not None:
+            sequence.head_pace = PlacedPace(HEAD_GUESSES[: self.most])
+
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Let the head see a part of a prompt, from a position on."""
+        if self.head is not None:
+            self.head.read_prompt(sequence, first, hidden)
+
+    def worth_reading(self, sequences: Numbers[Sequence]) -> bool:
+        """True if there may be drafts once all tokens have been read; some are under way."""
+        most = self._most(sequences)
+        plans = [self._head_plan(each, most) for each in sequences]
+        return any(plan.drafts for plan in plans) or any(
+            each.propose(most, 1.0) or self._late(each) for each in sequences
+        )
+
+    def round(self, sequences: Numbers[Sequence]) -> list[Part]:
+        """A round with the drafts of sequences, empty where there are none.
+
+        sequences: that are being decoded, all of them, and all of whose tokens have been read.
+        """
+        most = self._most(sequences)
+        plans = [self._head_plan(each, most) for each in sequences]
+        drafts: list[Numbers[int]] = []
+        by_head = {}
+        for place, (each, plan) in enumerate(zip(sequences, plans, strict=True)):
+            drafts.append(each.propose(most, plan.gain))
+            each.by_head = not drafts[place] and plan.drafts > 0
+            if each.by_head or self._late(each):
+                by_head[place] = plan.drafts if each.by_head else 0
+            elif plan.drafts == 0 and each.head_pace is not None:
+                each.head_pace.skip()
+        if by_head and self.head is not None:
+            found = self.head.propose([sequences[place] for place in by_head], by_head.values())
+            for place, tokens in zip(by_head, found, strict=True):
+                drafts[place] = drafts[place] or tokens
+        return new_round(sequences, drafts, self.spare) if any(drafts) else []
+
+    def _most(self, sequences: Numbers[Sequence]) -> int:
+        """Drafts of a sequence for which a step of all of them has places."""
+        return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
+
+    def _head_plan(self, sequence: Sequence, most: int) -> Plan:
+        pace = sequence.head_pace
+        return Plan() if pace is None else pace.plan(sequence.most_drafts(most), self.head_cost)
+
+    def _late(self, sequence: Sequence) -> bool:
+        """True if the head must catch up before the trail of hidden states is overwritten."""
+        return sequence.head_pace is not None and sequence.behind >= MOST_BEHIND
+
+
+def new_drafting(
+    runner: Runner, speculation: Speculation, drafts: int, device: str
+) -> Drafting | None:
+    """What proposes tokens on a runner, up to `drafts` a step; None where nothing does."""
+    if speculation.mode == "off":
+        return None
+    mtp, trail = runner.decoder.mtp, runner.trail
+    head = None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
+    return Drafting(
+        most=drafts,
+        new_drafter=speculation.new_drafter(device),
+        head=head,
+        head_cost=head_cost(device),
+        spare=runner.spare,
+    )

@@ -1,0 +1,44 @@
+"""A runner with room for a cache of a size."""
+
+import torch
+
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.runner import TRAIL, Runner
+from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.pages import EXTRA, pages_for
+from lowbit.runtime.state.sampler_rows import new_sampler_rows
+
+
+def new_runner(
+    decoder: Decoder,
+    vocabulary: int,
+    cache: CacheSize,
+    dtype: torch.dtype,
+    device: str,
+) -> Runner:
+    """A runner with empty pages and slots.
+
+    Args:
+        decoder: the model.
+        vocabulary: real tokens; ids from here on are padding and never chosen.
+        cache: what to make room for.
+        dtype: of keys and values.
+        device: `cpu` or `cuda`.
+    """
+    rows = 1 + cache.sequences
+    kept = rows + cache.snapshots
+    slots = kept + cache.drafts
+    state = decoder.new_state(EXTRA + cache.pages, slots, dtype, device)
+    trail = None
+    if decoder.mtp is not None:
+        trail = torch.zeros(rows, TRAIL, decoder.config.hidden_size, dtype=dtype, device=device)
+    return Runner(
+        decoder=decoder,
+        state=state,
+        sampler=new_sampler_rows(rows, vocabulary, device),
+        context=cache.context,
+        snapshots=cache.snapshots,
+        spare=range(kept, slots) if state.recurrent else None,
+        tables=torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device),
+        trail=trail,
+    )

@@ -1,0 +1,162 @@
+"""The head for multi-token prediction, against layers of transformers, and what it drafts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.state.step import lone_step
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAINED = EXAMPLES / "models" / "tiny-qwen3.5"
+IDS = torch.randint(256, (70,), generator=torch.Generator().manual_seed(3))
+HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
+
+
+def head_of_transformers(packed: "PackedModel", ids: Tensor, hidden: Tensor) -> Tensor:
+    """What the head gives after its norm, by a model of transformers with its layer alone."""
+    from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
+
+    changes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = Qwen3_5TextConfig(**{**packed.config, **changes}, attn_implementation="eager")
+    model = Qwen3_5TextModel(config).float().eval()
+    weights = {name: tensor.float() for name, tensor in packed.weights.items()}
+    own = {
+        name.removeprefix("mtp."): tensor
+        for name, tensor in weights.items()
+        if name.startswith(("mtp.layers.", "mtp.norm"))
+    }
+    missing = model.load_state_dict(own, strict=False)
+    assert missing.missing_keys == ["embed_tokens.weight"]
+    assert not missing.unexpected_keys
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+        return x * scale * (1 + weights[f"mtp.{name}.weight"])
+
+    embedded = next(t for n, t in weights.items() if n.endswith("embed_tokens.weight"))[ids]
+    joined = torch.cat(
+        (normed(embedded, "pre_fc_norm_embedding"), normed(hidden, "pre_fc_norm_hidden")), dim=1
+    )
+    with torch.no_grad():
+        found = model(inputs_embeds=(joined @ weights["mtp.fc.weight"].T)[None])
+    last: Tensor = found.last_hidden_state[0]
+    return last
+
+
+@pytest.mark.parametrize("parts", [(70,), (40, 30), (37, *[1] * 20, 13)])
+def test_the_head_is_that_of_the_checkpoint(
+    make_qwen3_5: "Callable[..., PackedModel]", parts: tuple[int, ...]
+) -> None:
+    packed = make_qwen3_5(mtp_num_hidden_layers=1)
+    decoder = load_decoder(open_model(packed.folder, head=True), "cpu", torch.float32, 128)
+    head: Any = decoder.mtp
+    hidden = torch.randn(
+        70, packed.config["hidden_size"], generator=torch.Generator().manual_seed(1)
+    )
+    state = decoder.new_state(4, 2, torch.float32, "cpu")
+    found, first = [], 0
+    for count in parts:
+        part = slice(first, first + count)
+        step = lone_step(count, "cpu", first, prompt=count > 16)
+        found.append(head.hidden(IDS[part], hidden[part], state, step))
+        first += count
+    expected = head_of_transformers(packed, IDS, hidden)
+    normed = head.after_head(torch.cat(found))
+    assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
+    logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
+    if logits is not None:
+        assert (head.logits(torch.cat(found)) - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def test_the_head_takes_the_trunk_after_its_norm(trained: dict[str, lowbit.Model]) -> None:
+    decoder = trained["mtp"].engine.decoder
+    hidden = torch.randn(3, decoder.config.hidden_size)
+    head: Any = decoder.mtp
+    scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + decoder.config.rms_norm_eps)
+    assert torch.allclose(head.after_trunk(hidden), hidden * scale * decoder.norm, rtol=1e-6)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def trained(request: pytest.FixtureRequest) -> dict[str, lowbit.Model]:
+    """The bundled model by what drafts for it."""
+    dtype = getattr(torch, request.param)
+    return {
+        mode: lowbit.load(TRAINED, device="cpu", dtype=dtype, context=400, speculate=mode)
+        for mode in ("off", "ngram", "mtp", "auto")
+    }
+
+
+def requests(model: lowbit.Model, count: int = 30) -> list[TokenRequest]:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+    starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
+    return [
+        TokenRequest(
+            tuple(model.tokenizer.encode(start, framed=True, context=400)),
+            replace(HOT, seed=number) if number % 2 else lowbit.SamplingParams(logprobs=1),
+            count,
+        )
+        for number, start in enumerate(starts)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["ngram", "mtp", "auto"])
+def test_drafts_of_a_trained_head_change_nothing(
+    trained: dict[str, lowbit.Model], mode: str
+) -> None:
+    plain, drafted = trained["off"].engine, trained[mode].engine
+    for request in requests(trained["off"]):
+        expected, found = plain.submit(request), drafted.submit(request)
+        assert found.result() == expected.result()
+        assert found.log_probabilities == expected.log_probabilities
+        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8))
+        expected, found = plain.submit(turn), drafted.submit(turn)
+        assert found.result() == expected.result()
+        assert found.reused == expected.reused > 0
+    plain.forget()
+    drafted.forget()
+    alone = [plain.submit(request).result() for request in requests(trained["off"])]
+    together = [drafted.submit(request) for request in requests(trained["off"])]
+    assert [handle.result() for handle in together] == alone
+
+
+def test_a_trained_head_is_right_as_often_as_measured(trained: dict[str, lowbit.Model]) -> None:
+    """Its first draft agrees with 84 % of the trunk's choices on the report's text."""
+    engine = trained["mtp"].engine
+    engine.forget()
+    handles = [engine.submit(request) for request in requests(trained["mtp"], 100)]
+    for handle in handles:
+        handle.result()
+    drafted = sum(handle.tally.drafted[0] for handle in handles)
+    accepted = [sum(each.tally.accepted[place] for each in handles) for place in (0, 1)]
+    assert 0.75 < accepted[0] / drafted < 0.95
+    assert sum(handle.tally.rounds for handle in handles) < 220  # for 400 tokens
+
+
+def test_a_model_without_the_head_is_refused_by_name(
+    make_qwen3_5: "Callable[..., PackedModel]", make_model: "Callable[..., PackedModel]"
+) -> None:
+    for packed in (make_qwen3_5(), make_model()):
+        with pytest.raises(UnsupportedModelError, match="no head for multi-token prediction"):
+            lowbit.load(packed.folder, device="cpu", speculate="mtp")
+        model = lowbit.load(packed.folder, device="cpu", speculate="auto")
+        assert model.engine.drafting is not None
+        assert model.engine.drafting.head is None
+
+
+def test_a_head_of_two_layers_is_refused(make_qwen3_5: "Callable[..., PackedModel]") -> None:
+    packed = make_qwen3_5(mtp_num_hidden_layers=2)
+    assert lowbit.load(packed.folder, device="cpu").engine.decoder.mtp is None
+    with pytest.raises(UnsupportedModelError, match="2 layers, only one"):
+        lowbit.load(packed.folder, device="cpu", speculate="mtp")
