@@ -30,6 +30,7 @@ class Ask:
         tools: that may be called; without any, nothing is taken for a call.
         form: of calls.
         parallel: an answer may have several calls.
+        calls_in_pieces: calls are begun before they are complete.
     """
 
     tokens: TokenRequest
@@ -38,6 +39,7 @@ class Ask:
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None
     parallel: bool = True
+    calls_in_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class End:
         cached_tokens: of the prompt, those that the cache held.
         new_tokens: of the output.
         reasoning_tokens: of them, those before the answer.
-        calls: of tools.
+        calls: of tools, those that are complete.
         prompt: log-probabilities of the prompt's tokens, where they are wanted.
     """
 
@@ -151,7 +153,13 @@ class Job:
         """Nothing has been made yet."""
         ask = self.ask
         self._splitter = AnswerSplitter(
-            self.tokenizer, ask.begin, ask.stops, ask.tools, ask.form, ask.parallel
+            self.tokenizer,
+            ask.begin,
+            ask.stops,
+            ask.tools,
+            ask.form,
+            ask.parallel,
+            ask.calls_in_pieces,
         )
         self._close = self.tokenizer.token_id(CLOSE)
         self._reasoning = self.ask.begin == "reasoning"

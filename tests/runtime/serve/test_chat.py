@@ -181,6 +181,7 @@ def test_required_call_has_arguments_under_its_schema(client: openai.OpenAI) -> 
     assert fragments[0].id.startswith("call_")
     text = "".join(fragment.function.arguments or "" for fragment in fragments)
     assert json.loads(text) == arguments
+    assert len(fragments) > 5  # while they are made
     assert chunks[-1].finish_reason == "tool_calls"
 
 
