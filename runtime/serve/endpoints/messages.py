@@ -103,6 +103,7 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
                     "name": tool.name,
                     **({"description": tool.description} if tool.description else {}),
                     "parameters": tool.input_schema,
+                    **({"strict": True} if tool.strict else {}),
                 },
             }
             for tool in body.tools or ()

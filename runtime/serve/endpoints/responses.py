@@ -74,7 +74,7 @@ def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
     )
 
 
-FUNCTION = {"name", "description", "parameters"}
+FUNCTION = {"name", "description", "parameters", "strict"}
 
 
 def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:

@@ -185,6 +185,14 @@ def test_required_call_has_arguments_under_its_schema(client: openai.OpenAI) -> 
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_strict_tools_leave_the_text_free(client: openai.OpenAI) -> None:
+    function = {**TOOLS[0]["function"], "strict": True}
+    tools = [{"type": "function", "function": function}]
+    found = ask(client, tools=tools, max_tokens=20)
+    assert found.usage.completion_tokens == 20
+    assert found.choices[0].message.content
+
+
 def test_named_call_and_its_result_are_a_conversation(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "get_traffic"}}
     fields: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 150}
