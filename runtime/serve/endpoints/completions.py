@@ -21,6 +21,7 @@ from lowbit.runtime.serve.openapi import documented
 from lowbit.runtime.serve.prepare import copies, tokens_of
 from lowbit.runtime.serve.record import record_of
 from lowbit.runtime.serve.restrict import constraint_of_format
+from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.completions import CompletionBody
 from lowbit.runtime.serve.service import Service, service_of
@@ -28,7 +29,7 @@ from lowbit.runtime.serve.sse import DONE, EventStream, event
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.reasoning import Piece
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/completions", **documented(CompletionBody, "completions"))
