@@ -179,7 +179,7 @@ async def ask_greedy(soak: Soak, random: random.Random, connection: Connection) 
 async def ask_any(soak: Soak, random: random.Random, connection: Connection) -> None:
     """Ask something, and perhaps leave or send nonsense."""
     path, body = random.choice(KINDS)(random)
-    body["stream"] = random.random() < 0.6 and not body.get("echo")
+    body["stream"] = random.random() < 0.6
     what = random.random()
     if what < 0.05:
         answer = await connection.post(path, malformed(random, body))

@@ -8,6 +8,7 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.reasoning import OPEN, Begin
+from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -46,7 +47,11 @@ class Bounds:
         return thinking_tokens(self._tokenizer, self._template, self._vocabulary, self._stop_ids)
 
     def constraint(
-        self, ids: Sequence[int], begin: Begin, budget: int | None, grammar: Grammar | None
+        self,
+        ids: Sequence[int],
+        begin: Begin,
+        budget: int | None,
+        grammar: Grammar | StrictCalls | None,
     ) -> Constraint | None:
         """The constraint of one answer.
 

@@ -1,6 +1,7 @@
 """Bodies of requests: read within limits, parsed strictly, checked against a schema."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from lowbit.runtime.serve.answers import ClientLeftError
 from lowbit.runtime.serve.errors import ApiError, invalid, unsupported
 from lowbit.runtime.serve.limits import (
     BODY_TIMEOUT_S,
+    LEAST_BODY_RATE,
     MOST_BODY_BYTES,
     MOST_READ_BYTES,
     THREAD_BODY_BYTES,
@@ -54,17 +56,19 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
 
 
 async def _read(request: Request) -> bytes:
-    """The whole body; the limit holds while it is read, whatever the headers say."""
+    """The whole body; limits hold while it is read, whatever the headers say."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MOST_READ_BYTES:
         raise _too_large()
     parts: list[bytes] = []
-    size, more = 0, True
+    size, more, began = 0, True, time.perf_counter()
     while more:
+        left = BODY_TIMEOUT_S + size / LEAST_BODY_RATE - (time.perf_counter() - began)
         try:
-            message = await asyncio.wait_for(request.receive(), BODY_TIMEOUT_S)
+            async with asyncio.timeout(min(left, BODY_TIMEOUT_S)):
+                message = await request.receive()
         except TimeoutError:
-            raise ApiError(408, "the body of the request does not come") from None
+            raise _too_slow() from None
         if message["type"] == "http.disconnect":
             raise ClientLeftError
         part = message.get("body", b"")
@@ -79,6 +83,10 @@ async def _read(request: Request) -> bytes:
     if size > MOST_BODY_BYTES:
         raise _too_large()
     return b"".join(parts)
+
+
+def _too_slow() -> ApiError:
+    return ApiError(408, "the body of the request does not come", headers={"Connection": "close"})
 
 
 def _too_large() -> ApiError:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.text.tool_calls import ToolArguments, ToolCallStart
@@ -26,6 +27,7 @@ class Collected:
         content: text of the answer.
         calls: of tools.
         tokens: with log-probabilities, where they are wanted.
+        prompt: log-probabilities of the prompt's tokens, likewise.
         end: set once it is complete.
     """
 
@@ -33,6 +35,7 @@ class Collected:
     content: str = ""
     calls: list[CollectedCall] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
+    prompt: tuple[TokenLogProbabilities | None, ...] = ()
     end: End = field(default_factory=lambda: End("length"))
 
     def add(self, update: Update) -> None:
@@ -47,6 +50,7 @@ class Collected:
             else:
                 self.content += event.text
         self.tokens += update.tokens
+        self.prompt = self.prompt or update.prompt
         if update.end is not None:
             self.end = update.end
 

@@ -30,6 +30,7 @@ class Ask:
         tools: that may be called; without any, nothing is taken for a call.
         form: of calls.
         parallel: an answer may have several calls.
+        calls_in_pieces: calls are begun before they are complete.
     """
 
     tokens: TokenRequest
@@ -38,6 +39,7 @@ class Ask:
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None
     parallel: bool = True
+    calls_in_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,7 @@ class End:
         cached_tokens: of the prompt, those that the cache held.
         new_tokens: of the output.
         reasoning_tokens: of them, those before the answer.
-        calls: of tools.
-        prompt: log-probabilities of the prompt's tokens, where they are wanted.
+        calls: of tools, those that are complete.
     """
 
     reason: StopReason
@@ -75,7 +76,6 @@ class End:
     new_tokens: int = 0
     reasoning_tokens: int = 0
     calls: int = 0
-    prompt: tuple[TokenLogProbabilities | None, ...] = ()
 
     @property
     def chat_reason(self) -> str:
@@ -101,6 +101,7 @@ class Update:
         events: new text and calls.
         tokens: new tokens with log-probabilities; empty where nobody asked for them.
         cached_tokens: of the prompt, those that the cache held.
+        prompt: log-probabilities of the prompt's tokens, in the first update, if wanted.
         end: set in the last update, unless it has an error.
         error: that ended the answer.
     """
@@ -109,6 +110,7 @@ class Update:
     events: list[Event]
     tokens: list[AnswerToken]
     cached_tokens: int = 0
+    prompt: tuple[TokenLogProbabilities | None, ...] = ()
     end: End | None = None
     error: LowbitError | None = None
 
@@ -146,12 +148,19 @@ class Job:
     _close: int | None = field(init=False)
     _reasoning: bool = field(init=False)
     _reasoning_tokens: int = 0
+    _updated: bool = False  # there has been news
 
     def __post_init__(self) -> None:
         """Nothing has been made yet."""
         ask = self.ask
         self._splitter = AnswerSplitter(
-            self.tokenizer, ask.begin, ask.stops, ask.tools, ask.form, ask.parallel
+            self.tokenizer,
+            ask.begin,
+            ask.stops,
+            ask.tools,
+            ask.form,
+            ask.parallel,
+            ask.calls_in_pieces,
         )
         self._close = self.tokenizer.token_id(CLOSE)
         self._reasoning = self.ask.begin == "reasoning"
@@ -169,7 +178,8 @@ class Job:
             return None
         events: list[Event] = []
         tokens: list[AnswerToken] = []
-        update = partial(Update, self.index, events, tokens, handle.reused)
+        prompt = () if self._updated else handle.prompt_log_probabilities
+        update = partial(Update, self.index, events, tokens, handle.reused, prompt)
         try:
             for id in handle.poll():
                 end = self._push(id, events, tokens)
@@ -180,7 +190,10 @@ class Job:
             return update(error=error)
         if handle.ended:
             return update(self._finish("length", events))
-        return update() if events or tokens else None
+        if not events and not tokens:
+            return None
+        self._updated = True
+        return update()
 
     def _push(self, id: int, events: list[Event], tokens: list[AnswerToken]) -> End | None:
         """Take a token; the end if it is the last."""
@@ -213,5 +226,4 @@ class Job:
             new_tokens=self.count,
             reasoning_tokens=self._reasoning_tokens,
             calls=self._splitter.calls,
-            prompt=() if self.handle is None else self.handle.prompt_log_probabilities,
         )

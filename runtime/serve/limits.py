@@ -11,3 +11,5 @@ MOST_PROMPTS = 128  # in one request for completions
 MOST_TOOLS = 128
 MOST_GRAMMAR_CHARACTERS = 64 << 10  # of a grammar or a regular expression
 BODY_TIMEOUT_S = 30.0  # without a further part of a body
+LEAST_BODY_RATE = 16 << 10  # bytes a second that a body must keep behind its first 30 s
+MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers

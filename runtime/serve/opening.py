@@ -1,7 +1,7 @@
 """The way from a conversation's request to answers on their way, the same in every API."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fastapi import Request
@@ -69,8 +69,11 @@ async def open_conversation(
     record.ignored, record.stream = body.ignored(), bool(body.stream)
     service.check_open(count_of(body))
     model, settings = service.model, service.settings
-    asks = await service.in_thread(
-        lambda: asks_of(model, settings, conversation_of(model, body), wanted_of(body))
-    )
+
+    def prepare() -> list[Ask]:
+        wanted = replace(wanted_of(body), stream=bool(body.stream))
+        return asks_of(model, settings, conversation_of(model, body), wanted)
+
+    asks = await service.in_thread(prepare)
     record.prompt_tokens = len(asks[0].tokens.prompt)
     return Opened(service, body, asks[0], service.begin(request, asks, record))

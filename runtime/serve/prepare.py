@@ -33,6 +33,7 @@ class Wanted:
         logprobs: likeliest tokens to report at each place; None reports none.
         prompt_logprobs: the same for the tokens of the prompt.
         count: answers to each prompt.
+        stream: they are sent as they are made.
     """
 
     sampling: Mapping[str, Any]
@@ -43,6 +44,7 @@ class Wanted:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     count: int = 1
+    stream: bool = False
 
 
 def asks_of(
@@ -69,6 +71,7 @@ def asks_of(
         tools,
         form,
         conversation.parallel,
+        wanted.stream,
     )
     return copies(ask, wanted.count, new_constraint)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from lowbit.runtime.text.reasoning import Piece
-from lowbit.runtime.text.tool_calls import Event
+from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 
 
 @dataclass(slots=True)
@@ -41,7 +41,12 @@ class Record:
     def add_text(self, index: int, events: Sequence[Event]) -> None:
         """Append to an answer."""
         for event in events:
-            text = event.text if isinstance(event, Piece) else f" {event} "
+            if isinstance(event, Piece):
+                text = event.text
+            elif isinstance(event, ToolCallStart):
+                text = f" {event.name} "
+            else:
+                text = event.fragment
             self.answers[index] = self.answers.get(index, "") + text
 
     @property

@@ -34,6 +34,7 @@ class OpenItem:
         text: so far; arguments of a call.
         call_id: of a call.
         name: of the function.
+        complete: false for a call whose arguments are not all there.
         tokens: of the text, where log-probabilities are wanted.
     """
 
@@ -42,6 +43,7 @@ class OpenItem:
     text: str = ""
     call_id: str = ""
     name: str = ""
+    complete: bool = True
     tokens: list[AnswerToken] = field(default_factory=list)
 
 
@@ -94,7 +96,10 @@ class ResponseEvents:
             return data + self._text(found.text, [] if found.reasoning else tokens)
         if isinstance(found, ToolCallStart):
             item = OpenItem("function_call", new_id("fc_"), call_id=found.id, name=found.name)
+            item.complete = False
             return self._close_item() + self._open(item)
+        if self._item is not None:
+            self._item.complete = found.last
         return self._text(found.fragment, [])
 
     def _switch(self, kind: ItemKind) -> bytes:
@@ -146,7 +151,7 @@ class ResponseEvents:
         if item.kind != "function_call":
             part = self._part(item)
             data += self._event("response.content_part.done", content_index=0, part=part)
-        rendered = self._rendered(item, "completed")
+        rendered = self._rendered(item, "completed" if item.complete else "incomplete")
         data += self._event("response.output_item.done", item=rendered)
         self._output.append(rendered)
         self._item = None

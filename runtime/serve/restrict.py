@@ -8,11 +8,12 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answer_format import AnswerFormat
 from lowbit.runtime.serve.conversation import Conversation
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.text.call_grammar import grammar_of
+from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import BLANK, Grammar
 from lowbit.runtime.text.reasoning import begin_of
-from lowbit.runtime.text.tools import CallForm, Tool
+from lowbit.runtime.text.strict_calls import StrictCalls
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
 NewConstraint = Callable[[], Constraint | None]  # for one answer
 
@@ -53,7 +54,7 @@ def constraint_of(
     Raises:
         ApiError: a schema or grammar that cannot be used, or two that exclude each other.
     """
-    grammar = None
+    grammar: Grammar | StrictCalls | None = None
     if conversation.choice.mode in ("required", "named"):
         if conversation.format is not None:
             raise invalid(f"`tool_choice` excludes `{conversation.format.param}`", "tool_choice")
@@ -62,6 +63,8 @@ def constraint_of(
         grammar = _grammar_of_either(model, conversation.format, conversation, tools, form)
     elif conversation.format is not None:
         grammar = grammar_of_format(model, conversation.format)
+    elif form is not None and any(tool.strict for tool in tools):
+        grammar = _grammar_of_strict(model, tools, form)
     if grammar is None and budget is None:
         return no_constraint
     begin = begin_of(ids, model.tokenizer)
@@ -121,3 +124,18 @@ def _grammar_of_calls(
         return model.grammars.lark(text)
     except RequestError as error:
         raise invalid(str(error), "tool_choice", "invalid_value") from None
+
+
+def _grammar_of_strict(
+    model: Model, tools: tuple[Tool, ...], form: CallForm
+) -> Grammar | StrictCalls:
+    """The grammar of an answer that may have calls; strict tools get arguments by their schema."""
+    tokenizer = model.tokenizer
+    opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
+    try:
+        if opening is None or closing is None:
+            return model.grammars.lark(grammar_of_text(form, tools))
+        rest = model.grammars.lark(grammar_of_rest(form, tools, tokenizer))
+    except RequestError as error:
+        raise invalid(str(error), "tools", "invalid_value") from None
+    return StrictCalls(opening, closing, rest)

@@ -7,11 +7,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from lowbit.formats.errors import ResourceError
+from lowbit.runtime.serve.protocol import TimedProtocol
 from lowbit.runtime.serve.service import Service
 
 log = logging.getLogger("lowbit.serve")
@@ -61,8 +64,13 @@ class Server(uvicorn.Server):
             service: of the app.
             on_start: called once requests are taken.
         """
+        settings = service.settings
+        protocol: Any = partial(  # called like the class that uvicorn expects
+            TimedProtocol, head_s=settings.head_timeout_s, stalled_s=settings.request_timeout_s
+        )
         config = uvicorn.Config(
             app,
+            http=protocol,
             log_config=None,
             access_log=False,
             lifespan="on",

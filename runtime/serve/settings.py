@@ -6,6 +6,7 @@ from lowbit.formats.errors import RequestError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REQUEST_TIMEOUT_S = 600.0
+HEAD_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class ServeSettings:
         api_key: that requests must show; None asks for none.
         no_auth: requests need no key wherever they come from.
         queue: answers that may wait while others are made.
+        head_timeout_s: longest time for the headers of a request to come.
         request_timeout_s: longest time from a request to the end of its answer.
         max_thinking_tokens: budget where a request names none; None sets no limit.
         log_prompts: write prompts and answers to the log.
@@ -31,6 +33,7 @@ class ServeSettings:
     api_key: str | None = None
     no_auth: bool = False
     queue: int = 64
+    head_timeout_s: float = HEAD_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     max_thinking_tokens: int | None = None
     log_prompts: bool = False

@@ -18,3 +18,24 @@ class Call:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call that is certain to be meant, before its arguments are complete."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Some text of the arguments of a begun call.
+
+    Attributes:
+        text: of a JSON object.
+        last: the call is complete. A begun call is broken where text or another call follows
+            without it.
+    """
+
+    text: str
+    last: bool = False

@@ -1,4 +1,4 @@
-"""Grammars of answers that must call a tool, in llguidance's variant of Lark.
+"""Grammars of answers that call tools, in llguidance's variant of Lark.
 
 A grammar names the tokens `<tool_call>` and `</tool_call>` where the tokenizer has them, and spells
 them elsewhere. Arguments follow their JSON schema, in the notation of the chat templates.
@@ -43,16 +43,51 @@ def grammar_of(
     if not allowed:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError(f"no tool is named `{choice}`", hint=f"the tools: {known}")
-    calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
     opening, closing = _mark(OPEN_CALL, tokenizer), _mark(CLOSE_CALL, tokenizer)
     rules = [
         "start: BLANK call" + (r' ("\n" call)*' if parallel else ""),
-        r"BLANK: /[ \n]{0,4}/",
-        rf'call: {opening} "\n" ({calls}) "\n" {closing}',
+        rf'call: {opening} "\n" any_call "\n" {closing}',
+        *_rules_of_calls(form, allowed),
     ]
-    for index, tool in enumerate(allowed):
-        rules += _json_call(index, tool) if form == "json" else _xml_call(index, tool)
     return "\n".join(rules) + "\n"
+
+
+def grammar_of_rest(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
+    """Lark text of a call behind its opening tag, closing tag included.
+
+    Arguments of tools that are not strict are any.
+    """
+    head = f"start: BLANK any_call BLANK {_mark(CLOSE_CALL, tokenizer)}"
+    return "\n".join([head, *_rules_of_calls(form, _loosened(tools))]) + "\n"
+
+
+def grammar_of_text(form: CallForm, tools: Sequence[Tool]) -> str:
+    """Lark text of any text with any number of calls, where the tags are spelled.
+
+    Arguments of tools that are not strict are any.
+    """
+    anything, tag = "/(?s:.*)/", f"/(?s:.*){OPEN_CALL}(?s:.*)/"
+    rules = [
+        "start: (up_to_tag call)* WITHOUT_TAG",
+        f"up_to_tag[lazy]: /(?s:.*){OPEN_CALL}/",
+        f"WITHOUT_TAG: {anything} & ~{tag}",
+        f"call: BLANK any_call BLANK {json.dumps(CLOSE_CALL)}",
+        *_rules_of_calls(form, _loosened(tools)),
+    ]
+    return "\n".join(rules) + "\n"
+
+
+def _loosened(tools: Sequence[Tool]) -> list[Tool]:
+    """The tools, those without the schema that are not strict."""
+    return [tool if tool.strict else Tool(tool.name) for tool in tools]
+
+
+def _rules_of_calls(form: CallForm, tools: Sequence[Tool]) -> Iterator[str]:
+    """The rule `any_call`, and those that it needs."""
+    yield r"BLANK: /[ \n]{0,4}/"
+    yield "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+    for index, tool in enumerate(tools):
+        yield from _json_call(index, tool) if form == "json" else _xml_call(index, tool)
 
 
 def _mark(tag: str, tokenizer: Tokenizer) -> str:
@@ -61,9 +96,9 @@ def _mark(tag: str, tokenizer: Tokenizer) -> str:
 
 
 def _json_call(index: int, tool: Tool) -> Iterator[str]:
-    begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
+    begin = f'"name": {json.dumps(tool.name)}, "arguments": '
     schema = {"type": "object", **tool.schema}
-    yield f'call_{index}: {json.dumps(begin)} arguments_{index} "}}"'
+    yield f'call_{index}: "{{" BLANK {json.dumps(begin)} arguments_{index} "}}"'
     yield f"arguments_{index}: {_json(schema, tool)}"
 
 

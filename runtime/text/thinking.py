@@ -110,10 +110,12 @@ class ThinkingConstraint:
             tokens: around the reasoning.
             budget: tokens of reasoning, those around it not counted, behind which it is ended;
                 None never ends it.
-            then: applies to the answer; where it is there, a stop id does not come before.
+            then: applies to the answer; where it limits the first token, a stop id does not come
+                before.
             opened: text of the prompt behind the token that has opened the block.
         """
         self._tokens, self._budget, self._then = tokens, budget, then
+        self._holds_start = then is not None and then.unbound == 0  # of the answer
         places: dict[Begin, Place] = {"raw": "answer", "answer": "first", "reasoning": "reasoning"}
         self._place: Place = places[begin]
         self._last = b""  # byte of the block
@@ -131,18 +133,22 @@ class ThinkingConstraint:
 
     @property
     def unbound(self) -> int:
-        """Tokens left of the budget where the answer is free; see `Constraint`."""
-        if self._then is not None:
-            return self._then.unbound if self._place == "answer" else 0
-        if self._budget is None or self._place == "forced":
+        """Tokens left of the budget, and those that the answer has free; see `Constraint`."""
+        free = 0 if self._then is None else self._then.unbound
+        if self._place == "answer":
+            return free
+        if self._holds_start or self._place == "forced":
             return 0
-        return self._budget - self._count + (self._place == "first")
+        if self._budget is None:
+            return free
+        left = self._budget - self._count + (self._place == "first")
+        return left if self._then is None else min(left, free)
 
     def mask(self) -> Tensor | None:
         """Tokens that may come next; see `Constraint`."""
         if self._place == "forced":
             return self._set(0, [self._forced[0]], True)
-        if self._then is None:
+        if self._then is None or not (self._holds_start or self._place == "answer"):
             return None
         if self._place == "reasoning":
             return self._set(-1, self._tokens.stop_ids, False)
@@ -162,7 +168,7 @@ class ThinkingConstraint:
             self._place = "reasoning"
             self._think(b"")
         elif self._place == "reasoning" and token == tokens.close:
-            self._force(tokens.behind if self._then is not None else ())
+            self._force(tokens.behind if self._holds_start else ())
         elif self._place == "reasoning":
             self._count += 1
             self._think(tokens.tokenizer.token_bytes(token))

@@ -2,6 +2,11 @@
 
 A call is given once its closing tag has come, so that what is not a complete call of a known tool
 can still be given as content, and nothing that has been given is taken back.
+
+A stream may have calls as they are written: then a call is begun once its beginning is certain, and
+its arguments come in pieces. They join to valid JSON exactly if the call is complete and would have
+been given as a whole. Where a begun call turns out to be none, what has been given stays, its JSON
+never ends, and the text from there on is content, in which calls are looked for again.
 """
 
 import secrets
@@ -9,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lowbit.runtime.text import json_calls, xml_calls
-from lowbit.runtime.text.call import UNFINISHED, Call
+from lowbit.runtime.text.call import UNFINISHED, Call, CallBegin, CallPiece
+from lowbit.runtime.text.partial_calls import PIECES, PartialCall
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.text.stops import StopStrings, longest_overlap
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -36,10 +42,17 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """Some text of a call's arguments; the fragments of a call join to a JSON object."""
+    """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
+
+    Attributes:
+        index: of the call.
+        fragment: text.
+        last: the call is complete.
+    """
 
     index: int
     fragment: str
+    last: bool = False
 
 
 Event = Piece | ToolCallStart | ToolArguments
@@ -61,6 +74,7 @@ class AnswerSplitter:
         tools: that may be called; without any, nothing is taken for a call.
         form: of calls.
         parallel: whether an answer may have several calls; else it ends with the first.
+        in_pieces: calls are begun before they are complete.
     """
 
     tokenizer: Tokenizer
@@ -69,18 +83,21 @@ class AnswerSplitter:
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None
     parallel: bool = True
+    in_pieces: bool = False
     new_id: Callable[[], str] = new_call_id
     _text: Splitter = field(init=False)
     _calls: "CallReader | None" = None
     _content: "Content" = field(init=False)
-    _count: int = 0  # of calls
+    _begun: int = 0  # calls
+    _complete: int = 0  # calls
     _ended: bool = False  # by the only call of a request that is not parallel
 
     def __post_init__(self) -> None:
         """Parse calls if there are tools and a form."""
         self._content = Content(StopStrings(self.stops))
         if self.tools and self.form is not None and self.begin != "raw":
-            self._calls = CallReader(self.form, {tool.name: tool for tool in self.tools})
+            tools = {tool.name: tool for tool in self.tools}
+            self._calls = CallReader(self.form, tools, self.in_pieces)
         self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
 
     @property
@@ -95,8 +112,8 @@ class AnswerSplitter:
 
     @property
     def calls(self) -> int:
-        """Number of calls so far."""
-        return self._count
+        """Number of complete calls so far."""
+        return self._complete
 
     def push(self, id: int) -> list[Event]:
         """The events that this token completes."""
@@ -116,19 +133,32 @@ class AnswerSplitter:
         for part in self._calls.read(text, final):
             if self.stopped:
                 break
-            if isinstance(part, Call):
-                yield from _content(self._content.interrupt())
-                yield from self._call(part)
-            else:
-                yield from _content(self._content.push(part))
+            match part:
+                case str():
+                    yield from _content(self._content.push(part))
+                case Call():
+                    yield from self._begin(part.name)
+                    yield from self._continue(part.arguments, last=True)
+                case CallBegin():
+                    yield from self._begin(part.name)
+                case CallPiece():
+                    yield from self._continue(part.text, part.last)
         if final and not self._ended:
             yield from _content(self._content.finish())
 
-    def _call(self, call: Call) -> Iterator[Event]:
-        index, self._count = self._count, self._count + 1
-        self._ended = not self.parallel
-        yield ToolCallStart(index, self.new_id(), call.name)
-        yield ToolArguments(index, call.arguments)
+    def _begin(self, name: str) -> Iterator[Event]:
+        yield from _content(self._content.interrupt())
+        index, self._begun = self._begun, self._begun + 1
+        yield ToolCallStart(index, self.new_id(), name)
+
+    def _continue(self, piece: str, last: bool) -> Iterator[Event]:
+        if last:
+            self._complete += 1
+            self._ended = not self.parallel
+        yield ToolArguments(self._begun - 1, piece, last)
+
+
+Part = str | Call | CallBegin | CallPiece
 
 
 def _content(text: str) -> Iterator[Piece]:
@@ -146,12 +176,14 @@ class CallReader:
 
     form: CallForm
     tools: Mapping[str, Tool]
+    in_pieces: bool = False
+    _partial: PartialCall | None = None  # the call that may be begun
     _held: str = ""  # text that is not certain; behind the opening tag while inside a call
     _inside: bool = False
     _searched: int = 0  # length of the held text that has no other closing tag
     _failures: int = 0
 
-    def read(self, text: str, final: bool = False) -> Iterator[str | Call]:
+    def read(self, text: str, final: bool = False) -> Iterator[Part]:
         """Text and calls that are certain once `text` has come; all of it if it is the end."""
         self._held += text
         while self._held or self._inside:
@@ -162,6 +194,7 @@ class CallReader:
                 if not self._inside:
                     return
             else:
+                yield from self._pieces()
                 found = self._call(final)
                 if found is None:
                     return
@@ -171,21 +204,35 @@ class CallReader:
         before, tag, after = self._held.partition(OPEN_CALL)
         if tag:
             self._held, self._inside, self._searched = after, True, 0
+            self._partial = PIECES[self.form](self.tools) if self.in_pieces else None
             return before
         certain = len(before) - (0 if final else longest_overlap(before, (OPEN_CALL,)))
         self._held = before[certain:]
         return before[:certain]
 
-    def _call(self, final: bool) -> Call | str | None:
-        """The call behind an opening tag, the tag if it begins none, or None for not yet."""
+    def _pieces(self) -> Iterator[Part]:
+        """What is certain of a call before its closing tag."""
+        partial = self._partial
+        if partial is None:
+            return
+        body = self._held.partition(CLOSE_CALL)[0]
+        body = body[: len(body) - longest_overlap(body, (CLOSE_CALL,))]
+        begun = partial.name is not None
+        piece = partial.advance(body)
+        if partial.name is not None and not begun:
+            yield CallBegin(partial.name)
+        if piece:
+            yield CallPiece(piece)
+
+    def _call(self, final: bool) -> Part | None:
+        """The call behind an opening tag or its end, text if it is none, or None for not yet."""
         form = FORMS[self.form]
         if not form.may_become_call(self._held, self.tools):
             return self._tag_as_text()
         while (at := self._held.find(CLOSE_CALL, self._searched)) >= 0:
             call = form.read_call(self._held[:at], self.tools)
             if isinstance(call, Call):
-                self._held, self._inside = self._held[at + len(CLOSE_CALL) :], False
-                return call
+                return self._complete(call, at)
             self._failures += 1
             if call != UNFINISHED or self._failures >= MOST_FAILURES:
                 return self._tag_as_text()
@@ -195,14 +242,32 @@ class CallReader:
         self._searched = max(self._searched, len(self._held) - len(CLOSE_CALL) + 1)
         return None
 
+    def _complete(self, call: Call, end: int) -> Part:
+        """A call that ends at `end`, or what has not been given of it."""
+        body, partial = self._held[:end], self._partial
+        if partial is not None and partial.name is not None:
+            piece = partial.finish(body, call)
+            if piece is None:
+                self._failures += 1
+                return self._tag_as_text()
+            found: Part = CallPiece(piece, last=True)
+        else:
+            found = call
+        self._held, self._inside = self._held[end + len(CLOSE_CALL) :], False
+        return found
+
     def _tag_as_text(self) -> str:
+        """The tag of what is no call; of a begun call, nothing, and what is left becomes text."""
         self._inside = False
-        return OPEN_CALL
+        if self._partial is None or self._partial.name is None:
+            return OPEN_CALL
+        self._held = self._held[self._partial.sent :]
+        return ""
 
     def _all_as_text(self) -> str:
         """All that is held, in which no call can be found any more."""
-        text = OPEN_CALL + self._held if self._inside else self._held
-        self._held, self._inside = "", False
+        tag = self._tag_as_text() if self._inside else ""
+        text, self._held = tag + self._held, ""
         return text
 
 

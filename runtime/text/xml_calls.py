@@ -13,11 +13,12 @@ from lowbit.runtime.text.plain_json import write_json
 from lowbit.runtime.text.tools import CLOSE_CALL, NAME, OPEN_CALL, Tool
 from lowbit.runtime.text.typed_values import schema_of, typed_value
 
-OPEN_FUNCTION = "<function="
+OPEN_FUNCTION, CLOSE_VALUE = "<function=", "</parameter>"
 MAX_BEGIN = 400  # characters in which the name of the function must have ended
-_FUNCTION = re.compile(rf"\s*<function=({NAME.pattern})>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-_END_OF_VALUE = re.compile(r"</parameter>\s*(?:(?=<parameter=[^>\n]+>)|(?P<end></function>\s*\Z))")
+FUNCTION = re.compile(rf"\s*<function=({NAME.pattern})>\s*")
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+NEXT_VALUE = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>)")
+END_OF_VALUE = re.compile(r"</parameter>\s*(?:(?=<parameter=[^>\n]+>)|(?P<end></function>\s*\Z))")
 _END = re.compile(r"</function>\s*\Z")
 
 
@@ -40,17 +41,17 @@ def read_call(body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
     Returns:
         UNFINISHED if the closing tag stands in a value; None if the text is no call.
     """
-    function = _FUNCTION.match(body)
+    function = FUNCTION.match(body)
     if function is None or function[1] not in tools:
         return None
     schema = tools[function[1]].schema
     arguments: dict[str, Any] = {}
     at = function.end()
     while not _END.match(body, at):
-        parameter = _PARAMETER.match(body, at)
+        parameter = PARAMETER.match(body, at)
         if parameter is None:
             return None
-        end = _END_OF_VALUE.search(body, parameter.end())
+        end = END_OF_VALUE.search(body, parameter.end())
         text = body[parameter.end() : end.start() if end else None]
         if _holds_another_call(text):
             return None

@@ -17,6 +17,7 @@ from lowbit.runtime.serve.logprobs import of_chat
 from lowbit.runtime.serve.openapi import documented
 from lowbit.runtime.serve.opening import open_conversation
 from lowbit.runtime.serve.prepare import Wanted
+from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.chat import ChatBody
 from lowbit.runtime.serve.schemas.tools import NamedChoice
@@ -24,7 +25,7 @@ from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/chat/completions", **documented(ChatBody, "chat"))

@@ -21,6 +21,7 @@ from lowbit.runtime.serve.openapi import documented
 from lowbit.runtime.serve.prepare import copies, tokens_of
 from lowbit.runtime.serve.record import record_of
 from lowbit.runtime.serve.restrict import constraint_of_format
+from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.completions import CompletionBody
 from lowbit.runtime.serve.service import Service, service_of
@@ -28,7 +29,7 @@ from lowbit.runtime.serve.sse import DONE, EventStream, event
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.reasoning import Piece
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/completions", **documented(CompletionBody, "completions"))
@@ -87,8 +88,6 @@ def asks_of(model: Model, body: CompletionBody) -> list[Ask]:
     Raises:
         RequestError, ApiError: the body cannot be served.
     """
-    if body.echo and body.stream:
-        raise invalid("`echo` is not supported in a stream", "echo")
     most = 16 if body.max_tokens is None else body.max_tokens  # as OpenAI has it
     if most == 0 and not body.echo:
         raise invalid("`max_tokens` must be at least 1, or 0 with `echo`", "max_tokens")
@@ -110,7 +109,7 @@ def _choice(
     if body.logprobs is not None:
         logprobs = TextLogprobs(model.tokenizer)
         if body.echo:
-            for id, found in zip(prompt, one.end.prompt, strict=True):
+            for id, found in zip(prompt, one.prompt, strict=True):
                 logprobs.add_one(id, found)
         logprobs.add(one.tokens)
     return {
@@ -132,13 +131,21 @@ class CompletionEvents:
         service: Service,
         prompts: Sequence[list[int]],
     ) -> None:
-        """Nothing is written yet."""
+        """Nothing is written yet.
+
+        Args:
+            head: fields of every chunk.
+            body: of the request.
+            service: that makes the answers.
+            prompts: token ids of every prompt.
+        """
         self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]}"
         self._prompt_tokens = sum(map(len, prompts))
-        count = len(prompts) * (body.n or 1)
+        asked = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        self._echoes = dict(enumerate(asked)) if body.echo else {}  # prompts not sent yet
         wanted = body.logprobs is not None
-        tokenizer = service.model.tokenizer
-        self._logprobs = [TextLogprobs(tokenizer) for _ in range(count)] if wanted else []
+        self._tokenizer = service.model.tokenizer
+        self._logprobs = [TextLogprobs(self._tokenizer) for _ in asked] if wanted else []
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
@@ -153,6 +160,7 @@ class CompletionEvents:
         return b"".join([self._update(update) for update in updates])
 
     def _update(self, update: Update) -> bytes:
+        data = self._echo(update)
         text = "".join(piece.text for piece in update.events if isinstance(piece, Piece))
         logprobs = None
         if self._logprobs and update.tokens:
@@ -160,13 +168,25 @@ class CompletionEvents:
             found.clear()
             found.add(update.tokens)
             logprobs = found.fields()
-        data = b""
         if text or logprobs:
-            data = self._chunk(update.index, text, None, logprobs)
+            data += self._chunk(update.index, text, None, logprobs)
         if update.end is not None:
             self._ends.append(update.end)
             data += self._chunk(update.index, "", update.end.reason, None)
         return data
+
+    def _echo(self, update: Update) -> bytes:
+        """The prompt, before the first news of an answer."""
+        prompt = self._echoes.pop(update.index, None)
+        if prompt is None or update.error is not None:
+            return b""
+        logprobs = None
+        if self._logprobs:
+            found = self._logprobs[update.index]
+            for id, value in zip(prompt, update.prompt, strict=True):
+                found.add_one(id, value)
+            logprobs = found.fields()
+        return self._chunk(update.index, self._tokenizer.decode(prompt), None, logprobs)
 
     def close(self) -> bytes:
         """Usage, and the end."""

@@ -24,6 +24,7 @@ from lowbit.runtime.serve.openapi import documented
 from lowbit.runtime.serve.opening import open_conversation
 from lowbit.runtime.serve.prepare import Wanted
 from lowbit.runtime.serve.record import record_of
+from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.schemas.common import TextPart, text_of
 from lowbit.runtime.serve.schemas.messages import (
     Block,
@@ -38,7 +39,7 @@ from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.serve.usage import usage_of
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 DIRECT = {"type": "direct"}  # the model called the tool itself
 
 
@@ -65,7 +66,7 @@ async def create(request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", **documented(CountBody, "messages"))
-async def count_tokens(request: Request) -> dict[str, int]:
+async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt."""
     service = service_of(request)
     body = await read_body(request, CountBody, service.executor)
@@ -73,7 +74,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     record_of(request).ignored = body.ignored()
     model = service.model
     ids = await service.in_thread(lambda: encode(model, conversation_of(model, body)))
-    return {"input_tokens": len(ids)}
+    return JSONResponse({"input_tokens": len(ids)})
 
 
 def conversation_of(model: Model, body: CountBody) -> Conversation:
@@ -103,6 +104,7 @@ def conversation_of(model: Model, body: CountBody) -> Conversation:
                     "name": tool.name,
                     **({"description": tool.description} if tool.description else {}),
                     "parameters": tool.input_schema,
+                    **({"strict": True} if tool.strict else {}),
                 },
             }
             for tool in body.tools or ()

@@ -18,6 +18,7 @@ from lowbit.runtime.serve.opening import open_conversation
 from lowbit.runtime.serve.prepare import Wanted
 from lowbit.runtime.serve.response_events import ResponseEvents
 from lowbit.runtime.serve.response_object import ResponseObject, output_of
+from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.schemas.formats import JsonObjectFormat
 from lowbit.runtime.serve.schemas.responses import (
     CallItem,
@@ -33,7 +34,7 @@ from lowbit.runtime.serve.schemas.responses import (
 )
 from lowbit.runtime.serve.sse import EventStream
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 
 @router.post("/v1/responses", **documented(ResponsesBody, "responses"))
@@ -74,7 +75,7 @@ def conversation_of(model: Model, body: ResponsesBody) -> Conversation:
     )
 
 
-FUNCTION = {"name", "description", "parameters"}
+FUNCTION = {"name", "description", "parameters", "strict"}
 
 
 def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:

@@ -68,14 +68,14 @@ class CustomTool(Body):
     """A tool of the client's."""
 
     HARMLESS = frozenset(
-        {"cache_control", "strict", "defer_loading", "allowed_callers", "input_examples"}
+        {"cache_control", "defer_loading", "allowed_callers", "input_examples"}
     ) | {"eager_input_streaming"}
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     cache_control: Any = None
-    strict: Any = None
+    strict: bool | None = None
     defer_loading: Any = None
     allowed_callers: Any = None
     input_examples: Any = None

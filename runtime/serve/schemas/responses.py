@@ -115,7 +115,7 @@ Items = Annotated[
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    HARMLESS = frozenset({"strict", "defer_loading", "allowed_callers", "output_schema"})
+    HARMLESS = frozenset({"defer_loading", "allowed_callers", "output_schema"})
     type: Literal["function"]
     name: str
     description: str | None = None

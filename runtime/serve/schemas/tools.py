@@ -11,7 +11,6 @@ from lowbit.runtime.serve.schemas.common import Body
 class Function(Body):
     """`tools[].function`."""
 
-    HARMLESS = frozenset({"strict"})
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None

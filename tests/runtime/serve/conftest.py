@@ -4,7 +4,8 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,14 @@ class Running:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
 
 
 def tool_model(folder: Path) -> Path:

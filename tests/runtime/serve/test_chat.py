@@ -181,7 +181,16 @@ def test_required_call_has_arguments_under_its_schema(client: openai.OpenAI) -> 
     assert fragments[0].id.startswith("call_")
     text = "".join(fragment.function.arguments or "" for fragment in fragments)
     assert json.loads(text) == arguments
+    assert len(fragments) > 5  # while they are made
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_strict_tools_leave_the_text_free(client: openai.OpenAI) -> None:
+    function = {**TOOLS[0]["function"], "strict": True}
+    tools = [{"type": "function", "function": function}]
+    found = ask(client, tools=tools, max_tokens=20)
+    assert found.usage.completion_tokens == 20
+    assert found.choices[0].message.content
 
 
 def test_named_call_and_its_result_are_a_conversation(client: openai.OpenAI) -> None:

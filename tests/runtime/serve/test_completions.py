@@ -56,6 +56,30 @@ def test_echo_scores_the_prompt(server: Running, client: openai.OpenAI) -> None:
     assert only.logprobs.token_logprobs == found.logprobs.token_logprobs[:-1]
 
 
+@pytest.mark.parametrize("most", [0, 5])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_streamed_echo_sends_the_prompt_first(
+    server: Running, client: openai.OpenAI, most: int, logprobs: int | None
+) -> None:
+    ids = [server.model.encode(text, raw=True) for text in TEXTS]
+    fields: dict[str, Any] = {"echo": True, "logprobs": logprobs, "max_tokens": most, "n": 2}
+    whole = complete(client, ids, **fields).choices
+    chunks = [chunk.choices[0] for chunk in complete(client, ids, stream=True, **fields)]
+    for index, choice in enumerate(whole):
+        parts = [chunk for chunk in chunks if chunk.index == index]
+        assert parts[0].text == TEXTS[index // 2]
+        assert "".join(part.text for part in parts) == choice.text
+        assert parts[-1].finish_reason == choice.finish_reason
+        if logprobs is None:
+            assert not any(part.logprobs for part in parts)
+            continue
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            told = [
+                value for part in parts if part.logprobs for value in getattr(part.logprobs, name)
+            ]
+            assert told == getattr(choice.logprobs, name)
+
+
 def test_tokens_and_back(server: Running) -> None:
     with httpx2.Client(base_url=server.url) as client:
         found = client.post("/tokenize", json={"prompt": TEXTS[0]}).json()

@@ -2,9 +2,6 @@
 
 import json
 import socket
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -12,7 +9,7 @@ import pytest
 
 from lowbit.runtime.engine.load import load_of
 from lowbit.runtime.serve import sse
-from tests.runtime.serve.conftest import NAME, SEQUENCES, Running, running
+from tests.runtime.serve.conftest import NAME, SEQUENCES, Running, running, until
 
 LONG: dict[str, Any] = {
     "model": NAME,
@@ -21,14 +18,6 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
     "stream": True,
 }
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.005)
 
 
 def busy(server: Running) -> int:

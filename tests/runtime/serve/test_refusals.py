@@ -10,6 +10,10 @@ from lowbit.runtime.serve.settings import check_exposure
 from tests.runtime.serve.conftest import NAME, Running, running
 
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
+STRICT = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}},
+}
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"functions": []}, "functions", "not supported"),
     ({"max_tokens": "9"}, "max_tokens", "integer"),
@@ -34,6 +38,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"modalities": ["audio"]}, "modalities[0]", "text"),
     ({"tools": [{"type": "web"}]}, "tools[0].type", "function"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
+    ({"tools": [STRICT]}, "tools", "not"),
     ({"response_format": {"type": "xml"}}, "response_format", "xml"),
     ({"guided_regex": "(", "max_tokens": 4}, "guided_regex", "regular expression"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "exclude"),

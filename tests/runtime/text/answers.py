@@ -1,5 +1,6 @@
 """Answers split into deltas at will, and what an AnswerSplitter makes of them."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,21 +55,43 @@ def parsed(
     tools: tuple[Tool, ...] = TOOLS,
     **options: Any,
 ) -> Parsed:
-    """Push the pieces one by one, `<think>` and `</think>` as the tokens that they are."""
+    """The joined events of some pieces."""
+    splitter, deltas = splitter_of(pieces, form, begin, stops, tools, **options)
+    events = pushed(splitter, deltas)
+    assert splitter.push(CLOSE_ID) == splitter.finish() == []  # nothing twice
+    reasoning, content, calls = joined(events)
+    assert splitter.calls == sum(is_object(arguments) for _, arguments in calls)
+    assert splitter.stop is None or splitter.stop in stops
+    return Parsed(reasoning, content, calls, splitter.stopped)
+
+
+def events_of(pieces: Iterable[bytes], form: CallForm | None, **options: Any) -> list[Event]:
+    """The events of some pieces."""
+    return pushed(*splitter_of(pieces, form, "answer", (), TOOLS, **options))
+
+
+def splitter_of(
+    pieces: Iterable[bytes],
+    form: CallForm | None,
+    begin: Begin,
+    stops: tuple[str, ...],
+    tools: tuple[Tool, ...],
+    **options: Any,
+) -> tuple[AnswerSplitter, Deltas]:
     deltas = Deltas([*pieces])
     tokenizer = cast(Tokenizer, deltas)
-    splitter = AnswerSplitter(tokenizer, begin, stops, tools, form, **options)
-    events = []
+    return AnswerSplitter(tokenizer, begin, stops, tools, form, **options), deltas
+
+
+def pushed(splitter: AnswerSplitter, deltas: Deltas) -> list[Event]:
+    """Push the pieces one by one, `<think>` and `</think>` as the tokens that they are."""
+    events: list[Event] = []
     tags = {b"<think>": OPEN_ID, b"</think>": CLOSE_ID}
     for index, piece in enumerate(deltas.pieces):
         events += splitter.push(tags.get(piece, index))
         if splitter.stopped:
             break
-    events += splitter.finish()
-    assert splitter.push(CLOSE_ID) == splitter.finish() == []  # nothing twice
-    reasoning, content, calls = joined(events)
-    assert splitter.stop is None or splitter.stop in stops
-    return Parsed(reasoning, content, calls, splitter.stopped)
+    return events + splitter.finish()
 
 
 def joined(events: Iterable[Event]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
@@ -76,6 +99,7 @@ def joined(events: Iterable[Event]) -> tuple[str, str, tuple[tuple[str, str], ..
     texts = {True: "", False: ""}
     names: list[str] = []
     arguments: list[str] = []
+    complete: set[int] = set()
     ids = set()
     for event in events:
         if isinstance(event, Piece):
@@ -90,9 +114,20 @@ def joined(events: Iterable[Event]) -> tuple[str, str, tuple[tuple[str, str], ..
             assert event.id.startswith("call_")
         else:
             assert event.index == len(names) - 1
+            assert event.index not in complete
+            complete |= {event.index} if event.last else set()
             arguments[-1] += event.fragment
     assert len(ids) == len(names)
+    assert [is_object(text) for text in arguments] == [i in complete for i in range(len(names))]
     return texts[True], texts[False], tuple(zip(names, arguments, strict=True))
+
+
+def is_object(text: str) -> bool:
+    """Tell if a text is strictly valid JSON of an object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def cut(data: bytes, places: Iterable[int]) -> list[bytes]:

@@ -11,6 +11,7 @@ from lowbit.runtime.text.tokenizer import load_tokenizer
 from lowbit.runtime.text.tool_calls import AnswerSplitter
 from lowbit.runtime.text.tools import CallForm, read_tools
 from tests.runtime.text.answers import TOOLS, Parsed, bytewise, cut, joined, parsed
+from tests.runtime.text.calls import F1, FORMS, G1, PARTS, XF1, XG1, xml_value
 from tests.runtime.text.templates import (
     BUNDLED,
     NAMES,
@@ -19,11 +20,6 @@ from tests.runtime.text.templates import (
     tool,
 )
 
-FORMS: list[CallForm] = ["json", "xml"]
-F1 = '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>'
-G1 = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-XF1 = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-XG1 = "<tool_call><function=g></function></tool_call>"
 F, G = ("f", '{"x": "1"}'), ("g", "{}")
 
 
@@ -80,10 +76,6 @@ def everywhere(text: str, form: CallForm | None, **options: Any) -> Parsed:
 )
 def test_json_calls(text: str, content: str, calls: tuple[tuple[str, str], ...]) -> None:
     assert everywhere(text, "json") == Parsed("", content, calls)
-
-
-def xml_value(value: str, parameter: str = "x") -> str:
-    return XF1.replace("\n1\n", value).replace("=x>", f"={parameter}>")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +152,6 @@ def test_after_many_texts_that_are_no_calls_all_is_text(monkeypatch: pytest.Monk
     assert everywhere(open_string * 3 + F1, "json") == Parsed("", open_string * 3 + F1)
 
 
-PARTS = [
-    *("a", "é😀", " ", "\n", '"', "\\", "{", "}", ":", ",", "5", "null", "END"),
-    *("<tool_call>", "</tool_call>", "<function=f>", "<function=h>", "</function>"),
-    *("<parameter=x>", "</parameter>", '{"name": "f", "arguments": {"x": "', '"}}', F1, XF1, G1),
-]
 texts_of_parts = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 cuts = st.lists(st.integers(0, 10**6), max_size=12)
 
