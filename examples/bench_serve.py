@@ -28,7 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.model import Model, load
+from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.text.tokenizer import load_tokenizer
 

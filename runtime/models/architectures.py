@@ -37,6 +37,3 @@ BUILD: Mapping[str, Build] = {
     "qwen3_5_text": qwen3_5.build,
 }
 HEADS: Mapping[str, AddHead] = dict.fromkeys(("qwen3_5", "qwen3_5_text"), qwen3_5_mtp.with_head)
-    "qwen3_5": qwen3_5_mtp.with_head,
-    "qwen3_5_text": qwen3_5_mtp.with_head,
-}
