@@ -1,5 +1,6 @@
 """Drafts of the sequences of an engine: who makes them, and how many are checked in a step."""
 
+import time
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
 
@@ -9,9 +10,10 @@ from lowbit.runtime.engine.head_drafts import MOST_BEHIND, HeadDrafts
 from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NewDrafter
-from lowbit.runtime.speculation.pace import Cost, PlacedPace, Plan
-from lowbit.runtime.speculation.settings import Speculation, head_cost
+from lowbit.runtime.speculation.pace import PlacedPace, Plan
+from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.state.step import EXACT_TOKENS
 
 # Chance that a draft of the head is right behind right ones, by its place, before any of the
@@ -27,14 +29,14 @@ class Drafting:
         most: drafts of a sequence in a step.
         new_drafter: makes the drafter of a sequence; None for none.
         head: of the model; None for none.
-        head_cost: of drafting by the head and checking.
+        costs: of drafts.
         spare: slots for states after drafts; None without linear layers.
     """
 
     most: int
     new_drafter: NewDrafter | None
     head: HeadDrafts | None
-    head_cost: Cost
+    costs: Costs
     spare: range | None
 
     def begin(self, sequence: Sequence) -> None:
@@ -54,9 +56,10 @@ class Drafting:
     def worth_reading(self, sequences: Numbers[Sequence]) -> bool:
         """True if there may be drafts once all tokens have been read; some are under way."""
         most = self._most(sequences)
-        plans = [self._head_plan(each, most) for each in sequences]
+        plans = self._head_plans(sequences, most)
+        cost = self.costs.checking(len(sequences))
         return any(plan.drafts for plan in plans) or any(
-            each.propose(most, 1.0) or self._late(each) for each in sequences
+            each.propose(most, cost, 1.0) or self._late(each) for each in sequences
         )
 
     def round(self, sequences: Numbers[Sequence]) -> list[Part]:
@@ -65,29 +68,42 @@ class Drafting:
         sequences: that are being decoded, all of them, and all of whose tokens have been read.
         """
         most = self._most(sequences)
-        plans = [self._head_plan(each, most) for each in sequences]
+        cost, plans = self.costs.checking(len(sequences)), self._head_plans(sequences, most)
         drafts: list[Numbers[int]] = []
         by_head = {}
         for place, (each, plan) in enumerate(zip(sequences, plans, strict=True)):
-            drafts.append(each.propose(most, plan.gain))
+            drafts.append(each.propose(most, cost, plan.gain))
             each.by_head = not drafts[place] and plan.drafts > 0
             if each.by_head or self._late(each):
                 by_head[place] = plan.drafts if each.by_head else 0
             elif plan.drafts == 0 and each.head_pace is not None:
                 each.head_pace.skip()
         if by_head and self.head is not None:
+            started = time.perf_counter()
             found = self.head.propose([sequences[place] for place in by_head], by_head.values())
+            self.costs.note_head(max(by_head.values()), time.perf_counter() - started)
             for place, tokens in zip(by_head, found, strict=True):
                 drafts[place] = drafts[place] or tokens
         return new_round(sequences, drafts, self.spare) if any(drafts) else []
+
+    def check(self, parts: list[Part], runner: Runner) -> list[list[int]]:
+        """Send a round and wait for it: the next tokens of each sequence."""
+        started = time.perf_counter()
+        chosen = runner.read(runner.verify(parts))
+        tokens = sum(len(part.ids) for part in parts)
+        self.costs.note_round(tokens, time.perf_counter() - started)
+        return chosen
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
         """Drafts of a sequence for which a step of all of them has places."""
         return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
 
-    def _head_plan(self, sequence: Sequence, most: int) -> Plan:
-        pace = sequence.head_pace
-        return Plan() if pace is None else pace.plan(sequence.most_drafts(most), self.head_cost)
+    def _head_plans(self, sequences: Numbers[Sequence], most: int) -> list[Plan]:
+        cost = self.costs.drafting(len(sequences))
+        return [
+            each.head_pace.plan(each.most_drafts(most), cost) if each.head_pace else Plan()
+            for each in sequences
+        ]
 
     def _late(self, sequence: Sequence) -> bool:
         """True if the head must catch up before the trail of hidden states is overwritten."""
@@ -104,8 +120,8 @@ def new_drafting(
     head = None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
     return Drafting(
         most=drafts,
-        new_drafter=speculation.new_drafter(device),
+        new_drafter=speculation.new_drafter(),
         head=head,
-        head_cost=head_cost(device),
+        costs=speculation.costs(device),
         spare=runner.spare,
     )

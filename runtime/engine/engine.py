@@ -5,6 +5,7 @@ request alone is then never handed from thread to thread, and requests from seve
 tasks still share their steps.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
@@ -130,11 +131,12 @@ class Engine:
             while budget > 0 and (sequence := self._next_prompt()) is not None:
                 budget -= self._run_chunk(sequence)
             decoding = [each for each in ready if each.chosen < each.count]
-            if decoding:
-                self._decode(decoding)
+            started = time.perf_counter()
+            plain = bool(decoding) and self._decode(decoding)
             worked = bool(decoding) or bool(self._sent) or budget < CHUNK
-            ahead = 1 if decoding and self.runner.on_gpu else 0
-            self._read(ahead)
+            self._read(1 if decoding and self.runner.on_gpu else 0)
+            if self.drafting is not None and plain and budget == CHUNK:
+                self.drafting.costs.note_step(len(decoding), time.perf_counter() - started)
             self._stepping = False
             return worked
 
@@ -272,11 +274,11 @@ class Engine:
             self._prompt = None
         return len(hidden)
 
-    def _decode(self, sequences: list[Sequence]) -> None:
+    def _decode(self, sequences: list[Sequence]) -> bool:
         """Send one token of every sequence through the layers and choose the next ones.
 
         The mask of a token depends on the one before it. Where one is needed, the host reads all
-        that are under way and makes it while the layers run.
+        that are under way and makes it while the layers run. False if there were drafts too.
         """
         bound = [each for each in sequences if each.bound]
         drafting = None if bound else self.drafting
@@ -284,9 +286,10 @@ class Engine:
             self._read()  # drafts follow the last token
             sequences = [each for each in sequences if not each.ended]
             parts = drafting.round(sequences)
-            self._verify(parts)
+            if parts:
+                self._verify(parts, drafting)
             if parts or not sequences:
-                return
+                return False
         if bound:
             self.runner.forward(sequences)
         else:
@@ -299,11 +302,11 @@ class Engine:
             self._restrict(bound)
             if not all(each.ended for each in sequences):
                 self._sent.append(self.runner.choose(sequences))
+        return True
 
-    def _verify(self, parts: list[Part]) -> None:
+    def _verify(self, parts: list[Part], drafting: Drafting) -> None:
         """Send a round and hand out what it gives: the host chooses what comes next by it."""
-        chosen = self.runner.read(self.runner.verify(parts)) if parts else ()
-        for part, tokens in zip(parts, chosen, strict=True):
+        for part, tokens in zip(parts, drafting.check(parts, self.runner), strict=True):
             each = part.sequence
             each.note(len(part.drafts), len(tokens) - 1)
             for slot, token in zip(part.writes, tokens, strict=False):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.speculation.drafter import Drafter
-from lowbit.runtime.speculation.pace import PlacedPace
+from lowbit.runtime.speculation.pace import Cost, PlacedPace
 from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.state.pages import pages_for
@@ -152,12 +152,12 @@ class Sequence:
         """Drafts that the request has tokens left for, up to `most`."""
         return max(0, min(most, self.count - self.chosen - 1))
 
-    def propose(self, most: int, least_gain: float) -> Ids[int]:
+    def propose(self, most: int, cost: Cost, least_gain: float) -> Ids[int]:
         """Drafts of what follows, if its drafter has some; see `Drafter.propose`."""
         most = self.most_drafts(most)
         if self.drafter is None or most == 0:
             return ()
-        return self.drafter.propose(most, least_gain)
+        return self.drafter.propose(most, cost, least_gain)
 
     def go_on(self, slot: int) -> None:
         """Count a token of a round: the state after it is in a slot, and the next one is chosen."""

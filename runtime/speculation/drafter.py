@@ -17,10 +17,13 @@ class Drafter(Protocol):
     def append(self, id: int) -> None:
         """Take the next token of the sequence."""
 
-    def propose(self, most: int, least_gain: float) -> Sequence[int]:
+    def propose(self, most: int, cost: Cost, least_gain: float) -> Sequence[int]:
         """Up to `most` tokens that may come next; none where others promise more.
 
-        least_gain: of others, see `Plan`.
+        Args:
+            most: tokens.
+            cost: of checking them.
+            least_gain: of others, see `Plan`.
         """
 
     def note(self, drafted: int, right: int) -> None:
@@ -33,14 +36,9 @@ NewDrafter = Callable[[Sequence[int]], Drafter]  # of a sequence that begins wit
 class NgramDrafter:
     """Copies what followed where the end of the text stood before."""
 
-    def __init__(self, ids: Sequence[int], cost: Cost) -> None:
-        """Of a sequence that begins with these tokens.
-
-        Args:
-            ids: of the prompt and of what has been chosen.
-            cost: of a step with drafts.
-        """
-        self._text, self._cost = GrowingText(ids), cost
+    def __init__(self, ids: Sequence[int]) -> None:
+        """Of a sequence that begins with these tokens."""
+        self._text = GrowingText(ids)
         self._paces = {least: Pace(chance, chance) for least, chance in GUESSES.items()}
         self._used: Pace | None = None
 
@@ -48,13 +46,13 @@ class NgramDrafter:
         """Take the next token of the sequence."""
         self._text.append(id)
 
-    def propose(self, most: int, least_gain: float = 1.0) -> Sequence[int]:
+    def propose(self, most: int, cost: Cost, least_gain: float = 1.0) -> Sequence[int]:
         """What followed the longest match; see `Drafter.propose`."""
         match = self._text.match() if most > 0 else None
         if match is None:
             return ()
         pace = self._pace(match)
-        plan = pace.plan(most, self._cost)
+        plan = pace.plan(most, cost)
         if plan.gain <= least_gain:
             pace.skip()
             return ()

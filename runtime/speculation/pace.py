@@ -93,8 +93,3 @@ def best_plan(chances: Iterable[float], cost: Cost) -> Plan:
         if gain > best.gain:
             best = Plan(drafts, gain)
     return best
-
-
-def linear_cost(slope: float) -> Cost:
-    """Every draft adds `slope` of a step."""
-    return lambda drafts: 1 + slope * drafts

@@ -1,22 +1,18 @@
 """Settings of speculation, and what they come to for a model and a device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
+from lowbit.runtime.speculation.costs import Costs, new_costs
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
-from lowbit.runtime.speculation.pace import Cost, linear_cost
 from lowbit.runtime.state.step import EXACT_TOKENS
 
 Mode = Literal["off", "ngram", "mtp", "auto"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_DRAFTS = EXACT_TOKENS - 1  # with the token before them they get the bits that each has alone
 RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
-# What a draft adds to a step, in steps of one token: to check it, and to have the head make it.
-CHECK_COST = {"cpu": 0.1, "cuda": 0.1}
-HEAD_COST = {"cpu": 0.1, "cuda": 0.07}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +49,10 @@ class Speculation:
             return 0
         return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)
 
-    def new_drafter(self, device: str) -> NewDrafter | None:
-        """Makes what proposes the tokens of a sequence on `cpu` or `cuda`, beside the head."""
-        if self.mode not in ("ngram", "auto"):
-            return None
-        cost = linear_cost(CHECK_COST[device])
+    def new_drafter(self) -> NewDrafter | None:
+        """Makes what proposes the tokens of a sequence, beside the head."""
+        return NgramDrafter if self.mode in ("ngram", "auto") else None
 
-        def ngram(ids: Sequence[int]) -> NgramDrafter:
-            return NgramDrafter(ids, cost)
-
-        return ngram
-
-
-def head_cost(device: str) -> Cost:
-    """Cost of drafts that the head makes."""
-    return linear_cost(CHECK_COST[device] + HEAD_COST[device])
+    def costs(self, device: str) -> Costs:
+        """What drafts cost on `cpu` or `cuda`; `auto` measures it."""
+        return new_costs(device, measured=self.mode == "auto")

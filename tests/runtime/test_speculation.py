@@ -7,11 +7,16 @@ from itertools import takewhile
 import pytest
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.speculation.costs import Costs, new_costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
-from lowbit.runtime.speculation.pace import Pace, linear_cost
+from lowbit.runtime.speculation.pace import Cost, Pace, PlacedPace
 from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.speculation.tally import Tally
+
+
+def linear_cost(slope: float) -> Cost:
+    return lambda drafts: 1 + slope * drafts
 
 
 def longest_match(ids: Sequence[int]) -> tuple[int, int] | None:
@@ -87,13 +92,56 @@ def test_right_drafts_grow() -> None:
     assert counts == sorted(counts)
 
 
+def test_places_are_told_apart() -> None:
+    """The first is right four times in five, the second in half of these, the third never."""
+    draw, pace, cost = random.Random(3), PlacedPace((0.5, 0.5, 0.5)), linear_cost(0.2)
+    for _ in range(2000):
+        right = 0 if draw.random() < 0.2 else 1 if draw.random() < 0.5 else 2
+        pace.note(3, right)
+    assert pace.chances[0] == pytest.approx(0.8, abs=0.25)
+    assert pace.chances[1] == pytest.approx(0.5, abs=0.3)
+    assert pace.chances[2] < 0.01
+    assert pace.plan(3, cost).drafts in (1, 2)
+    assert pace.plan(3, cost).gain > 1.3
+    before = list(pace.chances)
+    pace.note(1, 1)
+    assert pace.chances[0] > before[0]
+    assert pace.chances[1:] == before[1:]  # nothing was said of them
+
+
+def test_costs_are_learnt_from_steps() -> None:
+    """Steps that take 10 ms for the first token, 2 for each further one and 1 for a draft."""
+    costs = Costs(check=0.5, head=0.5, measured=True)
+    for number in range(200):
+        late = 50.0 if number % 10 == 0 else 1.0  # something held the device up
+        costs.note_step(1, 0.010 * late)
+        costs.note_round(5, 0.018 * late)
+        costs.note_head(4, 0.004 * late)
+    assert costs.check == pytest.approx(0.2, rel=0.35)
+    assert costs.head == pytest.approx(0.1, rel=0.6)
+    assert costs.checking(1)(4) == 1 + 4 * costs.check
+    assert costs.drafting(1)(4) == pytest.approx(1 + 4 * (costs.check + costs.head))
+    # three sequences with two drafts each: nine tokens against three
+    expected = (1 + 8 * costs.check) / (1 + 2 * costs.check)
+    assert costs.checking(3)(2) == pytest.approx(expected)
+
+
+def test_costs_stay_where_nobody_measures() -> None:
+    costs = new_costs("cpu", measured=False)
+    first = (costs.check, costs.head)
+    costs.note_step(1, 1.0)
+    costs.note_round(4, 9.0)
+    costs.note_head(4, 9.0)
+    assert (costs.check, costs.head) == first
+
+
 def test_copies_are_proposed_and_random_text_is_left_alone() -> None:
     draw = random.Random(5)
     lines = [draw.randrange(1000) for _ in range(200)]
-    drafter = NgramDrafter(lines, linear_cost(0.1))
+    drafter = NgramDrafter(lines)
     steps, at = 0, 0
     while at < len(lines):
-        drafts = list(drafter.propose(15))
+        drafts = list(drafter.propose(15, linear_cost(0.1)))
         truth = lines[at : at + len(drafts)]
         right = sum(takewhile(bool, (a == b for a, b in zip(drafts, truth, strict=False))))
         if drafts:
@@ -103,7 +151,7 @@ def test_copies_are_proposed_and_random_text_is_left_alone() -> None:
         at += right + 1
         steps += 1
     assert steps < 30
-    assert not any(NgramDrafter(lines[:n], linear_cost(0.1)).propose(15) for n in range(1, 200))
+    assert not any(NgramDrafter(lines[:n]).propose(15, linear_cost(0.1)) for n in range(1, 200))
 
 
 def test_a_tally_counts_by_place() -> None:

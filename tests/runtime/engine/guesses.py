@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.head_drafts import HeadDrafts
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NewDrafter
-from lowbit.runtime.speculation.pace import linear_cost
+from lowbit.runtime.speculation.pace import Cost
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Guesser:
         assert id == self.truth[self.at]
         self.at += 1
 
-    def propose(self, most: int, least_gain: float) -> list[int]:
+    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
         count, right = self.counts(most)
         drafts = [*self.truth[self.at : self.at + count]]
         drafts += [self.wrong] * (count - len(drafts))
@@ -63,4 +64,4 @@ def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
     mtp, trail = runner.decoder.mtp, runner.trail
     head = None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
-    return Drafting(most, new_drafter, head, linear_cost(0.1), runner.spare)
+    return Drafting(most, new_drafter, head, Costs(0.1, 0.1), runner.spare)
