@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 NEWEST = 0.15  # weight of the newest draft among those that have been checked
+MARGIN = 1.05  # what drafts must promise to gain, so that a wrong guess of their cost loses little
 FORGET = 0.005  # part of the way back to the first guess, for every time that none was worth it
 
 Cost = Callable[[int], float]  # of checking so many drafts, in steps of one token
@@ -90,6 +91,6 @@ def best_plan(chances: Iterable[float], cost: Cost) -> Plan:
         right *= chance
         expected += right
         gain = expected / cost(drafts)
-        if gain > best.gain:
+        if gain > max(best.gain, MARGIN):
             best = Plan(drafts, gain)
     return best

@@ -10,7 +10,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.speculation.costs import Costs, new_costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
-from lowbit.runtime.speculation.pace import Cost, Pace, PlacedPace
+from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace
 from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.speculation.tally import Tally
 
@@ -65,7 +65,7 @@ def test_as_many_drafts_as_give_the_most_tokens_for_their_time(chance: float, sl
         for drafts in range(most + 1)
     ]
     count = Pace(chance, chance).plan(most, cost).drafts
-    assert speeds[count] == pytest.approx(max(speeds))
+    assert speeds[count] == pytest.approx(max(speeds)) if max(speeds) > MARGIN else count == 0
     assert Pace(chance, chance).plan(0, cost).drafts == 0
 
 
