@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lowbit.runtime.engine.head_drafts import MOST_BEHIND, HeadDrafts
+from lowbit.runtime.engine.head_drafts import MOST_BEHIND, HeadDrafts, head_drafts
 from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
@@ -50,7 +50,7 @@ class Drafting:
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Let the head see a part of a prompt, from a position on."""
-        if self.head is not None:
+        if self.head is not None and sequence.predictable:
             self.head.read_prompt(sequence, first, hidden)
 
     def worth_reading(self, sequences: Numbers[Sequence]) -> bool:
@@ -116,12 +116,10 @@ def new_drafting(
     """What proposes tokens on a runner, up to `drafts` a step; None where nothing does."""
     if speculation.mode == "off":
         return None
-    mtp, trail = runner.decoder.mtp, runner.trail
-    head = None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
     return Drafting(
         most=drafts,
         new_drafter=speculation.new_drafter(),
-        head=head,
+        head=head_drafts(runner),
         costs=speculation.costs(device),
         spare=runner.spare,
     )

@@ -23,6 +23,7 @@ from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
 
 MOST_BEHIND = TRAIL // 2  # positions; steps under way add to them before the head has caught up
+TOGETHER = 64  # positions of several sequences that the head takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class HeadDrafts:
         runner: of the model.
         head: of the model.
         trail: of the runner.
+        places: takes what the drafts' kernels leave for the host, who does not read it.
     """
 
     runner: Runner
     head: MtpHead[CpuLinear] | MtpHead[GpuLinear]
     trail: Tensor
+    places: Tensor
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Run a part of a prompt through the head, whose last token waits for the one behind it.
@@ -62,16 +65,15 @@ class HeadDrafts:
         A draft is drawn with the random number of its place, as the token itself will be, which
         makes the two meet more often than if each had its own.
         """
-        hidden = self._catch_up(sequences)
+        hidden = torch.cat([self._catch_up(some) for some in _groups(sequences)])
         runner, choose = self.runner, self.runner.decoder.ops.choose
         rows = self._ints([each.row for each in sequences])
-        places = new_places(runner.sampler.rows, runner.on_gpu)
         drafts = []
         for ahead in range(max(counts)):
             firsts = [each.last + ahead for each in sequences]
             token = torch.empty(len(sequences), dtype=torch.int64, device=rows.device)
             positions = self._ints(firsts)
-            choose(self.head.logits(hidden), runner.sampler, rows, positions, token, places)
+            choose(self.head.logits(hidden), runner.sampler, rows, positions, token, self.places)
             drafts.append(token)
             if ahead + 1 < max(counts):
                 spans = [_span(*each, 1) for each in zip(sequences, firsts, strict=True)]
@@ -125,6 +127,17 @@ class HeadDrafts:
         return torch.tensor(values, dtype=torch.int32, device=self.runner.state.device)
 
 
+def _groups(sequences: Numbers[Sequence]) -> list[list[Sequence]]:
+    """Sequences in order, in groups that are behind by TOGETHER positions at most, or one alone."""
+    groups: list[list[Sequence]] = []
+    for each in sequences:
+        if groups and sum(one.behind for one in groups[-1]) + each.behind <= TOGETHER:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
+
+
 def _span(sequence: Sequence, first: int, count: int) -> Span:
     return Span(sequence.row, first, count, tuple(sequence.pages))
 
@@ -134,3 +147,11 @@ def _columns(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
     pairs = [(span.row, span.first + place) for span in spans for place in range(span.count)]
     rows, positions = zip(*pairs, strict=True)
     return list(rows), list(positions)
+
+
+def head_drafts(runner: Runner) -> HeadDrafts | None:
+    """The head of a runner's model, where it was read."""
+    head, trail = runner.decoder.mtp, runner.trail
+    if head is None or trail is None:
+        return None
+    return HeadDrafts(runner, head, trail, new_places(runner.sampler.rows, runner.on_gpu))
