@@ -110,8 +110,8 @@ recipe_options = with_options(
         multiple=True,
         metavar="PATTERN=BITS[gGROUP]",
         help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
-        "as in '*.up_proj=4g32'; 16 leaves them as they are. Multi-token prediction is left "
-        "unless 'mtp.*=8' or the like names it (repeatable).",
+        "as in '*.up_proj=4g32'; 16 leaves them as they are. A pattern that begins with mtp, as in "
+        "'mtp.*=8', means multi-token prediction, which no other reaches (repeatable).",
     ),
     click.option(
         "--group-size",
@@ -143,6 +143,14 @@ recipe_options = with_options(
         type=click.Choice(["int4", "int8", "bf16"]),
         show_default="the recipe's, int8",
         help="Bits of the output head.",
+    ),
+    click.option(
+        "--mtp",
+        type=click.Choice(["int4", "int8", "bf16", "drop"]),
+        show_default="int4 where SRC has one",
+        help="Bits of the head for multi-token prediction, by which lowbit-run and vLLM draft "
+        "tokens: they change the speed, never an answer. bf16 leaves it as it is, drop leaves it "
+        "out.",
     ),
     click.option(
         "--positive-scales",
@@ -205,6 +213,7 @@ def make_recipe(
     group_size: str,
     method: str,
     head: str | None,
+    mtp: str | None,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
@@ -218,6 +227,7 @@ def make_recipe(
         group_size=None if group_size == "row" else int(group_size),
         rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
+        mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
         method=Method() if method in (AUTO, "absmax") else Method.parse(method),

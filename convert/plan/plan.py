@@ -13,7 +13,7 @@ import torch
 
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
-from lowbit.convert.plan.recipe import Recipe
+from lowbit.convert.plan.recipe import DROP, Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
@@ -23,6 +23,7 @@ from lowbit.formats.architectures import (
     part_of,
     tensor_table,
     untied,
+    without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import CheckpointError, QuantizationError
@@ -177,6 +178,8 @@ def make_plan(
         raise QuantizationError(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
+    left_out = _left_out(config, tensors, recipe)
+    table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
     obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
     if obstacle is not None:
@@ -188,14 +191,32 @@ def make_plan(
         del schemes["lm_head"]  # it stays the embedding
     rotated = rotation_roles(config, tensors) if recipe.method.rotate else {}
     steps = _steps(table, tensors, tied, schemes, rotated.keys())
+    steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
-    out_config = _published(untied(config) if schemes.get("lm_head") else config)
+    out_config = untied(config) if schemes.get("lm_head") else config
+    out_config = _published(without_mtp(out_config) if left_out else out_config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     _check_length(out_config)
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
     return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated)
+
+
+def _left_out(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], recipe: Recipe
+) -> dict[str, TensorInfo]:
+    """Tensors of a head for multi-token prediction that the recipe drops.
+
+    Raises:
+        QuantizationError: the recipe packs or drops such a head, and there is none.
+    """
+    names = sorted(name for name in tensors if part_of(config, name) == "mtp")
+    if recipe.mtp not in (None, "bf16") and not names:
+        raise QuantizationError(
+            "the checkpoint has no head for multi-token prediction", hint="leave out --mtp"
+        )
+    return {name: tensors[name] for name in names} if recipe.mtp == DROP else {}
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -302,9 +323,14 @@ def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
 def _carry(source: TensorInfo, dropped: bool) -> Step:
     """A tensor of the vision tower, whatever it is."""
     if dropped:
-        return Step(source, "dropped", "vision tower: as the recipe says", None, None, ())
+        return _drop(source, "vision tower")
     outputs = ((source.name, source.dtype, source.shape),)
     return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
+
+
+def _drop(source: TensorInfo, part: str) -> Step:
+    """A tensor of a part that the recipe leaves out."""
+    return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
 
 
 def smaller_groups(plan: Plan) -> str | None:

@@ -156,7 +156,7 @@ def test_sets_that_the_recipe_names_keep_their_schemes(hybrid: Path) -> None:
     assert found.plan.schemes[f"{layer}.o_proj"] == Scheme(8, 64)
     assert found.plan.schemes["lm_head"] == Scheme(8, 128)
     assert found.plan.schemes["mtp.fc"] == Scheme(8, 128)
-    assert plain.plan.schemes["mtp.fc"] is None
+    assert plain.plan.schemes["mtp.fc"] == Scheme(4, 128)
     assert found.plan.bits_per_weight <= 10
 
 
