@@ -1,12 +1,13 @@
 """A packed checkpoint against its original on texts: the logit figures of a quality report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure.drafting import count_drafts, drafted_windows
 from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
@@ -21,7 +22,8 @@ from lowbit.convert.measure.metrics import (
 )
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
-from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position, TextKind
+from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
@@ -95,8 +97,10 @@ def measure_logits(
     with torch.inference_mode(), without_advice():
         models = _load(weights, windows.shape[1], place)
         meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
-        found = compare(models, windows, place, meter.add, noisy, watched)
+        drafted = drafted_windows([len(text.windows) for text in cut])
+        found = compare(models, windows, place, meter.add, noisy, watched, drafted)
         _check_finite(found.figures, source, packed)
+        drafting = _drafting(models, windows[drafted], found, place)
         far: tuple[Position, ...] = ()
         if len(long):
             models = _load(weights, long.shape[1], place)
@@ -104,7 +108,20 @@ def measure_logits(
             _check_finite(figures, source, packed)
             far = positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
-    return Measured(_summarize(found, cut, far, flips, place), found.output_errors)
+    logits = replace(_summarize(found, cut, far, flips, place), drafting=drafting)
+    return Measured(logits, found.output_errors)
+
+
+def _drafting(
+    models: Models, windows: Tensor, found: Comparison, device: torch.device
+) -> Drafting | None:
+    """Rounds of both models' heads for multi-token prediction; None where the packed has none."""
+    with block_map(device) as each:
+        original, packed = (
+            count_drafts(model, windows, states, each)
+            for model, states in zip(models, found.states, strict=True)
+        )
+    return Drafting(len(windows), packed, original) if packed else None
 
 
 def _context(weights: Weights) -> int:

@@ -1,0 +1,145 @@
+"""Rounds of drafts against a naive head in FP64, which computes each round by itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lowbit.convert import Recipe, convert
+from lowbit.convert.measure.drafting import WINDOWS, count_drafts, drafted_windows
+from lowbit.convert.original.blocks import block_map
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.weights import open_weights
+from tests.oracle import dequantized_weights
+
+T = 40
+CPU = torch.device("cpu")
+HYBRID = Path(__file__).parents[3] / "examples/models/tiny-qwen3.5"
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+
+
+def rotate(x: Tensor, config: dict[str, Any]) -> Tensor:
+    """Rotary embedding of [columns, heads, D], column c at position c."""
+    rope = config["rope_parameters"]
+    D = int(config["head_dim"] * rope["partial_rotary_factor"])
+    rates = rope["rope_theta"] ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None] * rates
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b, rest = x[..., : D // 2], x[..., D // 2 : D], x[..., D:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def naive_head(w: dict[str, Tensor], config: dict[str, Any], ids: Tensor, states: Tensor) -> Tensor:
+    """H' of the last of some columns, [h]: the formulas written out, nothing kept between calls."""
+    p = "mtp.layers.0."
+    e = rms(
+        w["model.language_model.embed_tokens.weight"][ids], w["mtp.pre_fc_norm_embedding.weight"]
+    )
+    h = rms(states, w["mtp.pre_fc_norm_hidden.weight"])
+    x = torch.cat((e, h), dim=-1) @ w["mtp.fc.weight"].T
+    heads, kv, D = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    y = rms(x, w[f"{p}input_layernorm.weight"])
+    q, gate = (y @ w[f"{p}self_attn.q_proj.weight"].T).view(-1, heads, 2, D).unbind(2)
+    k = (y @ w[f"{p}self_attn.k_proj.weight"].T).view(-1, kv, D)
+    v = (y @ w[f"{p}self_attn.v_proj.weight"].T).view(-1, kv, D)
+    q = rotate(rms(q, w[f"{p}self_attn.q_norm.weight"]), config)[-1]
+    k = rotate(rms(k, w[f"{p}self_attn.k_norm.weight"]), config)
+    out = []
+    for head in range(heads):
+        own = head // (heads // kv)
+        weights = (k[:, own] @ q[head] * D**-0.5).softmax(0)
+        out.append(weights @ v[:, own] * gate[-1, head].sigmoid())
+    z = x[-1] + torch.cat(out) @ w[f"{p}self_attn.o_proj.weight"].T
+    y = rms(z, w[f"{p}post_attention_layernorm.weight"])
+    gated = torch.nn.functional.silu(y @ w[f"{p}mlp.gate_proj.weight"].T)
+    z = z + (gated * (y @ w[f"{p}mlp.up_proj.weight"].T)) @ w[f"{p}mlp.down_proj.weight"].T
+    return rms(z, w["mtp.norm.weight"])
+
+
+def naive_counts(
+    w: dict[str, Tensor], config: dict[str, Any], head: Tensor, ids: Tensor, states: Tensor
+) -> list[tuple[int, int]]:
+    """(reached, right) of four drafts on one window."""
+    greedy = (states @ head.T).argmax(-1)
+    counts = [[0, 0] for _ in range(4)]
+    for start in range(len(states) - 1):
+        tokens, seen = ids[1 : start + 2], states[: start + 1]
+        for depth in range(1, 5):
+            if start + depth >= len(states):
+                break
+            state = naive_head(w, config, tokens, seen)
+            draft, wanted = (head @ state).argmax(), greedy[start + depth]
+            counts[depth - 1][0] += 1
+            if draft != wanted:
+                break
+            counts[depth - 1][1] += 1
+            if ids[start + depth + 1] != wanted:
+                break
+            tokens, seen = torch.cat((tokens, draft[None])), torch.cat((seen, state[None]))
+    return [(reached, right) for reached, right in counts]
+
+
+@pytest.fixture(scope="module")
+def text() -> Tensor:
+    from tokenizers import Tokenizer
+
+    stories = HYBRID.parents[1] / "data" / "stories-eval.txt"
+    tokenizer = Tokenizer.from_file(str(HYBRID / "tokenizer.json"))
+    ids = tokenizer.encode(stories.read_text(encoding="utf-8")[:1500]).ids
+    return torch.tensor(ids[: 3 * T]).view(3, T)
+
+
+@pytest.mark.filterwarnings("ignore")  # other libraries' own
+@pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(mtp="bf16", head="bf16")])
+def test_counts_equal_those_of_rounds_by_themselves(
+    tmp_path: Path, text: Tensor, recipe: Recipe | None
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = HYBRID if recipe is None else convert(HYBRID, tmp_path / "out", recipe).folder
+    trunk = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = trunk(text, output_hidden_states=True).hidden_states
+        states = hidden[-1][:, :-1].contiguous()  # after the final norm
+        model = load_layered_model(open_weights(folder), T, CPU)
+        with block_map(CPU) as each:
+            found = count_drafts(model, text, states.clone(), each)
+    stored = load_file(HYBRID / "model.safetensors") if recipe is None else None
+    w = {n: x.double() for n, x in (stored or dequantized_weights(folder)).items()}
+    config = json.loads((HYBRID / "config.json").read_text())["text_config"]
+    head = w.get("lm_head.weight", w["model.language_model.embed_tokens.weight"])
+    with torch.inference_mode():
+        rounds = [
+            naive_counts(w, config, head, ids, one.double())
+            for ids, one in zip(text, states, strict=True)
+        ]
+    expected = [(sum(r[n][0] for r in rounds), sum(r[n][1] for r in rounds)) for n in range(4)]
+    assert [(draft.reached, draft.right) for draft in found] == expected
+    assert expected[0][0] == 3 * (T - 2)
+    assert expected[3][1] > 0  # the deepest drafts are tried too
+    accepted, tokens = 1.0, 1.0
+    for draft in found:
+        accepted *= draft.right / draft.reached
+        tokens += accepted
+        assert (draft.accepted, draft.tokens_a_round) == pytest.approx((accepted, tokens))
+
+
+def test_no_head_no_drafts(tmp_path: Path, text: Tensor) -> None:
+    folder = convert(HYBRID, tmp_path / "out", Recipe(mtp="drop")).folder
+    model = load_layered_model(open_weights(folder), T, CPU)
+    with block_map(CPU) as each:
+        assert count_drafts(model, text, torch.zeros(3, T - 1, 256), each) == ()
+
+
+def test_windows_of_every_text() -> None:
+    found = drafted_windows([WINDOWS + 3, 2, 1])
+    assert found == [*range(WINDOWS), WINDOWS + 3, WINDOWS + 4, WINDOWS + 5]
