@@ -100,10 +100,16 @@ def draft_head_bytes(head: DraftHead) -> bytes:
 def entries(folder: Path) -> Iterator[Path]:
     """Entries of a packed folder, the files of its draft folder in place of that folder."""
     for path in folder.iterdir():
-        if path.name == DRAFT_FOLDER and path.is_dir() and not path.is_symlink():
+        if path in draft_folders(folder):
             yield from path.iterdir()
         else:
             yield path
+
+
+def draft_folders(folder: Path) -> list[Path]:
+    """The draft folder of a packed folder, none where it has none."""
+    path = folder / DRAFT_FOLDER
+    return [path] if path.is_dir() and not path.is_symlink() else []
 
 
 def name_in(folder: Path, path: Path) -> str:

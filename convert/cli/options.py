@@ -153,6 +153,14 @@ recipe_options = with_options(
         "out.",
     ),
     click.option(
+        "--draft-vocabulary",
+        type=Count(0),
+        metavar="N",
+        show_default="32768 with multi-token prediction and more than 100,000 tokens",
+        help="Also pack, to INT4 in draft/, the N rows of the head that a text uses most: drafts "
+        "are chosen from them alone, which is faster. 0 for none.",
+    ),
+    click.option(
         "--positive-scales",
         is_flag=True,
         help="Take positive scales only, for engines that need them; a little worse.",
@@ -214,6 +222,7 @@ def make_recipe(
     method: str,
     head: str | None,
     mtp: str | None,
+    draft_vocabulary: int | None,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
@@ -230,6 +239,7 @@ def make_recipe(
         mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
+        draft_vocabulary=draft_vocabulary,
         method=Method() if method in (AUTO, "absmax") else Method.parse(method),
     )
 
@@ -263,6 +273,15 @@ calibration_options = with_options(
 )
 
 
+draft_text_option = click.option(
+    "--draft-text",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    show_default="the bundled mix",
+    help="Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
+    "words, as `calib-text` writes it.",
+)
 device_option = click.option(
     "--device",
     type=click.Choice([AUTO, "cpu", "cuda"]),

@@ -6,7 +6,17 @@ from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.formats.layout.manifest import Manifest
 
 KNOWN = frozenset(
-    ("recipe", "method", "scales", "group_size", "lm_head", "mtp", "overrides", "drop_vision")
+    (
+        "recipe",
+        "method",
+        "scales",
+        "group_size",
+        "lm_head",
+        "mtp",
+        "overrides",
+        "drop_vision",
+        "draft_vocabulary",
+    )
 )
 
 
@@ -46,4 +56,8 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += ["--bits", override]
     words += ["--positive-scales"] if recipe["scales"] == "positive" else []
     words += ["--drop-vision"] if recipe["drop_vision"] else []
+    if recipe["draft_vocabulary"] is not None:
+        words += ["--draft-vocabulary", recipe["draft_vocabulary"]]
+    if manifest.draft_head is not None and manifest.draft_head.text not in (None, BUNDLED_NAME):
+        words += ["--draft-text", manifest.draft_head.text]
     return shlex.join(map(str, words))

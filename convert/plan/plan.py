@@ -13,7 +13,8 @@ import torch
 
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
-from lowbit.convert.plan.recipe import DROP, Recipe
+from lowbit.convert.plan.parts import draft_rows, dropped_mtp
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
@@ -90,6 +91,7 @@ class Plan:
         shards: the files to be.
         schemes: of every linear module.
         rotated: parts of the tensors that a rotation changes, by name in the result.
+        draft_rows: rows of the draft head; 0 without one.
     """
 
     config: Mapping[str, Any]
@@ -98,6 +100,7 @@ class Plan:
     shards: tuple[Shard, ...]
     schemes: Mapping[str, Scheme | None]
     rotated: Mapping[str, Role]
+    draft_rows: int
 
     @property
     def source_bytes(self) -> int:
@@ -178,7 +181,7 @@ def make_plan(
         raise QuantizationError(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
-    left_out = _left_out(config, tensors, recipe)
+    left_out = dropped_mtp(config, tensors, recipe)
     table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
     obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
@@ -200,23 +203,8 @@ def make_plan(
     _check_length(out_config)
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
-    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated)
-
-
-def _left_out(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], recipe: Recipe
-) -> dict[str, TensorInfo]:
-    """Tensors of a head for multi-token prediction that the recipe drops.
-
-    Raises:
-        QuantizationError: the recipe packs or drops such a head, and there is none.
-    """
-    names = sorted(name for name in tensors if part_of(config, name) == "mtp")
-    if recipe.mtp not in (None, "bf16") and not names:
-        raise QuantizationError(
-            "the checkpoint has no head for multi-token prediction", hint="leave out --mtp"
-        )
-    return {name: tensors[name] for name in names} if recipe.mtp == DROP else {}
+    drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
+    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated, drafts)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:

@@ -95,6 +95,7 @@ class Recipe:
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
         method: how codes are chosen.
+        draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
     """
 
     base: Base = "int4"
@@ -105,6 +106,7 @@ class Recipe:
     drop_vision: bool = False
     method: Method = RTN
     mtp: Mtp | None = None
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
@@ -128,6 +130,10 @@ class Recipe:
         self._check_mtp()
 
     def _check_mtp(self) -> None:
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
+            raise QuantizationError(
+                f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
+            )
         if self.mtp is not None and self.mtp not in MTP_BITS:
             raise QuantizationError(
                 f"mtp `{self.mtp}` is not known", hint=f"one of {', '.join(MTP_BITS)}"
@@ -150,19 +156,20 @@ class Recipe:
             "mtp": self.mtp,
             "overrides": [str(override) for override in self.overrides],
             "drop_vision": self.drop_vision,
+            "draft_vocabulary": self.draft_vocabulary,
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
         """Read the object that `to_json` wrote.
 
-        Without `mtp`, as older releases wrote it, the head for multi-token prediction is as stored.
+        Older releases wrote neither `mtp`, which was as stored, nor `draft_vocabulary`.
 
         Raises:
             QuantizationError: it was written by another release, or is no recipe.
         """
         try:
-            content = {"mtp": "bf16", **content}
+            content = {"mtp": "bf16", "draft_vocabulary": 0, **content}
             recipe = cls(
                 base=content["recipe"],
                 group_size=content["group_size"],
@@ -172,6 +179,7 @@ class Recipe:
                 drop_vision=content["drop_vision"],
                 method=Method.parse(content["method"]),
                 mtp=content["mtp"],
+                draft_vocabulary=content["draft_vocabulary"],
             )
         except (KeyError, TypeError, AttributeError):
             recipe = None

@@ -240,6 +240,18 @@ def test_both_levels_say_that_the_head_is_untied(size: str) -> None:
         assert before["text_config"]["tie_word_embeddings"] is True  # not changed in place
 
 
+def test_rows_of_the_draft_head() -> None:
+    assert plan_of("4B", Recipe()).draft_rows == 32_768
+    assert plan_of("4B", Recipe(mtp="drop")).draft_rows == 0
+    assert plan_of("4B", Recipe(mtp="drop", draft_vocabulary=1000)).draft_rows == 1000
+    assert plan_of("4B", Recipe(draft_vocabulary=0)).draft_rows == 0
+    assert plan_of("4B", Recipe(draft_vocabulary=248_319)).draft_rows == 248_319
+    with pytest.raises(QuantizationError, match="fewer than the model's 248320"):
+        plan_of("4B", Recipe(draft_vocabulary=248_320))
+    with pytest.raises(QuantizationError, match="expected 0 or more"):
+        Recipe(draft_vocabulary=-1)
+
+
 def test_later_release_whose_file_has_one_dtype() -> None:
     sources = {
         name: TensorInfo(name, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))

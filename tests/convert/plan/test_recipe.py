@@ -1,6 +1,7 @@
 """Which linear gets which scheme."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,6 +196,7 @@ def test_unknown_values(fields: dict[str, object], message: str) -> None:
 
 def test_json_holds_everything_that_decides_a_code() -> None:
     recipe = Recipe("mixed", None, "positive", "int4", (Override("*.o_proj", 6),), mtp="int8")
+    recipe = replace(recipe, draft_vocabulary=1000)
     assert recipe.to_json() == {
         "recipe": "mixed",
         "method": "rtn",
@@ -204,6 +206,7 @@ def test_json_holds_everything_that_decides_a_code() -> None:
         "mtp": "int8",
         "overrides": ["*.o_proj=6"],
         "drop_vision": False,
+        "draft_vocabulary": 1000,
     }
 
 
@@ -261,8 +264,8 @@ def test_bits_of_a_head_that_is_dropped() -> None:
 
 def test_recipes_of_older_releases_left_multi_token_prediction_as_stored() -> None:
     content = Recipe().to_json()
-    del content["mtp"]
-    assert Recipe.from_json(content) == Recipe(mtp="bf16")
+    del content["mtp"], content["draft_vocabulary"]
+    assert Recipe.from_json(content) == Recipe(mtp="bf16", draft_vocabulary=0)
 
 
 @pytest.mark.parametrize("pattern", ["*.in_proj_a", "*.conv1d", "*.A_log", "*.visual.*"])
