@@ -7,17 +7,18 @@ first. That is known as long as the text goes on with the trunk's tokens; where 
 round is followed no further, and counts for the drafts before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.record import MOST_DRAFTS, Draft
+from lowbit.convert.measure.record import MOST_DRAFTS, Draft, Drafting
 from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.mtp import MtpHead, greedy_tokens, load_mtp_head
+from lowbit.convert.original.mtp import MtpHead, draft_tokens, greedy_tokens, load_mtp_head
 from lowbit.convert.original.walk import blocks, embed
+from lowbit.formats.draft_head import DraftHead
 
 WINDOWS = 8  # of each text
 ROUNDS = 128  # of a window at a time, so that columns stay few
@@ -63,8 +64,46 @@ def drafted_windows(counts: Sequence[int]) -> list[int]:
     ]
 
 
+def measure_drafting(
+    models: tuple[LayeredModel, LayeredModel],
+    windows: Tensor,
+    states: tuple[Tensor, Tensor],
+    draft_head: DraftHead | None,
+    each: BlockMap,
+) -> Drafting | None:
+    """Count the drafts of the original's head, of the packed one, and with its draft head.
+
+    Args:
+        models: original and packed.
+        windows: [windows, T] int64 token ids.
+        states: [windows, T - 1, h] float32 of both, after the final norm.
+        draft_head: of the packed folder; None without one.
+        each: calls a function on every block.
+
+    Returns:
+        None where the packed folder has no head for multi-token prediction.
+    """
+    found = []
+    for model, own in zip(models, states, strict=True):
+        greedy = greedy_tokens(model, own.flatten(0, 1), each).view(own.shape[:2])
+        found.append(count_drafts(model, windows, own, greedy, each))
+    original, packed = found
+    if not packed:
+        return None
+    if draft_head is None:
+        return Drafting(len(windows), packed, original)
+    few = count_drafts(models[1], windows, states[1], greedy, each, draft_head)
+    covered = torch.isin(greedy, draft_head.ids.to(greedy)).double().mean()
+    return Drafting(len(windows), packed, original, few, len(draft_head.ids), float(covered))
+
+
 def count_drafts(
-    model: LayeredModel, windows: Tensor, states: Tensor, each: BlockMap
+    model: LayeredModel,
+    windows: Tensor,
+    states: Tensor,
+    greedy: Tensor,
+    each: BlockMap,
+    draft_head: DraftHead | None = None,
 ) -> tuple[Draft, ...]:
     """Count the right drafts of a model's head for multi-token prediction.
 
@@ -72,7 +111,9 @@ def count_drafts(
         model: loaded for windows of T tokens.
         windows: [windows, T] int64 token ids.
         states: [windows, T - 1, h] float32, of the trunk after its final norm.
+        greedy: [windows, T - 1] int64, tokens that the trunk ranks first.
         each: calls a function on every block.
+        draft_head: rows that drafts are chosen from; all of the model's head where left out.
 
     Returns:
         The first to the fourth draft, fewer where no round came so far; none without a head.
@@ -81,7 +122,14 @@ def count_drafts(
     if head is None or states.shape[1] < 2:
         return ()
     windows = windows.to(states.device)
-    greedy = greedy_tokens(model, states.flatten(0, 1), each).view(states.shape[:2])
+
+    def choose(x: Tensor) -> Tensor:
+        return (
+            greedy_tokens(model, x, each)
+            if draft_head is None
+            else draft_tokens(draft_head, x, each)
+        )
+
     text = _text_columns(model, head, windows, states, each)
     columns = torch.arange(states.shape[1] - 1, device=states.device)
     rounds = [_Rounds(columns) for _ in windows]
@@ -89,7 +137,7 @@ def count_drafts(
     for depth in range(1, MOST_DRAFTS + 1):
         if depth > 1:
             _join(model, head, rounds)
-        _draft(model, head, text, rounds, each)
+        _draft(head, text, rounds, choose, each)
         reached = sum(map(len, rounds))
         right = _follow(rounds, greedy, windows, depth)
         if not reached:
@@ -125,7 +173,11 @@ def _join(model: LayeredModel, head: MtpHead, rounds: Sequence[_Rounds]) -> None
 
 
 def _draft(
-    model: LayeredModel, head: MtpHead, text: Tensor, rounds: Sequence[_Rounds], each: BlockMap
+    head: MtpHead,
+    text: Tensor,
+    rounds: Sequence[_Rounds],
+    choose: Callable[[Tensor], Tensor],
+    each: BlockMap,
 ) -> None:
     """Draft the next token of every round."""
 
@@ -135,7 +187,7 @@ def _draft(
 
     each(run, blocks(len(rounds), 1))
     states = torch.cat([one.states for one in rounds])
-    drafts = greedy_tokens(model, states, each)
+    drafts = choose(states)
     for one, part in zip(rounds, _parts(rounds), strict=True):
         one.drafts = drafts[part]
 

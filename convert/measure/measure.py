@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.drafting import count_drafts, drafted_windows
+from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
 from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
@@ -30,6 +30,8 @@ from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.decoder import text_part
+from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
@@ -116,12 +118,12 @@ def _drafting(
     models: Models, windows: Tensor, found: Comparison, device: torch.device
 ) -> Drafting | None:
     """Rounds of both models' heads for multi-token prediction; None where the packed has none."""
+    checkpoint = models[1].weights.checkpoint
+    if not any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
+        return None
+    draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
     with block_map(device) as each:
-        original, packed = (
-            count_drafts(model, windows, states, each)
-            for model, states in zip(models, found.states, strict=True)
-        )
-    return Drafting(len(windows), packed, original) if packed else None
+        return measure_drafting(models, windows, found.states, draft_head, each)
 
 
 def _context(weights: Weights) -> int:

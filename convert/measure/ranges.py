@@ -17,9 +17,9 @@ COSINE = (-1.001, INF)  # infinite: a figure that was not finite
 # By the name of a field, which means the same in every part of the report.
 RANGES: Mapping[str, tuple[float, float]] = {
     "top1_agreement": SHARE,
-    **dict.fromkeys(("clipped_share", "agreement", "accepted"), SHARE),
+    **dict.fromkeys(("clipped_share", "agreement", "accepted", "covered"), SHARE),
     **dict.fromkeys(("reached", "drafted_windows"), COUNT),
-    "right": POSITIVE,
+    **dict.fromkeys(("right", "draft_rows"), POSITIVE),
     "tokens_a_round": (1.0, INF),
     "p_original": (0.0, 1.001),
     "p_packed": (0.0, 1.001),

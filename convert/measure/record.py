@@ -161,11 +161,17 @@ class Drafting:
         drafted_windows: of the texts, in which rounds begin at every token.
         packed: first to fourth draft of the packed head, against the packed trunk.
         original: same for the original's head and trunk.
+        few: same for the packed head with drafts chosen from the draft head; empty without one.
+        draft_rows: tokens of the draft head; 0 without one.
+        covered: share of the packed trunk's first choices that are among them; 0 without one.
     """
 
     drafted_windows: int
     packed: tuple[Draft, ...]
     original: tuple[Draft, ...]
+    few: tuple[Draft, ...] = ()
+    draft_rows: int = 0
+    covered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +362,7 @@ def _drafting(content: Any, where: str) -> Drafting:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
     parsed = dict(content)
-    for key in ("packed", "original"):
+    for key in ("packed", "original", "few"):
         parsed[key] = records(Draft, content.get(key), f"{where}: {key}")
         if len(parsed[key]) > MOST_DRAFTS:
             raise FormatError(

@@ -7,7 +7,7 @@ of its H. A further draft is a column of the drafted token and H'.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.draft_head import DraftHead
+from lowbit.formats.layout.packing import dequantize, unpack
 
 LAYER = f"{MTP_PREFIX}layers.0."
 EMBEDDING_NORM = f"{MTP_PREFIX}pre_fc_norm_embedding.weight"
@@ -128,12 +130,29 @@ def greedy_tokens(model: LayeredModel, states: Tensor, each: BlockMap) -> Tensor
     Returns:
         [tokens] int64; of equal logits the first.
     """
+    return _highest(model.weights.rows(model.head, HEAD_ROWS, states.device), states, each)
+
+
+def draft_tokens(head: DraftHead, states: Tensor, each: BlockMap) -> Tensor:
+    """The token that a draft head ranks first for every state, as `greedy_tokens` does."""
+    ids = head.ids.to(states.device).long()
+    return ids[_highest(_rows(head, states), states, each)]
+
+
+def _rows(head: DraftHead, states: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for part in blocks(len(head.ids), HEAD_ROWS):
+        codes = unpack(head.packed[part].to(states.device), head.scheme.bits, states.shape[1])
+        yield part.start, dequantize(codes, head.scale[part].to(states.device))
+
+
+def _highest(rows: Iterable[tuple[int, Tensor]], states: Tensor, each: BlockMap) -> Tensor:
+    """Number of the row with the largest product with every state: [tokens] int64."""
     best = torch.full((len(states),), -torch.inf, device=states.device)
     found = torch.zeros(len(states), dtype=torch.int64, device=states.device)
-    for first, rows in model.weights.rows(model.head, HEAD_ROWS, states.device):
+    for first, block in rows:
 
-        def add(tokens: slice, rows: Tensor = rows, first: int = first) -> None:
-            values, indices = (states[tokens] @ rows.T).max(dim=1)
+        def add(tokens: slice, block: Tensor = block, first: int = first) -> None:
+            values, indices = (states[tokens] @ block.T).max(dim=1)
             higher = values > best[tokens]
             best[tokens] = torch.where(higher, values, best[tokens])
             found[tokens] = torch.where(higher, indices + first, found[tokens])

@@ -89,15 +89,11 @@ def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
     }
 
 
-def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None]]:
-    """Drafts by their place in a round, of the packed head and, where known, the original's."""
-    return list(
-        zip_longest(
-            words.ORDINALS[: len(drafting.packed)],
-            drafting.packed,
-            drafting.original[: len(drafting.packed)],
-        )
-    )
+def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None, Draft | None]]:
+    """Drafts by their place in a round: packed, the original's, of the draft head's tokens."""
+    count = len(drafting.packed)
+    others = (drafting.original[:count], drafting.few[:count])
+    return list(zip_longest(words.ORDINALS[:count], drafting.packed, *others))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,13 @@ def drafts(drafting: Drafting) -> str:
         for name, draft in zip(ORDINALS, drafting.packed, strict=False)
     )
     text = f"{right} right; {number(best.tokens_a_round, 2)} tokens a round"
-    if len(drafting.original) != len(drafting.packed):
-        return text
-    return f"{text} (original {number(drafting.original[-1].tokens_a_round, 2)})"
+    beside = []
+    if len(drafting.original) == len(drafting.packed):
+        beside.append(f"original {number(drafting.original[-1].tokens_a_round, 2)}")
+    if drafting.few:
+        few = drafting.few[-1].tokens_a_round
+        beside.append(f"from {drafting.draft_rows:,} tokens {number(few, 2)}")
+    return f"{text} ({', '.join(beside)})" if beside else text
 
 
 def token(text: str) -> str:
