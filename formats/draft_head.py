@@ -25,7 +25,7 @@ from lowbit.formats.safetensors.checkpoint import (
     header_length,
     read_header,
 )
-from lowbit.formats.safetensors.shards import METADATA, lay_out
+from lowbit.formats.safetensors.shards import METADATA, Shard, lay_out
 
 DRAFT_FOLDER = "draft"
 DRAFT_NAME = "head.safetensors"
@@ -84,17 +84,31 @@ def open_draft_head(folder: Path, config: Mapping[str, Any]) -> DraftHead | None
     return DraftHead(ids, packed, scale, scheme)
 
 
+def draft_head_size(rows: int, hidden: int, scheme: Scheme) -> int:
+    """Bytes of the file of a draft head."""
+    return _layout(rows, packed_words(hidden, BITS), scheme.groups(DRAFT_FILE, hidden)).size
+
+
 def draft_head_bytes(head: DraftHead) -> bytes:
     """Content of the file."""
     parts = {IDS: head.ids, PACKED: head.packed, SCALE: head.scale}
-    layout = [(name, part.dtype, tuple(part.shape)) for name, part in parts.items()]
-    limit = sum(part.nbytes for part in parts.values()) + 10_000
-    (shard,) = lay_out(layout, limit, {**METADATA, VERSION_KEY: VERSION})
+    shard = _layout(len(head.ids), head.packed.shape[1], head.scale.shape[1])
     data = [
         parts[info.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for info in shard.tensors
     ]
     return b"".join([shard.header, *data])
+
+
+def _layout(rows: int, words: int, groups: int) -> Shard:
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+        (IDS, torch.int32, (rows,)),
+        (PACKED, torch.int32, (rows, words)),
+        (SCALE, torch.bfloat16, (rows, groups)),
+    ]
+    limit = rows * (4 + 4 * words + 2 * groups) + 10_000  # header included
+    (shard,) = lay_out(tensors, limit, {**METADATA, VERSION_KEY: VERSION})
+    return shard
 
 
 def entries(folder: Path) -> Iterator[Path]:

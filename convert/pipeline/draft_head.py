@@ -9,16 +9,16 @@ from torch import Tensor
 from lowbit.convert.original.rotation import Rotation
 from lowbit.convert.original.token_counts import Vocabulary, choose_vocabulary
 from lowbit.convert.original.weights import Weights
+from lowbit.convert.plan.parts import draft_scheme
 from lowbit.convert.plan.plan import HEAD, Plan
 from lowbit.convert.plan.search import search_on
 from lowbit.formats.architectures import is_tied, prefix_of, read_config
-from lowbit.formats.draft_head import BITS, DRAFT_FILE, DraftHead, draft_head_bytes
+from lowbit.formats.draft_head import DRAFT_FILE, DraftHead, draft_head_bytes
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.layout.packing import pack
 from lowbit.formats.layout.rtn import quantize
-from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 BLOCK_ROWS = 4096  # of the head at a time
@@ -51,10 +51,9 @@ def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Voca
 
 def record_of(chosen: Vocabulary, plan: Plan) -> DraftVocabulary:
     """What lowbit.json says of the draft head."""
-    hidden = read_config(plan.config).hidden_size
     return DraftVocabulary(
         rows=len(chosen.ids),
-        group_size=_scheme(plan, hidden).group_size,
+        group_size=draft_scheme(plan.config, plan.recipe).group_size,
         text=chosen.text,
         text_sha256=chosen.text_sha256,
         tokens=chosen.tokens,
@@ -77,10 +76,10 @@ def make_draft_head(plan: Plan, source: Checkpoint, ids: Tensor, device: torch.d
     name = HEAD
     if is_tied(source.config) and rotation is None:
         name = f"{prefix_of(source.config, source.tensors)}embed_tokens.weight"
+    scheme = draft_scheme(plan.config, plan.recipe)
     codes, scales = [], []
     for first, block in weights.rows(name, BLOCK_ROWS, device):
         here = ids[(ids >= first) & (ids < first + len(block))].to(device).long() - first
-        scheme = _scheme(plan, block.shape[1])
         found, scale = quantize(block[here], scheme, plan.recipe.rule, search_on(device, scheme))
         codes.append(pack(found, scheme.bits).cpu())
         scales.append(scale.cpu())
@@ -94,7 +93,3 @@ def write_draft_head(folder: Path, head: DraftHead, sync: Callable[[Path], None]
     path.write_bytes(draft_head_bytes(head))
     sync(path)
     return DRAFT_FILE
-
-
-def _scheme(plan: Plan, hidden: int) -> Scheme:
-    return Scheme(BITS, fitting_group_size(hidden, plan.recipe.group_size))

@@ -5,7 +5,9 @@ from typing import Any
 
 from lowbit.convert.plan.recipe import DROP, Recipe
 from lowbit.formats.architectures import part_of, read_config
+from lowbit.formats.draft_head import BITS
 from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.scheme import Scheme, fitting_group_size
 from lowbit.formats.safetensors.checkpoint import TensorInfo
 
 LARGE_VOCABULARY = 100_000  # from which on a draft head pays, unless the recipe says otherwise
@@ -49,3 +51,8 @@ def draft_rows(config: Mapping[str, Any], recipe: Recipe, drafts: bool) -> int:
             hint="give a smaller --draft-vocabulary, or 0 to draft with the whole head",
         )
     return recipe.draft_vocabulary
+
+
+def draft_scheme(config: Mapping[str, Any], recipe: Recipe) -> Scheme:
+    """INT4 in the recipe's groups, or the next smaller ones that fit."""
+    return Scheme(BITS, fitting_group_size(read_config(config).hidden_size, recipe.group_size))

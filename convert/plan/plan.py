@@ -13,7 +13,7 @@ import torch
 
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
-from lowbit.convert.plan.parts import draft_rows, dropped_mtp
+from lowbit.convert.plan.parts import draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
@@ -22,11 +22,13 @@ from lowbit.formats.architectures import (
     is_tied,
     never_quantized,
     part_of,
+    read_config,
     tensor_table,
     untied,
     without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.hub.locate import HUB_ID
 from lowbit.formats.layout.manifest import Fate, json_bytes
@@ -111,6 +113,17 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft head's file."""
+        if not self.draft_rows:
+            return 0
+        hidden, scheme = (
+            read_config(self.config).hidden_size,
+            draft_scheme(self.config, self.recipe),
+        )
+        return draft_head_size(self.draft_rows, hidden, scheme)
 
     @property
     def parameters(self) -> dict[Part, int]:

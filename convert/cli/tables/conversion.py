@@ -142,7 +142,10 @@ def plan(view: Preview) -> None:
         f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
     )
     if view.plan.draft_rows:
-        console.print(f"draft head: {view.plan.draft_rows:,} rows of lm_head, INT4, in draft/")
+        console.print(
+            f"draft head: {view.plan.draft_rows:,} rows of lm_head, INT4, "
+            f"{size(view.plan.draft_bytes)} in draft/"
+        )
     groups = smaller_groups(view.plan)
     if groups is not None:
         console.print(groups)
@@ -190,6 +193,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "bits_per_weight": view.plan.bits_per_weight,
         "parameters": dict(view.plan.parameters),
         "draft_rows": view.plan.draft_rows,
+        "draft_bytes": view.plan.draft_bytes,
         "peak_ram_bytes": view.peak_ram,
         "prospect": prospect_json(view.prospect),
         "smaller_groups": smaller_groups(view.plan),

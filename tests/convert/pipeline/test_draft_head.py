@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lowbit.convert.measure.inspection import inspect
 from lowbit.convert.pipeline.finished import find_finished
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
+from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
@@ -24,6 +26,7 @@ from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Hashes
@@ -44,6 +47,11 @@ def hybrid() -> Path:
 @pytest.fixture(scope="module")
 def made(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(hybrid, tmp_path_factory.mktemp("made") / "out", RECIPE).folder
+
+
+def _headers(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.config, checkpoint.tensors
 
 
 @pytest.fixture
@@ -107,6 +115,8 @@ def test_what_lowbit_json_says(hybrid: Path, made: Path) -> None:
         (made / "lowbit.json").stat().st_size
     )
     assert sizes.source_bytes is not None
+    plan = make_plan(*_headers(hybrid), RECIPE)
+    assert plan.draft_bytes == draft
     entry = next(entry for entry in inspect(str(made)).entries if entry.name == "draft head")
     assert (entry.shape, entry.stored, entry.nbytes) == ((ROWS, 256), "INT4 g128", draft)
     parcel = make_parcel(made, "me/model", quiet)
