@@ -60,4 +60,10 @@ def command_of(manifest: Manifest, name: str) -> str | None:
         words += ["--draft-vocabulary", recipe["draft_vocabulary"]]
     if manifest.draft_head is not None and manifest.draft_head.text not in (None, BUNDLED_NAME):
         words += ["--draft-text", manifest.draft_head.text]
-    return shlex.join(map(str, words))
+    command = shlex.join(map(str, words))
+    if manifest.mtp_training is None:
+        return command
+    more = ["lowbit-convert", "finetune-mtp", name, "--steps", str(manifest.mtp_training.steps)]
+    if manifest.mtp_training.text != BUNDLED_NAME:
+        more += ["--text", manifest.mtp_training.text]
+    return f"{command} && {shlex.join(more)}"

@@ -16,7 +16,13 @@ from torch import Tensor
 from lowbit.convert.measure.record import MOST_DRAFTS, Draft, Drafting
 from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
-from lowbit.convert.original.mtp import MtpHead, draft_tokens, greedy_tokens, load_mtp_head
+from lowbit.convert.original.mtp import (
+    MtpHead,
+    chained,
+    draft_tokens,
+    greedy_tokens,
+    load_mtp_head,
+)
 from lowbit.convert.original.walk import blocks, embed
 from lowbit.formats.draft_head import DraftHead
 
@@ -104,6 +110,7 @@ def count_drafts(
     greedy: Tensor,
     each: BlockMap,
     draft_head: DraftHead | None = None,
+    head: MtpHead | None = None,
 ) -> tuple[Draft, ...]:
     """Count the right drafts of a model's head for multi-token prediction.
 
@@ -114,11 +121,12 @@ def count_drafts(
         greedy: [windows, T - 1] int64, tokens that the trunk ranks first.
         each: calls a function on every block.
         draft_head: rows that drafts are chosen from; all of the model's head where left out.
+        head: to take instead of the checkpoint's.
 
     Returns:
         The first to the fourth draft, fewer where no round came so far; none without a head.
     """
-    head = load_mtp_head(model, states.device)
+    head = head or load_mtp_head(model, states.device)
     if head is None or states.shape[1] < 2:
         return ()
     windows = windows.to(states.device)
@@ -202,24 +210,13 @@ def _parts(rounds: Sequence[_Rounds]) -> Iterator[slice]:
 
 def _states(head: MtpHead, text: Tensor, rounds: _Rounds) -> Tensor:
     """The head's states at the last column of each round of a window: [rounds, h]."""
-    columns = torch.arange(len(text), device=text.device)
-    causal = columns[:, None] >= columns
     if not rounds.inputs:
-        return head(text, columns, causal)[rounds.starts]
+        columns = torch.arange(len(text), device=text.device)
+        return head(text, columns, columns[:, None] >= columns)[rounds.starts]
     found = [text[:0]]
     for part in blocks(len(rounds), ROUNDS):
         starts = rounds.starts[part]
-        own = len(rounds.inputs)
-        x = torch.cat([text, *(x[part] for x in rounds.inputs)])
-        positions = torch.cat([columns, *(starts + 1 + n for n in range(own))])
-        sees_text = (columns <= starts[:, None]).repeat(own, 1)
-        same = torch.eye(len(starts), dtype=torch.bool, device=text.device)
-        earlier = torch.ones(own, own, dtype=torch.bool, device=text.device).tril()
-        sees_own = torch.kron(earlier, same)
-        blind = torch.zeros(len(text), len(sees_own), dtype=torch.bool, device=text.device)
-        upper = torch.cat((causal, blind), dim=1)
-        allowed = torch.cat((upper, torch.cat((sees_text, sees_own), dim=1)))
-        found.append(head(x, positions, allowed)[-len(starts) :])
+        found.append(head(*chained(text, starts, [x[part] for x in rounds.inputs]))[-len(starts) :])
     return torch.cat(found)
 
 

@@ -7,7 +7,7 @@ of its H. A further draft is a column of the drafted token and H'.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,6 +72,32 @@ class MtpHead:
         out = self.layer(x[None], **arguments)
         y = out[0] if isinstance(out, tuple) else out
         return cast(Tensor, self.norms[FINAL_NORM](y[0]))
+
+
+def chained(
+    text: Tensor, starts: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns of a window, and of some rounds behind their beginnings in it.
+
+    Args:
+        text: [columns, h] inputs of the layer at the columns of the text.
+        starts: [rounds] columns at which the rounds begin.
+        inputs: [rounds, h] inputs of every further column, in order; at least one.
+
+    Returns:
+        Inputs, positions and mask for `MtpHead`; the last columns are those of the last inputs.
+    """
+    columns = torch.arange(len(text), device=text.device)
+    own = len(inputs)
+    positions = torch.cat([columns, *(starts + 1 + n for n in range(own))])
+    sees_text = (columns <= starts[:, None]).repeat(own, 1)
+    same = torch.eye(len(starts), dtype=torch.bool, device=text.device)
+    earlier = torch.ones(own, own, dtype=torch.bool, device=text.device).tril()
+    sees_own = torch.kron(earlier, same)
+    blind = torch.zeros(len(text), len(sees_own), dtype=torch.bool, device=text.device)
+    upper = torch.cat((columns[:, None] >= columns, blind), dim=1)
+    allowed = torch.cat((upper, torch.cat((sees_text, sees_own), dim=1)))
+    return torch.cat([text, *inputs]), positions, allowed
 
 
 def load_mtp_head(model: LayeredModel, device: torch.device) -> MtpHead | None:

@@ -106,7 +106,7 @@ def find_finished(
     started = time.monotonic()
     place = place_of(out)
     manifest = _manifest_of(place, recipe)
-    if manifest is None:
+    if manifest is None or manifest.mtp_training is not None:
         return None
     location = locate(str(source), revision)
     checkpoint = open_checkpoint(location.folder)

@@ -132,8 +132,32 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpTraining:
+    """Training of the head for multi-token prediction after the conversion.
+
+    Attributes:
+        text: name of the text.
+        text_sha256: of its content.
+        steps: windows of text that were learned from.
+        device: `cpu`, or the GPU's name.
+        before: tokens a round on windows held out, before.
+        after: same after.
+    """
+
+    text: str
+    text_sha256: str
+    steps: int
+    device: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of lowbit.json; calibration is None for round-to-nearest, draft_head without one."""
+    """Content of lowbit.json; calibration is None for round-to-nearest, draft_head without one.
+
+    With mtp_training, tensors of the head for multi-token prediction are not those of the source.
+    """
 
     lowbit_version: str
     source: Source
@@ -143,6 +167,7 @@ class Manifest:
     files: tuple[OutputFile, ...]
     calibration: Calibration | None = None
     draft_head: DraftVocabulary | None = None
+    mtp_training: MtpTraining | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -178,6 +203,9 @@ def read_manifest(folder: Path) -> Manifest | None:
         content["draft_head"] = record(
             DraftVocabulary, content["draft_head"], f"{where}: draft_head"
         )
+    if content.setdefault("mtp_training", None) is not None:
+        trained = content["mtp_training"]
+        content["mtp_training"] = record(MtpTraining, trained, f"{where}: mtp_training")
     manifest = record(Manifest, content, where)
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)

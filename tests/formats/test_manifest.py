@@ -83,8 +83,9 @@ def test_content() -> None:
         "files",
         "calibration",
         "draft_head",
+        "mtp_training",
     ]
-    assert (written["calibration"], written["draft_head"]) == (None, None)
+    assert [written[key] for key in ("calibration", "draft_head", "mtp_training")] == [None] * 3
     assert written["source_tensors"][0] == {
         "name": "lm_head.weight",
         "dtype": "BF16",
@@ -174,7 +175,9 @@ PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
 def test_every_key_is_required_and_no_other_is_known(
     tmp_path: Path, part: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    for key in part(content()).keys() - {"format_version", "calibration", "draft_head"}:
+    for key in part(content()).keys() - {
+        *("format_version", "calibration", "draft_head", "mtp_training")
+    }:
         changed = content()
         del part(changed)[key]
         refused(tmp_path, changed, key)
