@@ -149,8 +149,8 @@ recipe_options = with_options(
         type=click.Choice(["int4", "int8", "bf16", "drop"]),
         show_default="int4 where SRC has one",
         help="Bits of the head for multi-token prediction, by which lowbit-run and vLLM draft "
-        "tokens: they change the speed, never an answer. bf16 leaves it as it is, drop leaves it "
-        "out.",
+        "tokens; more bits make better drafts, never other answers. bf16 leaves it as it is, drop "
+        "leaves it out.",
     ),
     click.option(
         "--draft-vocabulary",
