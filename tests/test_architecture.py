@@ -41,7 +41,7 @@ ORDER = {
         *("printable", "charts", "errors", "fields", "machine", "architectures", "files"),
         "sampling_ranges",
         *("layout", "safetensors", "shell", "text", "foreign", "generation", "hub", "tasks"),
-        *("file_names", "packed"),
+        *("draft_head", "file_names", "packed"),
     ],
     "runtime": [
         *("text", "state", "weights", "kernels", "backends", "models", "speculation", "engine"),

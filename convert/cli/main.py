@@ -6,6 +6,7 @@ from lowbit.convert.cli.calib_text import calib_text
 from lowbit.convert.cli.compare import compare
 from lowbit.convert.cli.diff import diff
 from lowbit.convert.cli.export import export
+from lowbit.convert.cli.finetune_mtp import finetune_mtp
 from lowbit.convert.cli.inspect import inspect
 from lowbit.convert.cli.plan import plan
 from lowbit.convert.cli.push import push
@@ -32,6 +33,6 @@ def main() -> None:
 
 for command in (
     *(quantize, plan, inspect, verify, report, compare, diff, sensitivity, calib_text, push),
-    export,
+    *(export, finetune_mtp),
 ):
     main.add_command(command)

@@ -110,8 +110,8 @@ recipe_options = with_options(
         multiple=True,
         metavar="PATTERN=BITS[gGROUP]",
         help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
-        "as in '*.up_proj=4g32'; 16 leaves them as they are. Multi-token prediction is left "
-        "unless 'mtp.*=8' or the like names it (repeatable).",
+        "as in '*.up_proj=4g32'; 16 leaves them as they are. A pattern that begins with mtp, as in "
+        "'mtp.*=8', means multi-token prediction, which no other reaches (repeatable).",
     ),
     click.option(
         "--group-size",
@@ -143,6 +143,22 @@ recipe_options = with_options(
         type=click.Choice(["int4", "int8", "bf16"]),
         show_default="the recipe's, int8",
         help="Bits of the output head.",
+    ),
+    click.option(
+        "--mtp",
+        type=click.Choice(["int4", "int8", "bf16", "drop"]),
+        show_default="int4 where SRC has one",
+        help="Bits of the head for multi-token prediction, by which lowbit-run and vLLM draft "
+        "tokens; more bits make better drafts, never other answers. bf16 leaves it as it is, drop "
+        "leaves it out.",
+    ),
+    click.option(
+        "--draft-vocabulary",
+        type=Count(0),
+        metavar="N",
+        show_default="32768 with multi-token prediction and more than 100,000 tokens",
+        help="Also pack, to INT4 in draft/, the N rows of the head that a text uses most: drafts "
+        "are chosen from them alone, which is faster. 0 for none.",
     ),
     click.option(
         "--positive-scales",
@@ -205,6 +221,8 @@ def make_recipe(
     group_size: str,
     method: str,
     head: str | None,
+    mtp: str | None,
+    draft_vocabulary: int | None,
     positive_scales: bool,
     drop_vision: bool,
 ) -> "Recipe":
@@ -218,8 +236,10 @@ def make_recipe(
         group_size=None if group_size == "row" else int(group_size),
         rule="absmax" if method == "absmax" else searched,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
+        mtp=mtp,  # type: ignore[arg-type]
         overrides=overrides,
         drop_vision=drop_vision,
+        draft_vocabulary=draft_vocabulary,
         method=Method() if method in (AUTO, "absmax") else Method.parse(method),
     )
 
@@ -253,6 +273,15 @@ calibration_options = with_options(
 )
 
 
+draft_text_option = click.option(
+    "--draft-text",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    show_default="the bundled mix",
+    help="Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
+    "words, as `calib-text` writes it.",
+)
 device_option = click.option(
     "--device",
     type=click.Choice([AUTO, "cpu", "cuda"]),

@@ -12,6 +12,8 @@ PHASES = {
     "check": "checking what is done",
     "convert": "quantizing",
     "answer": "answering prompts",
+    "states": "passing text through the trunk",
+    "train": "training",
     "verify": "verifying",
     "export": "writing",
     "prove": "reading back",

@@ -15,6 +15,7 @@ from lowbit.convert.cli.options import (
     check_gate,
     close_gate,
     device_option,
+    draft_text_option,
     eval_text_option,
     gate_option,
     make_recipe,
@@ -52,6 +53,7 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @recipe_options
 @target_options
 @calibration_options
+@draft_text_option
 @device_option
 @click.option(
     "--max-ram",
@@ -90,6 +92,7 @@ def quantize(
     calib_samples: int | None,
     calib_length: int,
     calib_chat: bool,
+    draft_text: Path | None,
     repo: str | None,
     private: bool | None,
     base_model: str | None,
@@ -170,6 +173,7 @@ def quantize(
                 max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
                 calibration=calibration,
+                draft_text=draft_text,
                 progress=progress,
             )
         if done is None:
@@ -183,6 +187,7 @@ def quantize(
                 max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
                 calibration=calibration,
+                draft_text=draft_text,
                 progress=announced(progress, partial(announce, ahead, told)),
             )
             done = Finished(conversion, None)

@@ -12,6 +12,7 @@ from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.formats.architectures import is_carried, is_tied, part_of, tensor_table
+from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES
 from lowbit.formats.foreign.reader import open_native
 from lowbit.formats.layout.manifest import MANIFEST_FILE, read_manifest
@@ -85,13 +86,16 @@ def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
         UnsupportedModelError: an architecture that is not implemented.
     """
     checkpoint = open_native(folder)
-    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    files = {
+        name_in(folder, path): path.stat().st_size for path in entries(folder) if path.is_file()
+    }
     total = sum(size for name, size in files.items() if name not in REPORT_FILES)
     original = _source_tensor_bytes(folder, source)
     if original is None:
         return Sizes(total, None, weight_bits(checkpoint))
     packed = sum(info.nbytes for info in checkpoint.tensors.values())
-    source_bytes = total - files.get(MANIFEST_FILE, 0) - packed + original
+    ours = files.get(MANIFEST_FILE, 0) + files.get(DRAFT_FILE, 0)
+    source_bytes = total - ours - packed + original
     return Sizes(total, source_bytes, weight_bits(checkpoint))
 
 

@@ -10,10 +10,12 @@ import torch
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.packing import PACKED, SCALE, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.safetensors.hashing import hash_file
 
 BLOCK_WEIGHTS = 1 << 22  # read at a time
 CPU = torch.device("cpu")
@@ -110,7 +112,14 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         else:
             linears.append(found)
     progress("compare", 1, 1)
-    everything = [set(side) | more for side, more in zip(names, carried, strict=True)]
+    drafts = [_hash_if_there(folder / DRAFT_FILE) for folder in (a, b)]
+    if None not in drafts and drafts[0] != drafts[1]:
+        others.append(DRAFT_FILE)
+    equal += None not in drafts and drafts[0] == drafts[1]
+    everything = [
+        set(side) | more | ({DRAFT_FILE} if draft else set())
+        for side, more, draft in zip(names, carried, drafts, strict=True)
+    ]
     return Difference(
         config=_entries(*(_plain(side.checkpoint.config) for side in packed)),
         recipe=_entries(*(side.manifest.recipe if side.manifest else {} for side in packed))
@@ -123,6 +132,13 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         equal=equal,
         other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
     )
+
+
+def _hash_if_there(path: Path) -> str | None:
+    try:
+        return hash_file(path)
+    except FileNotFoundError:
+        return None
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.formats.architectures import read_config
+from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import TRANSLATED
 from lowbit.formats.hub.locate import hub_id, remote_headers
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.quantization_config import KEY
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import PackedCheckpoint, check_packed, open_packed
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 VISION = "vision tower"
+DRAFT_HEAD = "draft head"
+WHOLE = (VISION, DRAFT_HEAD)  # names that are no path of modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +153,27 @@ def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> In
         size = sum(info.nbytes for info in packed.carried)
         count = len(packed.carried)
         entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
+    entries += _draft_head(packed.manifest, read_config(config).hidden_size)
     return Inspection(source, commit, config["model_type"], tuple(entries), packed.manifest)
+
+
+def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:
+    """The draft head as lowbit.json describes it."""
+    if manifest is None or manifest.draft_head is None:
+        return []
+    made = manifest.draft_head
+    scheme = Scheme(BITS, made.group_size)
+    size = sum(file.size_bytes for file in manifest.files if file.name == DRAFT_FILE)
+    shape = (made.rows, hidden)
+    stored = str(scheme)
+    return [Entry(DRAFT_HEAD, shape, stored, BITS, made.group_size, None, None, size, 3)]
 
 
 def tree(entries: Iterable[Entry]) -> tuple[Node, ...]:
     """The entries as a tree; layers that are equal but for their number are one node."""
     below: dict[str, list[tuple[list[str], Entry]]] = {}
     for entry in entries:
-        head, *rest = [entry.name] if entry.name == VISION else entry.name.split(".")
+        head, *rest = [entry.name] if entry.name in WHOLE else entry.name.split(".")
         below.setdefault(head, []).append((rest, entry))
     return _nodes(below)
 

@@ -6,7 +6,7 @@ layer. Two sets of hidden states are kept, the original's and the packed model's
 noise is asked for, a third and shorter one, the original's in BF16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,12 +41,15 @@ class Comparison:
     Attributes:
         figures: of the packed model against the original.
         noise: of the original in BF16 against itself; None where no window was asked for.
-        output_errors: by module, of the packed linears in decoder layers; empty same.
+        output_errors: relative, of the packed linears in decoder layers, by module; empty where no
+            window was asked for.
+        states: [windows, T - 1, h] inputs of both heads on the windows asked for, original first.
     """
 
     figures: TokenFigures
     noise: TokenFigures | None
     output_errors: Mapping[str, float]
+    states: tuple[Tensor, Tensor]
 
 
 def compare(
@@ -56,6 +59,7 @@ def compare(
     advance: Advance,
     noisy: int = 0,
     watched: int = 0,
+    drafted: Sequence[int] = (),
 ) -> Comparison:
     """Per-token figures of the packed model against the original.
 
@@ -66,6 +70,7 @@ def compare(
         advance: told of work done, `work` in all.
         noisy: windows, from the first, that also pass through the original in BF16.
         watched: windows, from the first, on which outputs of linears are compared.
+        drafted: numbers of the windows whose final states are returned.
     """
     original, packed = models
     schemes = packed.weights.packed_schemes()
@@ -84,7 +89,9 @@ def compare(
             pass_through(layer, packed.arguments[number], hidden[1], each)
             advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
         figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
-    return Comparison(figures, noise, errors)
+    count, T = windows.shape
+    a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
+    return Comparison(figures, noise, errors, (a, b))
 
 
 def work(model: LayeredModel, windows: Tensor, noisy: int = 0) -> int:

@@ -1,12 +1,13 @@
 """A packed checkpoint against its original on texts: the logit figures of a quality report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
 from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
@@ -21,13 +22,16 @@ from lowbit.convert.measure.metrics import (
 )
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
-from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position, TextKind
+from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures.decoder import text_part
+from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
 
 NOISY = 32  # windows of the first text that also pass through the original in BF16
@@ -95,8 +99,10 @@ def measure_logits(
     with torch.inference_mode(), without_advice():
         models = _load(weights, windows.shape[1], place)
         meter = _Meter(work(models[0], windows, noisy) + work(models[0], long), progress)
-        found = compare(models, windows, place, meter.add, noisy, watched)
+        drafted = drafted_windows([len(text.windows) for text in cut])
+        found = compare(models, windows, place, meter.add, noisy, watched, drafted)
         _check_finite(found.figures, source, packed)
+        drafting = _drafting(models, windows[drafted], found, place)
         far: tuple[Position, ...] = ()
         if len(long):
             models = _load(weights, long.shape[1], place)
@@ -104,7 +110,20 @@ def measure_logits(
             _check_finite(figures, source, packed)
             far = positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
-    return Measured(_summarize(found, cut, far, flips, place), found.output_errors)
+    logits = replace(_summarize(found, cut, far, flips, place), drafting=drafting)
+    return Measured(logits, found.output_errors)
+
+
+def _drafting(
+    models: Models, windows: Tensor, found: Comparison, device: torch.device
+) -> Drafting | None:
+    """Rounds of both models' heads for multi-token prediction; None where the packed has none."""
+    checkpoint = models[1].weights.checkpoint
+    if not any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
+        return None
+    draft_head = open_draft_head(checkpoint.folder, checkpoint.config)
+    with block_map(device) as each:
+        return measure_drafting(models, windows, found.states, draft_head, each)
 
 
 def _context(weights: Weights) -> int:

@@ -17,7 +17,10 @@ COSINE = (-1.001, INF)  # infinite: a figure that was not finite
 # By the name of a field, which means the same in every part of the report.
 RANGES: Mapping[str, tuple[float, float]] = {
     "top1_agreement": SHARE,
-    "clipped_share": SHARE,
+    **dict.fromkeys(("clipped_share", "agreement", "accepted", "covered"), SHARE),
+    **dict.fromkeys(("reached", "drafted_windows"), COUNT),
+    **dict.fromkeys(("right", "draft_rows"), POSITIVE),
+    "tokens_a_round": (1.0, INF),
     "p_original": (0.0, 1.001),
     "p_packed": (0.0, 1.001),
     **dict.fromkeys(("kl", "kl_mean", "kl_p95", "kl_p99", "kl_max", "kl_error"), POSITIVE),

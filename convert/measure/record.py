@@ -21,6 +21,7 @@ from lowbit.formats.layout.records import load_versioned, record, records
 
 SCHEMA = 3
 READ = (2, 3)  # schemas
+MOST_DRAFTS = 4  # of a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,47 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """One of the drafts of a round, made by the head for multi-token prediction.
+
+    Attributes:
+        reached: rounds that came so far, all drafts before it being right.
+        right: those of them in which it is the token that the trunk ranks first.
+        agreement: right over reached.
+        accepted: share of all rounds in which it is accepted: the product of the agreements up to
+            here.
+        tokens_a_round: expected, with this as the last draft: one and the sum of those shares.
+    """
+
+    reached: int
+    right: int
+    agreement: float
+    accepted: float
+    tokens_a_round: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Quality of the head for multi-token prediction, of rounds of speculative decoding.
+
+    Attributes:
+        drafted_windows: of the texts, in which rounds begin at every token.
+        packed: first to fourth draft of the packed head, against the packed trunk.
+        original: same for the original's head and trunk.
+        few: same for the packed head with drafts chosen from the draft head; empty without one.
+        draft_rows: tokens of the draft head; 0 without one.
+        covered: share of the packed trunk's first choices that are among them; 0 without one.
+    """
+
+    drafted_windows: int
+    packed: tuple[Draft, ...]
+    original: tuple[Draft, ...]
+    few: tuple[Draft, ...] = ()
+    draft_rows: int = 0
+    covered: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
@@ -165,6 +207,7 @@ class LogitQuality:
         kinds: by text; empty where there is only one.
         flips: at most 12 examples, the largest KL first, at most one a window.
         kl_error: standard error of `kl_mean` over windows; None if they are too few.
+        drafting: of the head for multi-token prediction; None without one.
     """
 
     text_name: str
@@ -193,6 +236,7 @@ class LogitQuality:
     kinds: tuple[TextKind, ...] = ()
     flips: tuple[Flip, ...] = ()
     kl_error: float | None = None
+    drafting: Drafting | None = None
 
     @property
     def perplexity_change(self) -> float:
@@ -287,6 +331,7 @@ def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
     parsed = dict(content)
+    _add_missing(parsed, ("drafting",))
     if schema == 2:
         _add_missing(parsed, ("kl_error",))
         for key, missing in (("positions", ("kl_error",)), ("kinds", ("kl_p99", "kl_error"))):
@@ -304,11 +349,28 @@ def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     )
     if content.get("noise") is not None:
         parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
+    if parsed["drafting"] is not None:
+        parsed["drafting"] = _drafting(parsed["drafting"], f"{where}: drafting")
     if schema == 2:
         # The series holds every window of a text of at most 256, else means of neighbours.
         series = [window.kl for window in parsed["window_series"]]
         parsed["kl_error"] = mean_error(torch.tensor(series, dtype=torch.float64))
     return record(LogitQuality, parsed, where)
+
+
+def _drafting(content: Any, where: str) -> Drafting:
+    if not isinstance(content, dict):
+        raise FormatError(f"`{where}` is not an object")
+    parsed = dict(content)
+    for key in ("packed", "original", "few"):
+        parsed[key] = records(Draft, content.get(key), f"{where}: {key}")
+        if len(parsed[key]) > MOST_DRAFTS:
+            raise FormatError(
+                f"`{where}`: {len(parsed[key])} drafts in `{key}`, expected at most {MOST_DRAFTS}"
+            )
+    if not parsed["packed"]:
+        raise FormatError(f"`{where}`: `packed` has no draft")
+    return record(Drafting, parsed, where)
 
 
 def _add_missing(row: Any, keys: tuple[str, ...]) -> None:

@@ -109,6 +109,15 @@ def check_calibration(path: Path) -> None:
     _parse(path, read_text_file(path, WHAT))
 
 
+def plain_texts(path: Path) -> list[str]:
+    """The documents of a `.txt` or `.jsonl` file, turns as paragraphs.
+
+    Raises:
+        RequestError: it cannot be read; names its bad line.
+    """
+    return [_plain(document) for document in _parse(path, read_text_file(path, WHAT))]
+
+
 def bundled_texts() -> list[str]:
     """The documents of the bundled text."""
     data = Path(__file__).with_name("data")

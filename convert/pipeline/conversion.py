@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
@@ -15,6 +15,12 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.calibration import begin_calibration
+from lowbit.convert.pipeline.draft_head import (
+    choose_draft_rows,
+    make_draft_head,
+    record_of,
+    write_draft_head,
+)
 from lowbit.convert.pipeline.folder import (
     check_apart,
     check_output,
@@ -22,6 +28,7 @@ from lowbit.convert.pipeline.folder import (
     pass_through,
     prepare_shards,
     put_in_place,
+    sync,
 )
 from lowbit.convert.pipeline.journal import Finished, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
@@ -30,13 +37,13 @@ from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import read_config
+from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import Location, locate
 from lowbit.formats.layout.manifest import (
     MANIFEST_FILE,
-    Calibration,
     Manifest,
     OutputFile,
     Source,
@@ -101,6 +108,7 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     calibration: CalibrationRequest | None = None,
+    draft_text: Path | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Quantize a checkpoint into a packed one at `out`.
@@ -123,6 +131,8 @@ def convert(
             another recipe or source.
         calibration: the text, for methods other than round-to-nearest; the bundled one where left
             out.
+        draft_text: `.txt` or `.jsonl` text, the tokens it uses most are the rows of a draft head;
+            the bundled one where left out.
         progress: called with (phase, done, in all).
 
     Raises:
@@ -142,6 +152,7 @@ def convert(
     files = check_small_files(location.folder)
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
     elements = block_elements(max_ram, core_count(), target, held)
+    chosen = choose_draft_rows(plan, checkpoint, draft_text)
     session = None
     if plan.recipe.method.calibrated:
         request = calibration or CalibrationRequest()
@@ -167,8 +178,15 @@ def convert(
             plan, checkpoint, partial, journal.append, todo, elements, target, advance, calibrated
         )
         finished = sorted(journal.finished, key=lambda row: row.step)
-        record = None if session is None else session.record
-        manifest = _finish(plan, checkpoint, location, partial, finished, record, report)
+        if chosen is not None:
+            write_draft_head(partial, make_draft_head(plan, checkpoint, chosen.ids, target), sync)
+        manifest = _finish(plan, checkpoint, location, partial, finished, report)
+        manifest = replace(
+            manifest,
+            calibration=None if session is None else session.record,
+            draft_head=None if chosen is None else record_of(chosen, plan),
+        )
+        (partial / MANIFEST_FILE).write_bytes(manifest.to_bytes())
         put_in_place(place, overwrite)
     return Conversion(
         folder=out,
@@ -213,20 +231,20 @@ def _finish(
     location: Location,
     folder: Path,
     finished: list[Finished],
-    calibration: Calibration | None,
     report: Progress,
 ) -> Manifest:
-    """Write everything beside the weights, and the manifest over what the disk gives back."""
+    """Write everything beside the weights, and make a manifest of what the disk gives back."""
     small = pass_through(source.folder, folder)
     (folder / CONFIG_FILE).write_bytes(json_bytes(plan.config))
     small.append(CONFIG_FILE)
     if len(plan.shards) > 1:
         (folder / INDEX_FILE).write_bytes(json_bytes(index_json(plan.shards)))
         small.append(INDEX_FILE)
+    small += [DRAFT_FILE] if plan.draft_rows else []
     hashes = _hash_shards(plan, folder, finished, report)
     hashes |= {name: hash_file(folder / name) for name in small}
     source_tensors = _source_tensors(plan, source, finished)
-    manifest = Manifest(
+    return Manifest(
         lowbit_version=version("lowbit"),
         source=Source(
             repo=location.repo,
@@ -241,10 +259,7 @@ def _finish(
             OutputFile(name, (folder / name).stat().st_size, digest)
             for name, digest in sorted(hashes.items())
         ),
-        calibration=calibration,
     )
-    (folder / MANIFEST_FILE).write_bytes(manifest.to_bytes())
-    return manifest
 
 
 def _hash_shards(

@@ -5,28 +5,36 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.session import begin
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.original.calibration_text import BUNDLED_NAME
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.rotation import held_bytes
+from lowbit.convert.pipeline.draft_head import make_draft_head
 from lowbit.convert.pipeline.folder import small_files
 from lowbit.convert.pipeline.journal import Finished
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.draft_head import DRAFT_FILE, draft_head_bytes, open_draft_head
 from lowbit.formats.errors import FormatError
-from lowbit.formats.layout.manifest import Calibration, Manifest, json_bytes
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Calibration, Manifest, json_bytes
 from lowbit.formats.machine.cores import core_count
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file
 
 Progress = Callable[[str, int, int], None]  # phase, done, in all
 
+TRAINED = "the head for multi-token prediction, which was trained since; all else was, and is equal"
+
 
 def check_derived(
+    folder: Path,
     manifest: Manifest,
     source: Path,
     calibration: CalibrationRequest,
@@ -36,6 +44,7 @@ def check_derived(
     """Make every tensor again and compare hashes; nothing is written beside the source.
 
     Args:
+        folder: the packed folder, whose draft head names its rows.
         manifest: of the packed folder.
         source: folder of the original, whose hashes are those of the manifest.
         calibration: the text, where the method is a calibrated one.
@@ -53,7 +62,9 @@ def check_derived(
     plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe.from_json(manifest.recipe))
     _check_files(manifest, plan, source)
     target = open_device(device)
+    _check_draft_head(folder, manifest, plan, checkpoint, target)
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}
+    trained = manifest.mtp_training is not None
     total = sum(step.source.nbytes for step in plan.steps)
     done = 0
 
@@ -64,13 +75,15 @@ def check_derived(
 
     def compare(finished: Finished) -> None:
         for tensor in finished.tensors:
+            if trained and tensor.name.startswith(MTP_PREFIX):
+                continue
             if expected.get(tensor.name) != tensor.sha256:
                 raise FormatError(
                     f"`{tensor.name}` does not follow from the source by the recipe in lowbit.json",
                     hint=f"it was written by lowbit {manifest.lowbit_version}",
                 )
 
-    with tempfile.TemporaryDirectory(prefix="lowbit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lowbit-") as work:
         calibrated: Calibrated | None = None
         if plan.recipe.method.calibrated:
             reason = _elsewhere(manifest.calibration, calibration)
@@ -79,12 +92,12 @@ def check_derived(
             session = begin(plan, source, calibration.read(source, target), target)
             if session.record != manifest.calibration:
                 return _difference(session.record, manifest.calibration)
-            calibrated = session.run(Path(folder), progress)
+            calibrated = session.run(Path(work), progress)
         held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
         elements = block_elements(None, core_count(), target, held)
         steps = range(len(plan.steps))
         stream(plan, checkpoint, None, compare, steps, elements, target, advance, calibrated)
-    return None
+    return TRAINED if trained else None
 
 
 def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
@@ -94,6 +107,24 @@ def _check_files(manifest: Manifest, plan: Plan, source: Path) -> None:
     for file in manifest.files:
         if file.name in found and found[file.name] != file.sha256:
             raise FormatError(f"`{file.name}` does not follow from the source")
+
+
+def _check_draft_head(
+    folder: Path, manifest: Manifest, plan: Plan, source: Checkpoint, device: torch.device
+) -> None:
+    """Make the rows of the draft head again, of the tokens that it names."""
+    head = open_draft_head(folder, plan.config)
+    if (0 if head is None else len(head.ids)) != plan.draft_rows:
+        raise FormatError(
+            f"`{DRAFT_FILE}` has {0 if head is None else len(head.ids)} rows, by the recipe in "
+            f"{MANIFEST_FILE} {plan.draft_rows}"
+        )
+    if head is None:
+        return
+    made = draft_head_bytes(make_draft_head(plan, source, head.ids, device))
+    expected = next(file.sha256 for file in manifest.files if file.name == DRAFT_FILE)
+    if hashlib.sha256(made).hexdigest() != expected:
+        raise FormatError(f"`{DRAFT_FILE}` does not follow from the source")
 
 
 def _elsewhere(made: Calibration | None, request: CalibrationRequest) -> str | None:

@@ -16,6 +16,7 @@ from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.record import QualityReport, read_quality
 from lowbit.convert.original.device import open_device
 from lowbit.convert.pipeline.conversion import Conversion
+from lowbit.convert.pipeline.draft_head import choose_draft_rows, record_of
 from lowbit.convert.pipeline.folder import check_output, check_small_files, finish
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.convert.pipeline.owned import remove_unfinished_reports
@@ -23,6 +24,7 @@ from lowbit.convert.pipeline.place import place_of
 from lowbit.convert.pipeline.verification import Progress, check_recorded
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.file_names import README, SOURCE_README
 from lowbit.formats.files.atomic import disk_errors
@@ -89,6 +91,7 @@ def find_finished(
     max_shard_bytes: int,
     overwrite: bool,
     calibration: CalibrationRequest,
+    draft_text: Path | None = None,
     progress: Progress,
 ) -> Finished | None:
     """The folder at `out`, if it is byte for byte the one that `convert` would make.
@@ -103,12 +106,14 @@ def find_finished(
     started = time.monotonic()
     place = place_of(out)
     manifest = _manifest_of(place, recipe)
-    if manifest is None:
+    if manifest is None or manifest.mtp_training is not None:
         return None
     location = locate(str(source), revision)
     checkpoint = open_checkpoint(location.folder)
     plan = make_plan(checkpoint.config, checkpoint.tensors, recipe, max_shard_bytes)
-    if not _follows(manifest, plan, location):
+    chosen = choose_draft_rows(plan, checkpoint, draft_text)
+    record = None if chosen is None else record_of(chosen, plan)
+    if record != manifest.draft_head or not _follows(manifest, plan, location):
         return None
     if plan.recipe.method.calibrated:
         target = open_device(device)
@@ -177,7 +182,8 @@ def _follows(manifest: Manifest, plan: Plan, location: Location) -> bool:
         copy = SOURCE_README if name == README else name
         files[copy] = hash_file(location.folder / name)
     shards = {shard.file for shard in plan.shards}
-    listed = {row.name: row.sha256 for row in manifest.files if row.name not in shards}
+    others = shards | {DRAFT_FILE}  # made anew alike, if its record in lowbit.json is the same
+    listed = {row.name: row.sha256 for row in manifest.files if row.name not in others}
     return placed == made and files == listed
 
 

@@ -12,6 +12,7 @@ from lowbit.convert.pipeline.owned import foreign_entries, remove_owned
 from lowbit.convert.pipeline.place import partial_of, replaced_of
 from lowbit.convert.pipeline.stream import write_at
 from lowbit.convert.plan.plan import Plan
+from lowbit.formats.draft_head import draft_folders, entries
 from lowbit.formats.errors import CheckpointError, LowbitError, ResourceError
 from lowbit.formats.file_names import NEVER_PASSED, README, SOURCE_README
 from lowbit.formats.files.reading import open_file, read_text
@@ -125,9 +126,11 @@ def prepare_shards(plan: Plan, folder: Path) -> None:
         OSError: the disk has not enough room, found out before any work.
     """
     wanted = {JOURNAL_FILE, *(shard.file for shard in plan.shards)}
-    for stale in folder.iterdir():
+    for stale in list(entries(folder)):
         if stale.name not in wanted and not stale.name.startswith(CALIBRATED):
             stale.unlink()
+    for draft in draft_folders(folder):
+        draft.rmdir()
     for shard in plan.shards:
         with (folder / shard.file).open("a+b") as file:
             os.posix_fallocate(file.fileno(), 0, shard.size)
@@ -224,7 +227,7 @@ def put_in_place(out: Path, overwrite: bool) -> None:
         ResourceError: something has come to lie at `out` since the start.
     """
     partial, old = partial_of(out), replaced_of(out)
-    for path in partial.iterdir():
+    for path in [*entries(partial), *draft_folders(partial)]:
         if path.name.startswith(CALIBRATED):
             path.unlink()
         else:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.file_names import SOURCE_README
 from lowbit.formats.files.atomic import abandoned
@@ -24,7 +25,7 @@ JOURNAL_FILE = ".journal.jsonl"  # hidden: no file of a source is passed through
 ALWAYS_OURS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors"
     rf"|{'|'.join(map(re.escape, (INDEX_FILE, CONFIG_FILE, MANIFEST_FILE, SOURCE_README)))}"
-    rf"|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
+    rf"|{re.escape(DRAFT_FILE)}|{re.escape(JOURNAL_FILE)}|{re.escape(CALIBRATED)}.*"
 )
 
 
@@ -174,9 +175,9 @@ def _check_owned(folder: Path, named: Collection[str]) -> None:
 
     What a killed writer left beside the place of a file is removed.
     """
-    for path in sorted(folder.iterdir()):
+    for path in sorted(entries(folder)):
         left = abandoned(path)
-        name = path.name if left is None else left
+        name = name_in(folder, path) if left is None else left
         known = name in named or ALWAYS_OURS.fullmatch(name)
         if known and left is not None and path.is_file() and not path.is_symlink():
             path.unlink()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lowbit.convert.pipeline.draft import is_untouched_draft
 from lowbit.convert.pipeline.journal import JOURNAL_FILE
+from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, LowbitError
 from lowbit.formats.file_names import CARDS, REPORT_FILES
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -28,11 +29,14 @@ def foreign_entries(folder: Path) -> list[str]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise FormatError(f"`{folder}` has no {MANIFEST_FILE}")
-    return sorted(path.name for path in folder.iterdir() if not _is_ours(path, manifest))
+    return sorted(
+        name
+        for path in entries(folder)
+        if not _is_ours(path, name := name_in(folder, path), manifest)
+    )
 
 
-def _is_ours(path: Path, manifest: Manifest) -> bool:
-    name = path.name
+def _is_ours(path: Path, name: str, manifest: Manifest) -> bool:
     if path.is_symlink() or path.is_dir():
         return False
     listed = {file.name: file for file in manifest.files}
@@ -74,8 +78,10 @@ def remove_owned(folder: Path) -> None:
     Raises:
         OSError: something has been put there since.
     """
-    for path in folder.iterdir():
+    for path in list(entries(folder)):
         if path.name != MANIFEST_FILE:
             path.unlink()
+    for path in draft_folders(folder):
+        path.rmdir()
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     folder.rmdir()

@@ -11,6 +11,7 @@ import torch
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin
+from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.files.reading import check_regular
 from lowbit.formats.hub.locate import locate
@@ -91,7 +92,7 @@ def verify_folder(
             else CalibrationRequest(calib, made.samples, made.length, made.chat)
         )
         place = device or _device_of(made)
-        reason = check_derived(manifest, original, request, place, progress)
+        reason = check_derived(folder, manifest, original, request, place, progress)
     listed = {file.name for file in manifest.files} | {MANIFEST_FILE}
     return Verification(
         folder=folder,
@@ -101,7 +102,7 @@ def verify_folder(
         source_tensors=compared,
         derived=source is not None and reason is None,
         not_derived=reason,
-        unlisted=tuple(sorted(path.name for path in folder.iterdir() if path.name not in listed)),
+        unlisted=tuple(sorted({name_in(folder, path) for path in entries(folder)} - listed)),
     )
 
 
@@ -125,6 +126,7 @@ def check_recorded(packed: PackedCheckpoint, manifest: Manifest, progress: Progr
     """
     _check_layout(packed, manifest)
     _check_shapes(packed)
+    open_draft_head(packed.checkpoint.folder, packed.checkpoint.config)
     _check_files(packed, manifest, progress)
 
 
@@ -160,7 +162,7 @@ def _check_files(packed: PackedCheckpoint, manifest: Manifest, progress: Progres
     for info in tensors.values():
         by_file.setdefault(info.file, []).append(info)
     listed = {file.name for file in manifest.files}
-    for name in (*by_file, CONFIG_FILE, INDEX_FILE):
+    for name in (*by_file, CONFIG_FILE, INDEX_FILE, DRAFT_FILE):
         if name not in listed and (folder / name).exists():
             raise FormatError(f"`{name}` is not listed in {MANIFEST_FILE}: no hash covers it")
     expected = {tensor.name: tensor.sha256 for tensor in manifest.tensors}

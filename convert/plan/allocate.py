@@ -27,7 +27,7 @@ class Target:
 
     Attributes:
         bits_per_weight: limit of `Plan.bits_per_weight`.
-        size_bytes: limit of `Plan.output_bytes`.
+        size_bytes: limit of `Plan.output_bytes` and the draft head's together.
     """
 
     bits_per_weight: Fraction | None = None
@@ -194,6 +194,8 @@ def _under_bytes(
     smallest_plan = plan_of(smallest)
     rest = smallest_plan.output_bytes - sum(map(min, sizes))  # bytes of all other tensors
     limit = target.limit(smallest_plan.written_parameters)
+    beside = 0 if target.size_bytes is None else smallest_plan.draft_bytes
+    limit -= beside
     room = limit - rest
     while True:
         schemes = _best(sets, candidates, sizes, room)
@@ -207,7 +209,9 @@ def _under_bytes(
         room = sum(fused.file_bytes(schemes[fused.name]) for fused in sets) - excess
     stored = rest + sum(fused.file_bytes(None) for fused in sets)
     raise QuantizationError(
-        target.refusal(smallest_plan.output_bytes, stored, smallest_plan.written_parameters),
+        target.refusal(
+            smallest_plan.output_bytes + beside, stored + beside, smallest_plan.written_parameters
+        ),
         hint="give a target between the two",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.layout.scheme import Scheme
 
 WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
@@ -92,5 +93,12 @@ def automatic_method(
 
 
 def needs_no_calibration(schemes: Mapping[str, Scheme | None]) -> bool:
-    """Tell whether every linear has so many bits that calibration has nothing to gain."""
-    return all(scheme is None or scheme.bits >= PLENTY_OF_BITS for scheme in schemes.values())
+    """Tell whether every linear has so many bits that calibration has nothing to gain.
+
+    Those of multi-token prediction, which no text calibrates, do not count.
+    """
+    return all(
+        scheme is None or scheme.bits >= PLENTY_OF_BITS
+        for module, scheme in schemes.items()
+        if not module.startswith(MTP_PREFIX)
+    )

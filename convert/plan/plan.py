@@ -13,6 +13,7 @@ import torch
 
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.plan.parts import draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
@@ -21,10 +22,13 @@ from lowbit.formats.architectures import (
     is_tied,
     never_quantized,
     part_of,
+    read_config,
     tensor_table,
     untied,
+    without_mtp,
 )
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.hub.locate import HUB_ID
 from lowbit.formats.layout.manifest import Fate, json_bytes
@@ -89,6 +93,7 @@ class Plan:
         shards: the files to be.
         schemes: of every linear module.
         rotated: parts of the tensors that a rotation changes, by name in the result.
+        draft_rows: rows of the draft head; 0 without one.
     """
 
     config: Mapping[str, Any]
@@ -97,6 +102,7 @@ class Plan:
     shards: tuple[Shard, ...]
     schemes: Mapping[str, Scheme | None]
     rotated: Mapping[str, Role]
+    draft_rows: int
 
     @property
     def source_bytes(self) -> int:
@@ -107,6 +113,17 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(shard.size for shard in self.shards)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft head's file."""
+        if not self.draft_rows:
+            return 0
+        hidden, scheme = (
+            read_config(self.config).hidden_size,
+            draft_scheme(self.config, self.recipe),
+        )
+        return draft_head_size(self.draft_rows, hidden, scheme)
 
     @property
     def parameters(self) -> dict[Part, int]:
@@ -177,6 +194,8 @@ def make_plan(
         raise QuantizationError(
             "the checkpoint has no vision tower to drop", hint="leave out --drop-vision"
         )
+    left_out = dropped_mtp(config, tensors, recipe)
+    table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
     obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
     if obstacle is not None:
@@ -188,14 +207,17 @@ def make_plan(
         del schemes["lm_head"]  # it stays the embedding
     rotated = rotation_roles(config, tensors) if recipe.method.rotate else {}
     steps = _steps(table, tensors, tied, schemes, rotated.keys())
+    steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
-    out_config = _published(untied(config) if schemes.get("lm_head") else config)
+    out_config = untied(config) if schemes.get("lm_head") else config
+    out_config = _published(without_mtp(out_config) if left_out else out_config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     _check_length(out_config)
     outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
-    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated)
+    drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
+    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated, drafts)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -302,9 +324,14 @@ def _step(source: TensorInfo, spec: TensorSpec, scheme: Scheme | None) -> Step:
 def _carry(source: TensorInfo, dropped: bool) -> Step:
     """A tensor of the vision tower, whatever it is."""
     if dropped:
-        return Step(source, "dropped", "vision tower: as the recipe says", None, None, ())
+        return _drop(source, "vision tower")
     outputs = ((source.name, source.dtype, source.shape),)
     return Step(source, "copied", "vision tower: carried unchecked", None, None, outputs)
+
+
+def _drop(source: TensorInfo, part: str) -> Step:
+    """A tensor of a part that the recipe leaves out."""
+    return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
 
 
 def smaller_groups(plan: Plan) -> str | None:

@@ -16,10 +16,13 @@ from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import BITS, GROUP_SIZES, Scheme, fitting_group_size
 
 Head = Literal["int4", "int8", "bf16"]
+Mtp = Literal["int4", "int8", "bf16", "drop"]
 
 VALUE = re.compile(r"(\d+)(?:g(\d+))?", re.ASCII)
 
 HEAD_BITS: dict[Head, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED}
+DROP: Mtp = "drop"
+MTP_BITS: dict[Mtp, int] = {"int4": 4, "int8": 8, "bf16": AS_STORED, DROP: AS_STORED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,14 @@ class Override:
     bits: int
     group_size: int | None = None  # the recipe's
 
+    @property
+    def names_mtp(self) -> bool:
+        """True where it reaches the head for multi-token prediction."""
+        return self.pattern.startswith("mtp")
+
     def matches(self, spec: TensorSpec) -> bool:
         """Tell whether it decides the bits of a linear."""
-        meant = spec.role != "mtp" or self.pattern.startswith("mtp")
+        meant = spec.role != "mtp" or self.names_mtp
         return meant and fnmatchcase(spec.module, self.pattern)
 
     @classmethod
@@ -82,9 +90,12 @@ class Recipe:
             does not divide gets the next smaller size that does.
         rule: how scales are chosen.
         head: bits of lm_head where they differ from the base recipe's.
+        mtp: bits of the head for multi-token prediction where they differ from the base recipe's,
+            or `drop` to leave it out; only None and `bf16` suit a model without one.
         overrides: applied in order, the last match wins.
         drop_vision: leave the vision tower out instead of taking it along.
         method: how codes are chosen.
+        draft_vocabulary: rows of the draft head, 0 for none; None for as many as suit the model.
     """
 
     base: Base = "int4"
@@ -94,6 +105,8 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     drop_vision: bool = False
     method: Method = RTN
+    mtp: Mtp | None = None
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no recipe has."""
@@ -114,6 +127,23 @@ class Recipe:
             raise QuantizationError(
                 f"head `{self.head}` is not known", hint=f"heads: {', '.join(HEAD_BITS)}"
             )
+        self._check_mtp()
+
+    def _check_mtp(self) -> None:
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
+            raise QuantizationError(
+                f"a draft vocabulary of {self.draft_vocabulary} tokens, expected 0 or more"
+            )
+        if self.mtp is not None and self.mtp not in MTP_BITS:
+            raise QuantizationError(
+                f"mtp `{self.mtp}` is not known", hint=f"one of {', '.join(MTP_BITS)}"
+            )
+        named = [override for override in self.overrides if override.names_mtp]
+        if self.mtp == DROP and named:
+            raise QuantizationError(
+                f"`{named[0]}` gives bits to the head for multi-token prediction, which is dropped",
+                hint="leave out one of the two",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The object that lowbit.json holds."""
@@ -123,18 +153,23 @@ class Recipe:
             "scales": self.rule,
             "group_size": self.group_size,
             "lm_head": self.head,
+            "mtp": self.mtp,
             "overrides": [str(override) for override in self.overrides],
             "drop_vision": self.drop_vision,
+            "draft_vocabulary": self.draft_vocabulary,
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
         """Read the object that `to_json` wrote.
 
+        Older releases wrote neither `mtp`, which was as stored, nor `draft_vocabulary`.
+
         Raises:
             QuantizationError: it was written by another release, or is no recipe.
         """
         try:
+            content = {"mtp": "bf16", "draft_vocabulary": 0, **content}
             recipe = cls(
                 base=content["recipe"],
                 group_size=content["group_size"],
@@ -143,6 +178,8 @@ class Recipe:
                 overrides=tuple(Override.parse(text) for text in content["overrides"]),
                 drop_vision=content["drop_vision"],
                 method=Method.parse(content["method"]),
+                mtp=content["mtp"],
+                draft_vocabulary=content["draft_vocabulary"],
             )
         except (KeyError, TypeError, AttributeError):
             recipe = None
@@ -181,6 +218,8 @@ class Recipe:
         bits, group = BITS_BY_ROLE[self.base][spec.role], None
         if spec.role == "head" and self.head is not None:
             bits = HEAD_BITS[self.head]
+        if spec.role == "mtp" and self.mtp is not None:
+            bits = MTP_BITS[self.mtp]
         for override in self.overrides:
             if override.matches(spec):
                 bits, group = override.bits, override.group_size

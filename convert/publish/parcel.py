@@ -17,6 +17,7 @@ from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card
 from lowbit.convert.report.source_card import SourceCard
+from lowbit.formats.draft_head import entries, name_in
 from lowbit.formats.errors import FormatError, PublishError
 from lowbit.formats.file_names import DRAFT, HTML_FILE, QUALITY_FILE, README
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, check_regular, open_file, read_bytes
@@ -163,7 +164,7 @@ def make_parcel(
         folder=folder,
         repo=repo,
         items=tuple(sorted(items, key=lambda item: (not item.is_weight, item.name))),
-        left_out=tuple(sorted(path.name for path in folder.iterdir() if path.name not in known)),
+        left_out=tuple(sorted({name_in(folder, path) for path in entries(folder)} - known)),
         notes=(*notes, *local_paths),
         local_paths=tuple(local_paths),
     )

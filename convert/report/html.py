@@ -5,11 +5,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from markupsafe import Markup
 
-from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.measure.record import Draft, Drafting, LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report import limits, linears, plots, remarks, verdict, words
 from lowbit.convert.report.heat import heat_maps
@@ -84,7 +85,15 @@ def _about(report: QualityReport, logits: LogitQuality) -> dict[str, Any]:
         "scored": words.scored(logits),
         "kind_max": max((kind.kl_mean for kind in logits.kinds), default=0.0),
         "plots": _plots(report, logits),
+        "drafts": () if logits.drafting is None else _drafts(logits.drafting),
     }
+
+
+def _drafts(drafting: Drafting) -> list[tuple[str, Draft, Draft | None, Draft | None]]:
+    """Drafts by their place in a round: packed, the original's, of the draft head's tokens."""
+    count = len(drafting.packed)
+    others = (drafting.original[:count], drafting.few[:count])
+    return list(zip_longest(words.ORDINALS[:count], drafting.packed, *others))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowbit.formats.architectures.table import Role
+from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.packed import PackedCheckpoint
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
 
@@ -22,6 +23,7 @@ PARTS: dict[Role, str] = {
     "mtp": "multi-token prediction",
 }
 CARRIED = "vision tower"
+DRAFT_HEAD = "draft head"
 FILES = "config, tokenizer, other files"
 SMALL = 0.005  # share of the folder below which parts are joined in one row
 
@@ -69,6 +71,12 @@ def where_bytes_went(packed: PackedCheckpoint, folder_bytes: int) -> list[Room]:
         _room(key, infos, [before.get(name) for name in sources[key]], folder_bytes)
         for key, infos in stored.items()
     ]
+    if packed.manifest is not None:
+        rooms += [
+            Room(DRAFT_HEAD, "INT4", None, file.size_bytes, file.size_bytes / folder_bytes)
+            for file in packed.manifest.files
+            if file.name == DRAFT_FILE
+        ]
     rest = folder_bytes - sum(room.after for room in rooms)
     if rest > 0:
         rooms.append(Room(FILES, "", None, rest, rest / folder_bytes))

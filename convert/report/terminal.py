@@ -73,6 +73,8 @@ def _summary(report: QualityReport) -> Table:
             "logit cosine",
             f"mean {words.cosine(logits.cosine_mean)}   p1 {words.cosine(logits.cosine_p1)}",
         )
+        if logits.drafting is not None:
+            table.add_row("drafts of MTP", words.drafts(logits.drafting))
     table.add_row("size", size_text(report))
     if logits is not None:
         when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"

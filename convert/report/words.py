@@ -2,7 +2,7 @@
 
 import math
 
-from lowbit.convert.measure.record import LogitQuality
+from lowbit.convert.measure.record import Drafting, LogitQuality
 from lowbit.formats.printable import printable
 
 MISSING = "\N{EN DASH}"  # stands for a missing figure
@@ -68,6 +68,26 @@ def signed_kl(value: float) -> str:
 def cosine(value: float) -> str:
     """A cosine: `0.99718`."""
     return f"{value:z.5f}" if math.isfinite(value) else "not finite"
+
+
+ORDINALS = ("first", "second", "third", "fourth")
+
+
+def drafts(drafting: Drafting) -> str:
+    """Drafts of the packed head and what they bring, in one line."""
+    best = drafting.packed[-1]
+    right = ", ".join(
+        f"{name} {percent(draft.agreement, 0)}"
+        for name, draft in zip(ORDINALS, drafting.packed, strict=False)
+    )
+    text = f"{right} right; {number(best.tokens_a_round, 2)} tokens a round"
+    beside = []
+    if len(drafting.original) == len(drafting.packed):
+        beside.append(f"original {number(drafting.original[-1].tokens_a_round, 2)}")
+    if drafting.few:
+        few = drafting.few[-1].tokens_a_round
+        beside.append(f"from {drafting.draft_rows:,} tokens {number(few, 2)}")
+    return f"{text} ({', '.join(beside)})" if beside else text
 
 
 def token(text: str) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "read_config",
     "tensor_table",
     "untied",
+    "without_mtp",
 ]
 
 ARCHITECTURES: Mapping[str, Architecture[Any]] = {
@@ -142,3 +143,15 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(nested, dict) and TIED in nested:
         changed[TEXT] = {**nested, TIED: False}
     return changed
+
+
+def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config that counts no layers of an MTP head wherever an engine may look."""
+    key = architecture_of(config).mtp_layers
+    if key is None:
+        return dict(config)
+    nested = config.get(TEXT)
+    if not isinstance(nested, dict):
+        return {**config, key: 0}
+    changed = {**config, TEXT: {**nested, key: 0}}
+    return {**changed, key: 0} if key in config else changed

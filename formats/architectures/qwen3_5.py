@@ -295,6 +295,7 @@ ARCHITECTURE = Architecture(
     prefix_of=prefix_of,
     is_tied=is_tied,
     parts={"vision": VISION_PREFIXES, "mtp": (MTP_PREFIX,)},
+    mtp_layers=MTP_LAYERS,
     unquantized={"vision": VISION_PATTERN, "decoder": GATES_PATTERN},
     float32_roles=("norm", "delta_state"),
 )

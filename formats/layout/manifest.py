@@ -109,8 +109,55 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """Choice of the rows of a draft head.
+
+    Attributes:
+        rows: of the draft head.
+        group_size: weights that share a scale; None for a whole row.
+        text: name of the text that tokens were counted on; None where they were taken by id alone.
+        text_sha256: of its content.
+        tokens: of the text.
+        coverage: share of them that have a row.
+        held_out: share that would have one in the half of the text that was left out of a count.
+    """
+
+    rows: int
+    group_size: int | None
+    text: str | None
+    text_sha256: str | None
+    tokens: int
+    coverage: float
+    held_out: float
+
+
+@dataclass(frozen=True, slots=True)
+class MtpTraining:
+    """Training of the head for multi-token prediction after the conversion.
+
+    Attributes:
+        text: name of the text.
+        text_sha256: of its content.
+        steps: windows of text that were learned from.
+        device: `cpu`, or the GPU's name.
+        before: tokens a round on windows held out, before.
+        after: same after.
+    """
+
+    text: str
+    text_sha256: str
+    steps: int
+    device: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of lowbit.json; calibration is None for round-to-nearest."""
+    """Content of lowbit.json; calibration is None for round-to-nearest, draft_head without one.
+
+    With mtp_training, tensors of the head for multi-token prediction are not those of the source.
+    """
 
     lowbit_version: str
     source: Source
@@ -119,6 +166,8 @@ class Manifest:
     tensors: tuple[OutputTensor, ...]
     files: tuple[OutputFile, ...]
     calibration: Calibration | None = None
+    draft_head: DraftVocabulary | None = None
+    mtp_training: MtpTraining | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -150,6 +199,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     made = content.setdefault("calibration", None)
     if made is not None:
         content["calibration"] = record(Calibration, made, f"{where}: calibration")
+    if content.setdefault("draft_head", None) is not None:
+        content["draft_head"] = record(
+            DraftVocabulary, content["draft_head"], f"{where}: draft_head"
+        )
+    if content.setdefault("mtp_training", None) is not None:
+        trained = content["mtp_training"]
+        content["mtp_training"] = record(MtpTraining, trained, f"{where}: mtp_training")
     manifest = record(Manifest, content, where)
     for name in (*(file.name for file in manifest.files), *(row.file for row in manifest.tensors)):
         relative = PurePosixPath(name)

@@ -16,6 +16,7 @@ from lowbit.formats.layout.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     Calibration,
+    DraftVocabulary,
     Manifest,
     OutputFile,
     OutputTensor,
@@ -81,8 +82,10 @@ def test_content() -> None:
         "tensors",
         "files",
         "calibration",
+        "draft_head",
+        "mtp_training",
     ]
-    assert written["calibration"] is None
+    assert [written[key] for key in ("calibration", "draft_head", "mtp_training")] == [None] * 3
     assert written["source_tensors"][0] == {
         "name": "lm_head.weight",
         "dtype": "BF16",
@@ -131,6 +134,20 @@ def test_version_comes_before_everything_else(tmp_path: Path) -> None:
     refused(tmp_path, {"lowbit_version": "0.1.0"}, "format version None")
 
 
+def test_draft_head(tmp_path: Path) -> None:
+    made = DraftVocabulary(1000, 128, "a.txt", HASH, 5000, 0.97, 0.95)
+    drafting = replace(manifest(), draft_head=made)
+    (tmp_path / MANIFEST_FILE).write_bytes(drafting.to_bytes())
+    assert read_manifest(tmp_path) == drafting
+    changed = json.loads(drafting.to_bytes())
+    del changed["draft_head"]["tokens"]
+    refused(tmp_path, changed, "draft_head", "tokens")
+    without = content()
+    del without["draft_head"]  # as files before it were written
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(without))
+    assert read_manifest(tmp_path) == manifest()
+
+
 def test_calibration(tmp_path: Path) -> None:
     made = Calibration("stories.txt", HASH, 256, 512, False, "cpu", 2, "2.13.0", "5.23.0")
     calibrated = replace(manifest(), calibration=made)
@@ -158,7 +175,9 @@ PARTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
 def test_every_key_is_required_and_no_other_is_known(
     tmp_path: Path, part: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    for key in part(content()).keys() - {"format_version", "calibration"}:
+    for key in part(content()).keys() - {
+        *("format_version", "calibration", "draft_head", "mtp_training")
+    }:
         changed = content()
         del part(changed)[key]
         refused(tmp_path, changed, key)

@@ -17,9 +17,11 @@ from lowbit.convert.plan.plan import Plan, Step, runtime_verdict, smaller_groups
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.words import size
+from lowbit.convert.report.words import percent, size
 from lowbit.formats.architectures import Part, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer, without_model
+from lowbit.formats.layout.manifest import DraftVocabulary
+from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
 
@@ -56,7 +58,19 @@ def conversion(done: Conversion, found: Reported) -> None:
     ):
         for text in reasons:
             console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
+    if done.manifest.draft_head is not None:
+        console.print(_draft_head(done.manifest.draft_head))
     _files(found)
+
+
+def _draft_head(made: DraftVocabulary) -> Text:
+    """The draft head, and the share of the text that its tokens are."""
+    if made.text is None:
+        return Text(f"draft head: {made.rows:,} tokens by id, without a tokenizer to count them")
+    return Text(
+        f"draft head: {made.rows:,} tokens, {percent(made.coverage, 1)} of {printable(made.text)}, "
+        f"{percent(made.held_out, 1)} of the half left out of a count"
+    )
 
 
 def _files(found: Reported) -> None:
@@ -81,7 +95,7 @@ def _calibration(done: Conversion) -> Table:
 
 def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
     """The object of `quantize --json`."""
-    quality = found.quality
+    quality, made = found.quality, done.manifest.draft_head
     return {
         "folder": str(done.folder),
         "method": str(done.plan.recipe.method),
@@ -91,6 +105,7 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "resumed_steps": done.resumed,
         "seconds": done.seconds,
         "calibration": [asdict(row) for row in done.calibration],
+        "draft_head": made and asdict(made),
         "undistilled_layers": done.undistilled,
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(),
@@ -126,6 +141,11 @@ def plan(view: Preview) -> None:
         f"{len(view.plan.shards)} file{'s' if len(view.plan.shards) > 1 else ''}, "
         f"{view.plan.bits_per_weight:.2f} bits per weight; other files {size(view.other_bytes)}"
     )
+    if view.plan.draft_rows:
+        console.print(
+            f"draft head: {view.plan.draft_rows:,} rows of lm_head, INT4, "
+            f"{size(view.plan.draft_bytes)} in draft/"
+        )
     groups = smaller_groups(view.plan)
     if groups is not None:
         console.print(groups)
@@ -172,6 +192,8 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "other_bytes": view.other_bytes,
         "bits_per_weight": view.plan.bits_per_weight,
         "parameters": dict(view.plan.parameters),
+        "draft_rows": view.plan.draft_rows,
+        "draft_bytes": view.plan.draft_bytes,
         "peak_ram_bytes": view.peak_ram,
         "prospect": prospect_json(view.prospect),
         "smaller_groups": smaller_groups(view.plan),

@@ -255,7 +255,8 @@ def test_plan_of_a_hybrid(cli: "Cli", hybrid: Path) -> None:
     lines = {line[:24].strip(): line.split() for line in result.stdout.splitlines()}
     assert "INT8" in lines["linear_attn.out_proj"]
     assert "F32" in lines["linear_attn.A_log"]
-    assert "15" in lines["multi-token prediction"]
+    assert "7" in lines["multi-token prediction"]  # norms
+    assert "INT4" in lines["mtp.fc"]
     assert "11" in lines["vision tower"]
     assert "text classes" not in result.stdout
 
@@ -266,7 +267,7 @@ def test_vision_is_dropped_on_request(
     said = cli("plan", hybrid, "--drop-vision").stdout
     assert "11 dropped (vision tower: as the recipe says)" in said
     assert "text classes only" in said
-    done = parsed(cli(hybrid, tmp_path / "out", "--drop-vision", "--bits", "mtp.*=8", "--json"))
+    done = parsed(cli(hybrid, tmp_path / "out", "--drop-vision", "--mtp", "int8", "--json"))
     content = parsed(cli("inspect", tmp_path / "out", "--json"))
     modules = {row["name"]: row for row in content["modules"]}
     assert "vision tower" not in modules

@@ -29,6 +29,7 @@ def recipe_of(arguments: list[str]) -> dict[str, object]:
         "--recipe int8 --group-size 64 --positive-scales",
         "--bits *.down_proj=8 --bits *.up_proj=4g32 --bits *.gate_proj=4g32 --lm-head int4",
         "--method gptq+distill --drop-vision",
+        "--method rtn --mtp int8 --draft-vocabulary 100",
         "",
     ],
 )

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from lowbit.convert.measure.record import (
+    Draft,
+    Drafting,
     Flip,
     Histogram,
     LogitQuality,
@@ -56,6 +58,7 @@ def report() -> QualityReport:
         kinds=(TextKind("maths", "cd" * 32, 1000, 2.0, 2.1, 0.01, 0.97, 0.1, 0.001),),
         flips=(Flip("maths", "one and\n", " one", " two", " three", 0.5, 0.25, 1.5),),
         kl_error=0.0004,
+        drafting=Drafting(3, (Draft(100, 80, 0.8, 0.8, 1.8),), ()),
     )
     rows = (
         WeightQuality("model.layers.0.mlp.up_proj", 4, 128, 1024, 0.99, 0.1, 20.0, 0.0),
@@ -90,7 +93,7 @@ def older(report: QualityReport) -> dict[str, Any]:
     content = report.to_json() | {"schema": 2}
     for key in ("measured_on", "original", "model_type", "parameters"):
         del content[key]
-    del content["logits"]["kl_error"]
+    del content["logits"]["kl_error"], content["logits"]["drafting"]
     for row in content["logits"]["positions"]:
         del row["kl_error"]
     for row in content["logits"]["kinds"]:
@@ -117,6 +120,7 @@ def test_an_older_file_is_read_without_what_came_later(
     # The windows are in the file, so the error of the mean is known all the same.
     assert found.logits.kl_error == mean_error(torch.tensor(series))
     assert found.logits.flips == report.logits.flips
+    assert found.logits.drafting is None
     assert found.weights == report.weights
 
 
@@ -249,7 +253,9 @@ def test_incomplete_logits(report: QualityReport, tmp_path: Path, key: str) -> N
         read_quality(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("noise", []), ("flips", [3]), ("positions", {})])
+@pytest.mark.parametrize(
+    ("key", "value"), [("noise", []), ("flips", [3]), ("positions", {}), ("drafting", 1)]
+)
 def test_foreign_parts_of_the_logits(
     report: QualityReport, tmp_path: Path, key: str, value: Any
 ) -> None:
@@ -257,4 +263,13 @@ def test_foreign_parts_of_the_logits(
     content["logits"][key] = value
     save(tmp_path, content)
     with pytest.raises(FormatError, match=f"logits: {key}` is not"):
+        read_quality(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "`packed` has no draft"), (5, "5 drafts")])
+def test_drafts_of_no_round(report: QualityReport, tmp_path: Path, count: int, words: str) -> None:
+    content = report.to_json()
+    content["logits"]["drafting"]["packed"] *= count
+    save(tmp_path, content)
+    with pytest.raises(FormatError, match=words):
         read_quality(tmp_path)

@@ -56,14 +56,15 @@ def test_every_source_tensor_is_in_the_manifest(hybrid: Path, tmp_path: Path) ->
     found = fates(folder)
     assert found.keys() == source.keys()
     assert Counter(fate for fate, _ in found.values()) == {
-        "quantized": 3 * 3 + 4 + 4 * 3,
-        "copied": 81 - 25,
+        "quantized": 3 * 3 + 4 + 4 * 3 + 8,
+        "copied": 81 - 33,
     }
     copied = {name for name, (fate, _) in found.items() if fate == "copied"}
     assert all(torch.equal(packed[name], source[name]) for name in copied)
     assert {packed[name].dtype for name in copied} == {torch.bfloat16, torch.float32}
     assert found["model.visual.pos_embed.weight"] == ("copied", "vision tower: carried unchecked")
-    assert found["mtp.fc.weight"] == ("copied", "as the recipe says")
+    assert found["mtp.fc.weight"] == ("quantized", "")
+    assert found["mtp.norm.weight"] == ("copied", "norm: never quantized")
     gate = "model.language_model.layers.0.linear_attn.in_proj_a.weight"
     assert found[gate] == ("copied", "delta_gate: never quantized")
     assert verify_folder(folder, str(hybrid), quiet).source_tensors == len(source)
@@ -113,6 +114,17 @@ def test_vision_left_out(hybrid: Path, tmp_path: Path) -> None:
     verify_folder(folder, str(hybrid), quiet)
 
 
+def test_mtp_left_out(hybrid: Path, tmp_path: Path) -> None:
+    folder = convert(hybrid, tmp_path / "out", Recipe(mtp="drop")).folder
+    dropped = {name: row for name, row in fates(folder).items() if row[0] == "dropped"}
+    assert set(dropped.values()) == {("dropped", "multi-token prediction: as the recipe says")}
+    assert len(dropped) == 15
+    assert not any("mtp" in name for name in load_file(folder / "model.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 0
+    verify_folder(folder, str(hybrid), quiet)
+
+
 def test_mtp_quantized_on_request(hybrid: Path, tmp_path: Path) -> None:
     done = convert(hybrid, tmp_path / "out", Recipe(overrides=(Override("mtp.*", 8),)))
     mtp = {
@@ -140,7 +152,7 @@ def test_shards_of_the_source_do_not_matter(hybrid: Path, tmp_path: Path, hashes
     assert hashes(one) == hashes(two)
 
 
-@pytest.mark.parametrize("what", ["mtp.fc.weight", "model.language_model.norm.weight"])
+@pytest.mark.parametrize("what", ["mtp.fc.weight_packed", "model.language_model.norm.weight"])
 def test_packed_folder_that_lacks_a_tensor(hybrid: Path, tmp_path: Path, what: str) -> None:
     folder = convert(hybrid, tmp_path / "out").folder
     tensors = load_file(folder / "model.safetensors")

@@ -19,6 +19,8 @@ RECIPES = {
     "int8": Recipe("int8", 64),
     "mixed-tied": Recipe("mixed", head="bf16"),
     "mtp": Recipe(overrides=(*MTP, Override("mtp.*.mlp.*", 4))),
+    "mtp-as-stored": Recipe(mtp="bf16"),
+    "no-mtp": Recipe(mtp="drop"),
     "absmax": Recipe("mixed", 64, rule="absmax"),
     "positive": Recipe(rule="positive", head="int4"),
     "rows": Recipe("mixed", group_size=None),

@@ -145,6 +145,16 @@ def test_best_of_all_choices(tmp_path: Path, make_model: "MakeModel") -> None:
         assert found.kl == pytest.approx(best, rel=1e-9)
 
 
+def test_a_budget_of_bytes_holds_the_draft_head_too(hybrid: Path) -> None:
+    checkpoint = open_checkpoint(hybrid)
+    recipe = Recipe(draft_vocabulary=4000)
+    most = run(checkpoint, plausible(checkpoint), Target(bits_per_weight=Fraction(10))).plan
+    target = Target(size_bytes=most.output_bytes)
+    found = run(checkpoint, plausible(checkpoint), target, recipe).plan
+    assert found.draft_bytes > 500_000
+    assert found.output_bytes + found.draft_bytes <= most.output_bytes
+
+
 def test_sets_that_the_recipe_names_keep_their_schemes(hybrid: Path) -> None:
     checkpoint = open_checkpoint(hybrid)
     overrides = tuple(Override.parse(text) for text in ("*.o_proj=8g64", "mtp.*=8"))
@@ -156,7 +166,7 @@ def test_sets_that_the_recipe_names_keep_their_schemes(hybrid: Path) -> None:
     assert found.plan.schemes[f"{layer}.o_proj"] == Scheme(8, 64)
     assert found.plan.schemes["lm_head"] == Scheme(8, 128)
     assert found.plan.schemes["mtp.fc"] == Scheme(8, 128)
-    assert plain.plan.schemes["mtp.fc"] is None
+    assert plain.plan.schemes["mtp.fc"] == Scheme(4, 128)
     assert found.plan.bits_per_weight <= 10
 
 

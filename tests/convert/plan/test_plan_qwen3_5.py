@@ -17,7 +17,7 @@ from lowbit.convert.pipeline.prospect import Estimate, Prospect
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan, vllm_verdict
-from lowbit.convert.plan.recipe import Base, Override, Recipe
+from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
@@ -39,6 +39,8 @@ RECIPES = {
     "mixed": Recipe("mixed"),
     "no vision": Recipe(drop_vision=True),
     "mtp": Recipe(overrides=(Override("mtp.*", 8),)),
+    "mtp as stored": Recipe(mtp="bf16"),
+    "no mtp": Recipe(mtp="drop"),
     "head as stored": Recipe(head="bf16"),
 }
 
@@ -65,9 +67,11 @@ def expected_bits(name: str, base: Base) -> int | None:
     """Bits of a tensor of the decoder, None for those that are copied."""
     if name == "lm_head.weight":
         return 8
+    if name.startswith("mtp."):
+        return None if "norm" in name else 4
     ends = BITS[base].items()
     found = [bits for end, bits in ends if re.search(rf"layers\.\d+\.\w+\.{end}\.weight$", name)]
-    return found[0] if found and not name.startswith("mtp.") else None
+    return found[0] if found else None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -86,11 +90,17 @@ def test_no_tensor_is_unexplained(size: str, recipe: str) -> None:
             words = "as the recipe says" if chosen.drop_vision else "carried unchecked"
             assert (step.fate, step.reason) == (fate, f"vision tower: {words}")
             continue
+        if mtp and recipe == "no mtp":
+            words = "multi-token prediction: as the recipe says"
+            assert (step.fate, step.reason) == ("dropped", words)
+            continue
         bits = expected_bits(name, chosen.base)
         if name == "lm_head.weight" and chosen.head == "bf16":
             bits = None
         if mtp and recipe == "mtp" and len(step.source.shape) == 2:
             bits = 8
+        if mtp and recipe == "mtp as stored":
+            bits = None
         assert (step.scheme and step.scheme.bits) == bits, name
         assert step.fate == ("copied" if bits is None else "quantized")
         assert bool(step.reason) == (bits is None)
@@ -128,8 +138,8 @@ def test_bits_per_weight_by_arithmetic(size: str, base: Base) -> None:
 def test_a_few_figures_in_full() -> None:
     figures = {size: plan_of(size, Recipe()) for size in ("0.8B", "27B")}
     assert {size: round(plan.bits_per_weight, 3) for size, plan in figures.items()} == {
-        "0.8B": 11.782,
-        "27B": 5.459,
+        "0.8B": 11.504,
+        "27B": 5.277,
     }
 
 
@@ -177,9 +187,34 @@ def ignored(plan: Plan) -> list[str]:
 
 def test_ignore_list() -> None:
     gates = "re:.*linear_attn[.]in_proj_[ab]$"
-    assert ignored(plan_of("0.8B", Recipe())) == ["re:.*visual.*", gates, "re:^mtp.*"]
-    assert ignored(plan_of("0.8B", Recipe(drop_vision=True))) == [gates, "re:^mtp.*"]
-    assert ignored(plan_of("0.8B", RECIPES["mtp"])) == ["re:.*visual.*", gates]
+    stored = RECIPES["mtp as stored"]
+    assert ignored(plan_of("0.8B", stored)) == ["re:.*visual.*", gates, "re:^mtp.*"]
+    assert ignored(plan_of("0.8B", Recipe(drop_vision=True, mtp="bf16"))) == [gates, "re:^mtp.*"]
+    for recipe in (Recipe(), RECIPES["mtp"], RECIPES["no mtp"]):
+        assert ignored(plan_of("0.8B", recipe)) == ["re:.*visual.*", gates]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_config_without_the_head_for_multi_token_prediction(nested: bool) -> None:
+    content = config("2B") if nested else config("2B")["text_config"]
+    sources = headers("2B") if nested else renamed(headers("2B"), "mtp.")
+    made = make_plan(content, sources, Recipe(mtp="drop")).config
+    text = made["text_config"] if nested else made
+    assert text["mtp_num_hidden_layers"] == 0
+    assert nested != ("mtp_num_hidden_layers" in made)
+    before = content["text_config"] if nested else content
+    assert before["mtp_num_hidden_layers"] == 1  # not changed in place
+    assert {name for name in text if text[name] != before.get(name)} <= {
+        *("mtp_num_hidden_layers", "tie_word_embeddings", "quantization_config")
+    }
+
+
+@pytest.mark.parametrize("mtp", ["int4", "int8", "drop"])
+def test_no_head_for_multi_token_prediction(mtp: Mtp) -> None:
+    plain = renamed(headers("2B"))
+    with pytest.raises(QuantizationError, match="no head for multi-token prediction"):
+        make_plan(config("2B"), plain, Recipe(mtp=mtp))
+    make_plan(config("2B"), plain, Recipe(mtp="bf16"))
 
 
 @pytest.mark.parametrize("size", ["0.8B", "9B"])
@@ -205,6 +240,18 @@ def test_both_levels_say_that_the_head_is_untied(size: str) -> None:
         assert before["text_config"]["tie_word_embeddings"] is True  # not changed in place
 
 
+def test_rows_of_the_draft_head() -> None:
+    assert plan_of("4B", Recipe()).draft_rows == 32_768
+    assert plan_of("4B", Recipe(mtp="drop")).draft_rows == 0
+    assert plan_of("4B", Recipe(mtp="drop", draft_vocabulary=1000)).draft_rows == 1000
+    assert plan_of("4B", Recipe(draft_vocabulary=0)).draft_rows == 0
+    assert plan_of("4B", Recipe(draft_vocabulary=248_319)).draft_rows == 248_319
+    with pytest.raises(QuantizationError, match="fewer than the model's 248320"):
+        plan_of("4B", Recipe(draft_vocabulary=248_320))
+    with pytest.raises(QuantizationError, match="expected 0 or more"):
+        Recipe(draft_vocabulary=-1)
+
+
 def test_later_release_whose_file_has_one_dtype() -> None:
     sources = {
         name: TensorInfo(name, DTYPES["BF16"], info.shape, "a", 0, 2 * math.prod(info.shape))
@@ -216,11 +263,11 @@ def test_later_release_whose_file_has_one_dtype() -> None:
     assert step.outputs[0][1] == DTYPES["BF16"]
 
 
-def renamed(sources: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The decoder alone, as a text-only class saves it."""
+def renamed(sources: Mapping[str, TensorInfo], *more: str) -> dict[str, TensorInfo]:
+    """The decoder alone, as a text-only class saves it, and parts that begin with `more`."""
     found = {}
     for name, info in sources.items():
-        if name.startswith(("model.language_model.", "lm_head")):
+        if name.startswith(("model.language_model.", "lm_head", *more)):
             short = name.replace("language_model.", "")
             found[short] = TensorInfo(short, info.dtype, info.shape, "a", 0, info.nbytes)
     return found

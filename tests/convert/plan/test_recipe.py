@@ -1,12 +1,13 @@
 """Which linear gets which scheme."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
+from lowbit.convert.plan.recipe import Base, Head, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
@@ -194,15 +195,18 @@ def test_unknown_values(fields: dict[str, object], message: str) -> None:
 
 
 def test_json_holds_everything_that_decides_a_code() -> None:
-    recipe = Recipe("mixed", None, "positive", "int4", (Override("*.o_proj", 6),))
+    recipe = Recipe("mixed", None, "positive", "int4", (Override("*.o_proj", 6),), mtp="int8")
+    recipe = replace(recipe, draft_vocabulary=1000)
     assert recipe.to_json() == {
         "recipe": "mixed",
         "method": "rtn",
         "scales": "positive",
         "group_size": None,
         "lm_head": "int4",
+        "mtp": "int8",
         "overrides": ["*.o_proj=6"],
         "drop_vision": False,
+        "draft_vocabulary": 1000,
     }
 
 
@@ -224,7 +228,7 @@ def test_bits_by_role_of_a_hybrid(
 ) -> None:
     schemes = Recipe(base=base).schemes(hybrid_table)
     linears = [spec for spec in hybrid_table if spec.role in bits]
-    mtp = {spec.module: None for spec in hybrid_table if spec.role == "mtp"}
+    mtp = {spec.module: Scheme(4, 128) for spec in hybrid_table if spec.role == "mtp"}
     assert len(mtp) == 8
     assert schemes == {spec.module: Scheme(bits[spec.role], 128) for spec in linears} | mtp
     assert not any("in_proj_a" in name or "in_proj_b" in name for name in schemes)
@@ -232,7 +236,7 @@ def test_bits_by_role_of_a_hybrid(
 
 def test_only_patterns_that_name_mtp_reach_it(hybrid_table: list[TensorSpec]) -> None:
     schemes = overridden("*=8", "*.down_proj=4").schemes(hybrid_table)
-    assert {schemes[name] for name in schemes if name.startswith("mtp.")} == {None}
+    assert {schemes[name] for name in schemes if name.startswith("mtp.")} == {Scheme(4, 128)}
     schemes = overridden("mtp.*=8", "mtp.*.mlp.*=4", "mtp.fc=16").schemes(hybrid_table)
     mtp = {name: scheme for name, scheme in schemes.items() if name.startswith("mtp.")}
     assert mtp == {
@@ -241,6 +245,27 @@ def test_only_patterns_that_name_mtp_reach_it(hybrid_table: list[TensorSpec]) ->
     assert schemes["model.language_model.layers.0.mlp.down_proj"] == Scheme(4, 128)
     with pytest.raises(QuantizationError, match=r"pattern `\*.fc` matches no linear"):
         overridden("*.fc=8").schemes(hybrid_table)
+
+
+@pytest.mark.parametrize(("mtp", "bits"), [("int4", 4), ("int8", 8), ("bf16", None)])
+def test_bits_of_the_head_for_multi_token_prediction(
+    hybrid_table: list[TensorSpec], mtp: Mtp, bits: int | None
+) -> None:
+    schemes = Recipe(mtp=mtp, overrides=(Override("mtp.fc", 6),)).schemes(hybrid_table)
+    found = {name: scheme for name, scheme in schemes.items() if name.startswith("mtp.")}
+    rest = None if bits is None else Scheme(bits, 128)
+    assert found == {name: Scheme(6, 128) if name == "mtp.fc" else rest for name in found}
+
+
+def test_bits_of_a_head_that_is_dropped() -> None:
+    with pytest.raises(QuantizationError, match=r"`mtp\.\*=8` gives bits to .* which is dropped"):
+        Recipe(mtp="drop", overrides=(Override("mtp.*", 8),))
+
+
+def test_recipes_of_older_releases_left_multi_token_prediction_as_stored() -> None:
+    content = Recipe().to_json()
+    del content["mtp"], content["draft_vocabulary"]
+    assert Recipe.from_json(content) == Recipe(mtp="bf16", draft_vocabulary=0)
 
 
 @pytest.mark.parametrize("pattern", ["*.in_proj_a", "*.conv1d", "*.A_log", "*.visual.*"])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lowbit.convert.measure.record import (
+    Draft,
+    Drafting,
     Flip,
     Histogram,
     LogitQuality,
@@ -126,7 +128,7 @@ def logits() -> LogitQuality:
 
 @pytest.fixture
 def extras() -> dict[str, Any]:
-    """Noise, positions, kinds of text and flips."""
+    """Noise, positions, kinds of text, flips and drafts."""
     return {
         "noise": Noise(0.0003, 0.0021, 0.9911),
         "positions": (
@@ -149,6 +151,14 @@ def extras() -> dict[str, Any]:
                 2.3,
             ),
             Flip("maths", "7 + 5 = ", "12", "12", "13", 0.41, 0.125, 1.1),
+        ),
+        "drafting": Drafting(
+            8,
+            (Draft(4080, 3395, 0.832, 0.832, 1.832), Draft(2601, 1578, 0.607, 0.505, 2.337)),
+            (Draft(4080, 3441, 0.843, 0.843, 1.843), Draft(2633, 1650, 0.627, 0.529, 2.372)),
+            (Draft(4080, 3305, 0.81, 0.81, 1.81), Draft(2501, 1488, 0.595, 0.482, 2.292)),
+            1000,
+            0.954,
         ),
     }
 

@@ -13,7 +13,14 @@ from lowbit.convert.measure.record import Flip, Noise, QualityReport, TextKind, 
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
 from lowbit.convert.report.space import Room
-from lowbit.formats.layout.manifest import Calibration, Manifest, Source, SourceTensor
+from lowbit.formats.layout.manifest import (
+    Calibration,
+    DraftVocabulary,
+    Manifest,
+    MtpTraining,
+    Source,
+    SourceTensor,
+)
 from lowbit.formats.tasks import TaskReport, TaskResult
 
 if TYPE_CHECKING:
@@ -280,3 +287,18 @@ def test_a_recipe_in_words() -> None:
         ("Calibration: seed", "0"),
         ("Calibration: parts", '[{"a": 1}]'),
     ]
+
+
+def test_a_trained_head_and_a_draft_head(
+    make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
+) -> None:
+    made = replace(
+        MANIFEST,
+        draft_head=DraftVocabulary(1000, 128, "own.txt", "5a" * 32, 90_000, 0.981, 0.962),
+        mtp_training=MtpTraining("stories.txt", "6b" * 32, 600, "cpu", 2.69, 3.12),
+    )
+    page = read_page(render_html(make_report(**extras), made, "m", ROOMS))
+    (row,) = (row for row in page.rows["making"] if row[0] == "Multi-token prediction")
+    assert "on stories.txt, 600 steps on cpu: from 2.69 to 3.12 tokens a round" in row[1]
+    assert "95.4 % of the model's first choices on these texts, 98.1 % of own.txt" in page.text
+    assert "96.2 % of the other half" in page.text

@@ -67,6 +67,15 @@ def test_tables_by_their_cells(full: QualityReport, read_page: ReadPage) -> None
         "0.024 ± 0.001",
         "",
     ] in (changes)
+    assert page.rows["drafts"] == [
+        [
+            *("Draft", "Right", "In the original", "Of few tokens"),
+            *("Accepted in", "Tokens a round", "Rounds so far"),
+        ],
+        ["first", "83.2 %", "84.3 %", "81.0 %", "83.2 %", "1.83", "4,080"],
+        ["second", "60.7 %", "62.7 %", "59.5 %", "50.5 %", "2.34", "2,601"],
+    ]
+    assert "Chosen from the 1,000 tokens of the draft head, drafts make 2.29 tokens" in page.text
     assert ["Measured on", "2026-05-31 (UTC)"] in page.rows["making"]
     (original,) = (row for row in page.rows["making"] if row[0] == "Original")
     assert "model type qwen3, 5,801,216 parameters" in original[1]

@@ -65,7 +65,7 @@ def test_a_hybrid(tmp_path: Path, hybrid: Path) -> None:
     assert {
         ("DeltaNet", "INT4 g128"),
         ("DeltaNet", "INT8 g128"),
-        ("multi-token prediction", "BF16"),
+        ("multi-token prediction", "INT4 g128"),
         ("vision tower", "BF16"),
     } <= parts
     # What is small shares the last row.

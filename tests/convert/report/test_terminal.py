@@ -37,6 +37,17 @@ def test_headline(make_report: MakeReport) -> None:
         assert figure in text
 
 
+def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
+    text = rendered(make_report(drafting=extras["drafting"]))
+    assert (
+        "first 83 %, second 61 % right; 2.34 tokens a round (original 2.37, from 1,000 tokens 2.29)"
+        in text
+    )
+    alone = replace(extras["drafting"], original=(), few=())
+    assert "(original" not in rendered(make_report(drafting=alone))
+    assert "drafts of MTP" not in rendered(make_report())
+
+
 def test_noise_and_outputs(
     make_report: MakeReport, make_row: Callable[..., WeightQuality], extras: dict[str, Any]
 ) -> None:

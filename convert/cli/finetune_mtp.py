@@ -1,0 +1,89 @@
+"""`lowbit-convert finetune-mtp`."""
+
+from pathlib import Path
+
+import click
+
+from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
+from lowbit.formats.shell.failure import reported
+from lowbit.formats.shell.options import Count, json_option
+from lowbit.formats.shell.output import print_json
+
+
+@click.command(
+    name="finetune-mtp",
+    short_help="Train the head that drafts tokens.",
+    epilog="""\b
+    Example:
+      lowbit-convert finetune-mtp qwen3.5-4b-int4 --text own.txt --device cuda
+    """,
+)
+@folder_argument
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    callback=calibration_file,
+    metavar="FILE",
+    show_default="the bundled mix",
+    help="Text to learn on, .txt or .jsonl; best one in the model's own words, as `calib-text` "
+    "writes it, on what it will be used for.",
+)
+@click.option(
+    "--steps",
+    type=Count(),
+    metavar="N",
+    default=600,
+    show_default=True,
+    help="Windows of text to learn from, one a step.",
+)
+@click.option(
+    "--windows",
+    type=Count(2),
+    metavar="N",
+    show_default="64 on a CPU, else 1024",
+    help="Different windows of the text at most.",
+)
+@click.option(
+    "--length",
+    type=Count(8),
+    metavar="N",
+    default=512,
+    show_default=True,
+    help="Tokens of a window.",
+)
+@device_option
+@json_option
+@reported
+def finetune_mtp(
+    folder: Path,
+    text: Path | None,
+    steps: int,
+    windows: int | None,
+    length: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Train the head for multi-token prediction of the packed folder DIR on DIR's own predictions.
+
+    Drafts get better, answers stay as they are: only the head's codes and norms are learned. Every
+    eighth window is held out; DIR is exchanged, as a whole, if its drafts make more tokens a round
+    on those. Interrupted, the same command continues. Reports in DIR are removed; make them again.
+    """
+    from lowbit.convert.cli.progress import progress_bars
+    from lowbit.convert.cli.tables import finetuned as render
+    from lowbit.convert.pipeline import finetune
+
+    with progress_bars(quiet=as_json) as progress:
+        done = finetune.finetune_mtp(
+            folder,
+            text,
+            steps=steps,
+            device=device,
+            windows=windows,
+            length=length,
+            progress=progress,
+        )
+    if as_json:
+        print_json(finetune.finetuned_json(done))
+    else:
+        render.finetuned(done)

@@ -1,0 +1,372 @@
+"""`finetune-mtp`: train the head for multi-token prediction, and exchange it if it is better."""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowbit.convert.calibrate.mtp_training import Grid, Lesson, Trained, TrainingState, train
+from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
+from lowbit.convert.measure.drafting import count_drafts
+from lowbit.convert.measure.logits import scored_states
+from lowbit.convert.measure.record import Draft
+from lowbit.convert.original.blocks import BlockMap, block_map
+from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.model import LayeredModel, load_layered_model
+from lowbit.convert.original.mtp import FC, LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
+from lowbit.convert.original.weights import open_weights
+from lowbit.convert.pipeline.folder import check_output, put_in_place
+from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
+from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.stream import write_at
+from lowbit.formats.draft_head import draft_folders, entries, name_in
+from lowbit.formats.errors import FormatError, RequestError
+from lowbit.formats.file_names import REPORT_FILES
+from lowbit.formats.files.atomic import disk_errors
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, MtpTraining
+from lowbit.formats.layout.packing import PACKED, SCALE, pack, unpack
+from lowbit.formats.packed import PackedCheckpoint, open_packed
+from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.tasks import manifest_sha256
+
+WINDOWS = {"cpu": 64, "cuda": 1024}  # of the text, by kind of device
+LENGTH = 512
+HELD_OUT = 8  # every eighth window decides and is not learned from
+MOST_ROWS = 32_768  # of the head that targets are told apart by
+SAVED = 25  # steps between two states on the disk
+STATE_FILE = f"{CALIBRATED}mtp.safetensors"
+OTHER_WORK = "finish it with the command that began it, or remove that folder"
+
+Progress = Callable[[str, int, int], None]  # phase, done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Finetuned:
+    """A training that has ended.
+
+    Attributes:
+        folder: the packed folder.
+        before: drafts on windows held out.
+        after: same with the trained head.
+        exchanged: the trained head is in the folder; False where it was no better.
+        windows: learned from.
+        held_out: windows that were not.
+        steps: of the training.
+        seconds: wall time of this run.
+    """
+
+    folder: Path
+    before: tuple[Draft, ...]
+    after: tuple[Draft, ...]
+    exchanged: bool
+    windows: int
+    held_out: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _School:
+    """The trunk's states on all windows, on the device."""
+
+    model: LayeredModel
+    windows: Tensor  # [windows, T]
+    states: Tensor  # [windows, T - 1, h]
+    greedy: Tensor  # [windows, T - 1]
+
+    def part(self, held_out: bool) -> list[int]:
+        """Numbers of the windows that are held out, or of the others."""
+        return [n for n in range(len(self.windows)) if (n % HELD_OUT == 0) == held_out]
+
+
+@disk_errors("free some space and run the same command again: training is kept")
+def finetune_mtp(
+    folder: Path,
+    text: Path | None = None,
+    *,
+    steps: int = 600,
+    device: str = "cpu",
+    windows: int | None = None,
+    length: int = LENGTH,
+    progress: Progress | None = None,
+) -> Finetuned:
+    """Train the head for multi-token prediction on what the packed trunk says next on a text.
+
+    The folder is exchanged as a whole, and only for one whose head makes more tokens a round on
+    windows held out. Interrupted, it is as it was, and the same call continues.
+
+    Args:
+        folder: made by lowbit-convert.
+        text: `.txt` or `.jsonl`; the bundled calibration text where left out.
+        steps: windows to learn from, one a step.
+        device: `cpu` or `cuda`.
+        windows: of the text at most.
+        length: tokens of a window.
+        progress: called with ("states" or "train", done, in all).
+
+    Raises:
+        FormatError: the folder has no lowbit.json, or no such head of one layer.
+        RequestError: a text of fewer than two windows.
+        LowbitError: a folder or a text that cannot be read, or too little disk.
+    """
+    started = time.monotonic()
+    report = progress or (lambda phase, done, total: None)
+    target, place = open_device(device), place_of(folder)
+    packed = open_packed(place)
+    if packed.manifest is None:
+        raise FormatError(f"`{folder}` has no {MANIFEST_FILE}: lowbit-convert did not make it")
+    check_output(place, overwrite=True)
+    limit = windows or WINDOWS[target.type]
+    read = read_calibration(text, place, length=length, limit=limit)
+    if len(read.samples) < 2 or read.samples.shape[1] < 8:
+        raise RequestError(
+            f"`{read.name}` has {len(read.samples)} windows of {read.samples.shape[1]} tokens, "
+            "expected at least 2 of 8",
+            hint="give a longer --text",
+        )
+    partial = partial_of(place)
+    partial.mkdir(exist_ok=True)
+    digest = _digest(place, read, steps, target)
+    names = [name_in(place, path) for path in entries(place)]
+    with open_journal(partial, digest, False, names, OTHER_WORK):
+        with torch.no_grad(), without_advice(), block_map(target) as each:
+            school = _attend(place, read.samples, target, each, report)
+            trained = _begin(packed, school.model, target)
+            before = _count(school, trained.head, each)
+        lessons, rows = _lessons(school, target)
+        state = _KeptState(partial / STATE_FILE, digest, steps)
+        train(trained, lessons, rows, steps, state, lambda done: report("train", done, steps))
+        stored = _stored(packed, trained)
+        with torch.no_grad(), block_map(target) as each:
+            after = _count(school, trained.current(), each)
+        better = after[-1].tokens_a_round > before[-1].tokens_a_round
+        if better:
+            record = MtpTraining(
+                text=read.name,
+                text_sha256=read.sha256,
+                steps=steps,
+                device="cpu" if target.type == "cpu" else torch.cuda.get_device_name(target),
+                before=before[-1].tokens_a_round,
+                after=after[-1].tokens_a_round,
+            )
+            _exchange(place, partial, packed, packed.manifest, stored, record)
+        else:
+            _remove(partial)
+    held_out = len(school.part(True))
+    return Finetuned(
+        folder=folder,
+        before=before,
+        after=after,
+        exchanged=better,
+        windows=len(school.windows) - held_out,
+        held_out=held_out,
+        steps=steps,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _digest(place: Path, text: CalibrationText, steps: int, device: torch.device) -> str:
+    shape = list(text.samples.shape)
+    content = [manifest_sha256(place), text.sha256, shape, steps, device.type]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _attend(
+    folder: Path, windows: Tensor, device: torch.device, each: BlockMap, report: Progress
+) -> _School:
+    """Pass all windows through the packed trunk, layer by layer."""
+    model = load_layered_model(open_weights(folder), windows.shape[1], device)
+    hidden = embed(model, windows, device)
+    for number in range(len(model.layers)):
+        report("states", number, len(model.layers))
+        pass_through(load_layer(model, number, device), model.arguments[number], hidden, each)
+    report("states", 1, 1)
+    states = scored_states(model, hidden)
+    greedy = greedy_tokens(model, states, each)
+    shape = (len(windows), windows.shape[1] - 1)
+    return _School(model, windows.to(device), states.view(*shape, -1), greedy.view(shape))
+
+
+def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) -> Trained:
+    """The head as it is stored.
+
+    Raises:
+        FormatError: there is none, or one of several layers.
+    """
+    head = load_mtp_head(model, device)
+    if head is None:
+        raise FormatError(
+            f"`{packed.checkpoint.folder.name}` has no head for multi-token prediction of one layer"
+        )
+    grids: dict[str, Grid] = {}
+    plain: dict[str, Tensor] = {}
+    for name in (FC, *NORMS, *(f"{LAYER}{name}" for name in head.layer.state_dict())):
+        module = name.removesuffix(".weight")
+        scheme = packed.schemes.get(module)
+        if scheme is None:
+            weight = packed.checkpoint.read(name).to(device, torch.float32)
+            plain[name] = weight.clone().requires_grad_(True)
+            continue
+        words = packed.checkpoint.read(f"{module}.{PACKED}")
+        K = model.weights.shape(name)[1]
+        scale = packed.checkpoint.read(f"{module}.{SCALE}").to(device)
+        grids[name] = Grid.begin(unpack(words, scheme.bits, K).to(device), scale, scheme)
+    return Trained(head, grids, plain)
+
+
+def _count(school: _School, head: MtpHead, each: BlockMap) -> tuple[Draft, ...]:
+    here = school.part(True)
+    parts = (school.windows[here], school.states[here], school.greedy[here])
+    return count_drafts(school.model, *parts, each, head=head)
+
+
+def _lessons(school: _School, device: torch.device) -> tuple[list[Lesson], Tensor]:
+    """Windows to learn from, and the rows of the head that their targets are among."""
+    model, here = school.model, school.part(False)
+    targets = school.greedy[here]
+    first = torch.arange(min(model.vocabulary, MOST_ROWS), device=device)
+    often = torch.unique(targets)[:MOST_ROWS]
+    ids = torch.cat((often, first[~torch.isin(first, often)]))[: len(first)].sort().values
+    rows = torch.empty(len(ids), model.hidden_size, device=device)
+    for start, block in model.weights.rows(model.head, HEAD_ROWS, device):
+        among = (ids >= start) & (ids < start + len(block))
+        rows[among] = block[ids[among] - start]
+    places = torch.searchsorted(ids, targets).clamp_(max=len(ids) - 1)
+    places = torch.where(ids[places] == targets, places, -1)
+    embeddings = embed(model, school.windows[here][:, 1:], device)
+    states = school.states[here]
+    return [Lesson(*parts) for parts in zip(embeddings, states, places, strict=True)], rows
+
+
+def _stored(packed: PackedCheckpoint, trained: Trained) -> dict[str, Tensor]:
+    """Tensors to store, by name; weights that are not packed become what their dtype holds."""
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, grid in trained.grids.items():
+            words = pack(grid.codes().cpu(), grid.scheme.bits)
+            found[f"{name.removesuffix('.weight')}.{PACKED}"] = words
+        for name, weight in trained.plain.items():
+            found[name] = weight.to(packed.checkpoint.tensors[name].dtype).cpu()
+            weight.copy_(found[name])
+    return found
+
+
+def _exchange(
+    place: Path,
+    partial: Path,
+    packed: PackedCheckpoint,
+    manifest: Manifest,
+    stored: Mapping[str, Tensor],
+    record: MtpTraining,
+) -> None:
+    """Build the folder anew beside its place, with the trained tensors, and put it there."""
+    tensors = packed.checkpoint.tensors
+    changed = {tensors[name].file for name in stored}
+    _clear(partial, keep=(JOURNAL_FILE, STATE_FILE))
+    for path in entries(place):
+        name = name_in(place, path)
+        if name in REPORT_FILES or name == MANIFEST_FILE:
+            continue
+        copy = partial / name
+        copy.parent.mkdir(exist_ok=True)
+        if name in changed:
+            shutil.copyfile(path, copy)
+        else:
+            _link(path, copy)
+    for name, tensor in stored.items():
+        info, view = tensors[name], _bytes(tensor)
+        with (partial / info.file).open("r+b", buffering=0) as file:
+            write_at(file.fileno(), info.offset, view)
+    hashes = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in stored.items()}
+    made = replace(
+        manifest,
+        tensors=tuple(
+            replace(row, sha256=hashes.get(row.name, row.sha256)) for row in manifest.tensors
+        ),
+        files=tuple(
+            replace(row, sha256=hash_file(partial / row.name)) if row.name in changed else row
+            for row in manifest.files
+        ),
+        mtp_training=record,
+    )
+    (partial / MANIFEST_FILE).write_bytes(made.to_bytes())
+    put_in_place(place, overwrite=True)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _link(path: Path, copy: Path) -> None:
+    try:
+        os.link(path, copy, follow_symlinks=True)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, copy)
+
+
+def _clear(partial: Path, keep: Sequence[str]) -> None:
+    for path in list(entries(partial)):
+        if name_in(partial, path) not in keep:
+            path.unlink()
+    for draft in draft_folders(partial):
+        draft.rmdir()
+
+
+def _remove(partial: Path) -> None:
+    """Remove the working folder; the folder itself is as it was."""
+    _clear(partial, keep=())
+    partial.rmdir()
+
+
+class _KeptState(TrainingState):
+    """Parameters and moments in a file, every few steps."""
+
+    def __init__(self, file: Path, digest: str, steps: int) -> None:
+        self._file, self._digest, self._steps = file, digest, steps
+
+    def load(self, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> int:
+        """Take up what an earlier run of the same command left."""
+        if not self._file.exists():
+            return 0
+        kept = load_file(self._file)
+        if bytes(kept["digest"].tolist()).decode() != self._digest:
+            return 0
+        step = int(kept["step"])
+        with torch.no_grad():
+            for name, value in parameters.items():
+                value.copy_(kept[name])
+                adam.state[value] = {
+                    "step": torch.tensor(float(step)),
+                    "exp_avg": kept[f"{name}:first"].to(value.device),
+                    "exp_avg_sq": kept[f"{name}:second"].to(value.device),
+                }
+        return step
+
+    def save(self, step: int, parameters: Mapping[str, Tensor], adam: torch.optim.Adam) -> None:
+        """Write the state beside its place, then rename it."""
+        if step % SAVED and step != self._steps:
+            return
+        found = {"step": torch.tensor(step), "digest": torch.tensor(list(self._digest.encode()))}
+        for name, value in parameters.items():
+            found[name] = value.detach().cpu().contiguous()
+            found[f"{name}:first"] = adam.state[value]["exp_avg"].cpu().contiguous()
+            found[f"{name}:second"] = adam.state[value]["exp_avg_sq"].cpu().contiguous()
+        beside = self._file.with_name(f"{self._file.name}.new")
+        save_file(found, beside)
+        beside.replace(self._file)
+
+
+def finetuned_json(done: Finetuned) -> dict[str, object]:
+    """The object of `finetune-mtp --json`."""
+    return {**asdict(done), "folder": str(done.folder)}
