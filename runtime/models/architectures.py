@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
+from lowbit.formats.draft_head import DraftHead
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models import dense, qwen3_5, qwen3_5_mtp
 from lowbit.runtime.models.dense import Dense
@@ -25,8 +26,8 @@ class Build(Protocol):
 class AddHead(Protocol):
     """Reads the head for multi-token prediction of a model's checkpoint."""
 
-    def __call__(self, model: Any, weights: Weights[W], /) -> Model[W]:
-        """The model with its head."""
+    def __call__(self, model: Any, weights: Weights[W], draft: DraftHead | None, /) -> Model[W]:
+        """The model with its head, and the rows of its own that drafts are chosen from."""
 
 
 BUILD: Mapping[str, Build] = {

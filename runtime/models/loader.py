@@ -17,6 +17,7 @@ from lowbit.formats.architectures import (
     read_config,
 )
 from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.draft_head import DraftHead, open_draft_head
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
@@ -45,6 +46,7 @@ class OpenedModel:
         specs: the tensors that the model will read.
         schemes: of every linear module; None where it is dense.
         head: read the head for multi-token prediction too.
+        draft: rows that its drafts are chosen from; None for all of the vocabulary.
     """
 
     checkpoint: Checkpoint
@@ -52,10 +54,11 @@ class OpenedModel:
     specs: tuple[TensorSpec, ...]
     schemes: Mapping[str, Scheme | None]
     head: bool = False
+    draft: DraftHead | None = None
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
-        size = 0
+        size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
         wide = architecture_of(self.checkpoint.config).float32_roles
         for spec in self.specs:
             if not spec.quantizable:
@@ -124,6 +127,7 @@ def open_model(
         specs=tuple(spec for spec in packed.specs if parts[spec] in wanted),
         schemes=packed.schemes,
         head=head,
+        draft=open_draft_head(folder, config) if head and quantize is None else None,
     )
 
 
@@ -169,4 +173,6 @@ def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context
     content = opened.checkpoint.config
     prefix = prefix_of(content, opened.checkpoint.tensors)
     model = BUILD[content["model_type"]](opened.config, prefix, weights, ops, context)
-    return HEADS[content["model_type"]](model, weights) if opened.head else model
+    if not opened.head:
+        return model
+    return HEADS[content["model_type"]](model, weights, opened.draft)

@@ -14,13 +14,28 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.decoder import FULL
+from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows(Generic[W]):
+    """The rows of the trunk's head that drafts are chosen from.
+
+    Attributes:
+        ids: [N] int64, token of every row.
+        head: [N, h].
+    """
+
+    ids: Tensor
+    head: W
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class MtpHead(Generic[W]):
         fc: [h, 2 * h], columns of the embedding first.
         layer: with attention.
         norm: [h].
+        rows: that drafts are chosen from; None for all.
     """
 
     trunk: Qwen35[W]
@@ -42,6 +58,7 @@ class MtpHead(Generic[W]):
     fc: W
     layer: Layer[W]
     norm: Tensor
+    rows: DraftRows[W] | None = None
 
     def hidden(self, ids: Tensor, after: Tensor, state: DeviceState, step: Step) -> Tensor:
         """Run M positions through the head; its keys and values are written.
@@ -69,13 +86,23 @@ class MtpHead(Generic[W]):
         return self.trunk.ops.rms_norm(hidden, self.norm, self.trunk.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and the trunk's head: [M, h] to [M, V] float32."""
-        trunk = self.trunk
-        return trunk.ops.norm_logits(hidden, self.norm, trunk.config.rms_norm_eps, trunk.head)
+        """Final norm and head: [M, h] to [M, V] float32; tokens that are no drafts get -inf."""
+        trunk, eps = self.trunk, self.trunk.config.rms_norm_eps
+        if self.rows is None:
+            return trunk.ops.norm_logits(hidden, self.norm, eps, trunk.head)
+        some = trunk.ops.norm_logits(hidden, self.norm, eps, self.rows.head)
+        shape = len(hidden), trunk.config.vocab_size
+        logits = torch.full(shape, -torch.inf, dtype=some.dtype, device=some.device)
+        return logits.index_copy_(1, self.rows.ids, some)
 
 
-def with_head(model: Qwen35[W], weights: Weights[W]) -> Qwen35[W]:
+def with_head(model: Qwen35[W], weights: Weights[W], draft: DraftHead | None = None) -> Qwen35[W]:
     """The model with the head of its checkpoint.
+
+    Args:
+        model: the trunk.
+        weights: reads the head.
+        draft: the rows of the trunk's head that drafts are chosen from; None for all.
 
     Raises:
         UnsupportedModelError: a head of several layers.
@@ -94,5 +121,17 @@ def with_head(model: Qwen35[W], weights: Weights[W]) -> Qwen35[W]:
         fc=weights.linear("mtp.fc"),
         layer=read_layer(weights, "mtp.layers.0", FULL, index, model.config),
         norm=read_gain(weights, "mtp.norm.weight"),
+        rows=None if draft is None else _rows(draft, weights),
     )
     return replace(model, mtp=head)
+
+
+def _rows(draft: DraftHead, weights: Weights[W]) -> DraftRows[W]:
+    """The rows of a draft head on the model's device."""
+    packed = PackedLinear(
+        codes=draft.packed.to(weights.device),
+        scales=draft.scale.to(weights.device),
+        bits=draft.scheme.bits,
+        group_size=draft.scheme.group_size or 0,
+    )
+    return DraftRows(draft.ids.long().to(weights.device), weights.prepare(packed, False))

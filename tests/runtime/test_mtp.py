@@ -1,5 +1,6 @@
 """The head for multi-token prediction, against layers of transformers, and what it drafts."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.formats.errors import UnsupportedModelError
+from lowbit.convert import Recipe, convert
+from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.speculation.tally import Tally
@@ -163,3 +166,52 @@ def test_a_head_of_two_layers_is_refused(make_qwen3_5: "Callable[..., PackedMode
     assert lowbit.load(packed.folder, device="cpu").engine.decoder.mtp is None
     with pytest.raises(UnsupportedModelError, match="2 layers, only one"):
         lowbit.load(packed.folder, device="cpu", speculate="mtp")
+
+
+@pytest.fixture(scope="module")
+def small_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, packed, with a draft head of 1,500 of its 4,096 tokens."""
+    folder = tmp_path_factory.mktemp("packed") / "int4"
+    convert(TRAINED, folder, Recipe(base="int4", draft_vocabulary=1500))
+    return folder
+
+
+def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) -> None:
+    opened = open_model(small_draft, head=True)
+    head: Any = load_decoder(opened, "cpu", torch.float32, 128).mtp
+    draft = opened.draft
+    assert draft is not None
+    rows = dequantize(unpack(draft.packed, 4, head.trunk.config.hidden_size), draft.scale)
+    hidden = torch.randn(3, head.trunk.config.hidden_size)
+    logits = head.logits(hidden)
+    expected = head.after_head(hidden) @ rows.float().T
+    ids = draft.ids.long()
+    assert len(ids) == 1500
+    assert (logits[:, ids] - expected).abs().max() < 1e-4 * expected.abs().max()
+    others = torch.ones(logits.shape[1], dtype=torch.bool).index_fill(0, ids, False)
+    assert bool((logits[:, others] == -torch.inf).all())
+
+
+def test_a_draft_head_changes_nothing_and_is_right_nearly_as_often(small_draft: Path) -> None:
+    plain, drafted = (
+        lowbit.load(small_draft, device="cpu", context=400, speculate=mode)
+        for mode in ("off", "mtp")
+    )
+    tally = Tally()
+    for request in requests(plain):
+        handle = drafted.engine.submit(request)
+        assert handle.result() == plain.engine.submit(request).result()
+        tally.add(handle.tally)
+    assert tally.accepted[0] / tally.drafted[0] > 0.65
+
+
+def test_a_damaged_draft_head_is_refused_before_the_weights_are_read(
+    small_draft: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(small_draft, folder)
+    file = folder / "draft" / "head.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(FormatError, match=r"draft/head\.safetensors"):
+        lowbit.load(folder, device="cpu", speculate="mtp")
+    assert lowbit.load(folder, device="cpu", speculate="ngram").engine.decoder.mtp is None
