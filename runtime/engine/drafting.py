@@ -92,6 +92,7 @@ class Drafting:
         chosen = runner.read(runner.verify(parts))
         tokens = sum(len(part.ids) for part in parts)
         self.costs.note_round(tokens, time.perf_counter() - started)
+        runner.uncount(parts, [len(some) - 1 for some in chosen])
         return chosen
 
     def _most(self, sequences: Numbers[Sequence]) -> int:

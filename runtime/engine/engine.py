@@ -24,8 +24,9 @@ from lowbit.runtime.engine.prefix import Reuse
 from lowbit.runtime.engine.restrict import restrict
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.rounds import Part
-from lowbit.runtime.engine.runner import Runner, Sent
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scores import score_chunk
+from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.engine.take import take_token
 from lowbit.runtime.models.loader import Decoder

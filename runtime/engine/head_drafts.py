@@ -78,6 +78,9 @@ class HeadDrafts:
             if ahead + 1 < max(counts):
                 spans = [_span(*each, 1) for each in zip(sequences, firsts, strict=True)]
                 hidden = self._run(token, self.head.after_head(hidden), spans)
+        if runner.sampler.shape.adjusted:
+            for token in drafts:
+                runner.sampler.uncount(rows, token)
         if not drafts:
             return [[] for _ in sequences]
         found = torch.stack(drafts, dim=1).tolist()

@@ -29,6 +29,11 @@ class Part:
         return (self.sequence.output[-1], *self.drafts)
 
     @property
+    def ordered(self) -> bool:
+        """True if what is chosen after a draft depends on what was chosen before it."""
+        return bool(self.drafts) and self.sequence.request.sampling.penalized
+
+    @property
     def span(self) -> Span:
         """The same as a step's kernels see it."""
         each = self.sequence
@@ -70,8 +75,8 @@ def columns_of(parts: Numbers[Part], M: int) -> tuple[list[list[int]], list[int]
 
     Returns:
         Lists of M numbers each: ids, positions, rows, slots that are read (of the sequences, in
-        front), slots that are written; and the first token of each sequence, then M. A token of
-        padding is a sequence of its own, which belongs to SCRATCH.
+        front), slots that are written, places in the sequence's part; and the first token of each
+        sequence, then M. A token of padding is a sequence of its own, which belongs to SCRATCH.
     """
     spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]
@@ -80,7 +85,8 @@ def columns_of(parts: Numbers[Part], M: int) -> tuple[list[list[int]], list[int]
     reads = [span.read for span in spans]
     writes = [slot for span in spans for slot in span.writes]
     starts = [0, *accumulate(span.count for span in spans), *range(len(ids) + 1, M + 1)]
-    columns = (ids, positions, rows, reads, writes)
+    places = [place for span in spans for place in range(span.count)]
+    columns = (ids, positions, rows, reads, writes, places)
     return [[*numbers, *[SCRATCH] * (M - len(numbers))] for numbers in columns], starts
 
 

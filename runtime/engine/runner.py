@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs, aside
 from lowbit.runtime.engine.rounds import Part, columns_of, step_spans
+from lowbit.runtime.engine.sent import Sent, chosen_tokens
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.models.loader import Decoder
@@ -27,21 +28,6 @@ from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 ALIGNED = 16  # logits
 TRAIL = 64  # positions
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
-
-
-@dataclass(slots=True)
-class Sent:
-    """A step on its way.
-
-    Attributes:
-        sequences: that get tokens from it.
-        drafts: that it checks, by sequence; empty where it checks none.
-        done: recorded behind the step; None on a CPU, where steps run at once.
-    """
-
-    sequences: list[Sequence]
-    drafts: "Numbers[Numbers[int]]"
-    done: "torch.cuda.Event | None"
 
 
 @dataclass(slots=True)
@@ -74,6 +60,8 @@ class Runner:
     _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _draft_starts: Tensor = field(init=False)  # [W + 1] int32, of a step that checks drafts
+    _draft_places: Tensor = field(init=False)  # [W] int32, of its tokens, from the first of each
+    _verified: Tensor = field(init=False)  # [W] int64, what it chose behind each of its tokens
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
@@ -88,6 +76,8 @@ class Runner:
         self._inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
         self._draft_starts = self._starts.clone()
+        self._draft_places = torch.zeros_like(self._inputs[0])
+        self._verified = torch.zeros_like(self._ids)
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._places = new_places(rows, self.on_gpu)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
@@ -177,11 +167,12 @@ class Runner:
             B += width_for(M) - M  # what is left belongs to nobody, each token for itself
             M = width_for(M)
         self._compose_round(parts, M)
+        ordered = any(part.ordered for part in parts)
         if self.on_gpu:
-            key = (M, B, longest, reach, self.sampler.shape)
-            self._replay(key, M, lambda: self._verify(M, reach, B, longest))
+            key = (M, B, longest, reach, self.sampler.shape, ordered)
+            self._replay(key, M, lambda: self._verify(M, reach, B, longest, ordered))
         else:
-            self._verify(M, reach, B, longest, spans)
+            self._verify(M, reach, B, longest, ordered, spans)
         return self._sent([part.sequence for part in parts], [part.drafts for part in parts])
 
     def forward(self, sequences: list[Sequence]) -> None:
@@ -206,23 +197,10 @@ class Runner:
         return self._sent(sequences)
 
     def read(self, sent: Sent) -> list[list[int]]:
-        """The next tokens of each sequence of a step; -1 after logits that are not finite.
-
-        A step that has checked drafts gives as many more as were right.
-        """
+        """The next tokens of each sequence of a step, see `chosen_tokens`; waits for it."""
         if sent.done is not None:
             sent.done.synchronize()
-        drafts = sent.drafts or [()] * len(sent.sequences)
-        return [self._tokens(*each) for each in zip(sent.sequences, drafts, strict=True)]
-
-    def _tokens(self, sequence: Sequence, drafts: Numbers[int]) -> list[int]:
-        """What was chosen behind a sequence's output, up to the first draft that was not chosen."""
-        tokens = []
-        for position, draft in enumerate((*drafts, None), sequence.last + 1):
-            tokens.append(int(self._places[position % PLACES, sequence.row]))
-            if tokens[-1] != draft:
-                break
-        return tokens
+        return chosen_tokens(sent, self._places)
 
     def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
         """Those of the token at a position that has been read."""
@@ -243,9 +221,34 @@ class Runner:
         logits = self._logits_of(M, reach, spans)
         self._choose(logits, inputs[ROWS], inputs[POSITIONS], self._ids[:M])
 
+    def uncount(self, parts: list[Part], rights: list[int]) -> None:
+        """Take back from penalties what a round chose behind drafts that were wrong.
+
+        rights: drafts of each part that were right.
+        """
+        wrong: list[int] = []
+        first = 0
+        for part, right in zip(parts, rights, strict=True):
+            if part.ordered:
+                wrong += range(first + right + 1, first + len(part.ids))
+            first += len(part.ids)
+        if wrong:
+            columns = self._ints(wrong).long()
+            self.sampler.uncount(self._inputs[ROWS, columns], self._verified[columns])
+
     def _verify(
-        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
+        self,
+        M: int,
+        reach: int,
+        B: int,
+        longest: int,
+        ordered: bool,
+        spans: tuple[Span, ...] = (),
     ) -> None:
+        """Send a round of M tokens of B sequences.
+
+        ordered: choose place by place, so that penalties know what was chosen before.
+        """
         inputs = self._inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
@@ -258,8 +261,15 @@ class Runner:
             longest=longest,
             spans=spans,
         )
-        tokens = self._ids.new_empty(M)
-        self._choose(self._through(step), inputs[ROWS], inputs[POSITIONS], tokens)
+        logits, rows, chosen = self._through(step), inputs[ROWS], self._verified[:M]
+        if not ordered:
+            self._choose(logits, rows, inputs[POSITIONS], chosen)
+            return
+        tokens = torch.empty_like(chosen)
+        for place in range(longest):
+            now = self._draft_places[:M] == place
+            self._choose(logits, rows.masked_fill(~now, SCRATCH), inputs[POSITIONS], tokens)
+            chosen.copy_(torch.where(now, tokens, chosen))
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
         logits = self._logits_of(M, reach, spans)
@@ -347,7 +357,8 @@ class Runner:
         columns, starts = columns_of(parts, M)
         block = self._ints(columns)
         self._ids[:M] = block[0]
-        self._inputs[:, :M] = block[1:]
+        self._inputs[:, :M] = block[1:5]
+        self._draft_places[:M] = block[5]
         self._draft_starts[: len(starts)] = self._ints(starts)
         self.batch = []  # a step without drafts finds its inputs changed
 

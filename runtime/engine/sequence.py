@@ -144,9 +144,8 @@ class Sequence:
 
     @property
     def predictable(self) -> bool:
-        """True if drafts may be checked: no token is chosen by those just before it."""
-        request = self.request
-        return request.constraint is None and not request.sampling.penalized
+        """True if drafts may be checked: the masks of a constraint follow each token."""
+        return self.request.constraint is None
 
     def most_drafts(self, most: int) -> int:
         """Drafts that the request has tokens left for, up to `most`."""

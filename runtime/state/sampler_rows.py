@@ -126,6 +126,16 @@ class SamplerRows:
         """
         self.mask[row] = -1 if words is None else words
 
+    def uncount(self, rows: Tensor, tokens: Tensor) -> None:
+        """Take back tokens that were chosen and do not belong to the output, for penalties.
+
+        Args:
+            rows: [M] int32 of the tokens.
+            tokens: [M] int64.
+        """
+        less = torch.full_like(rows, -1, dtype=self.counts.dtype)
+        self.counts.index_put_((rows.long(), tokens), less, accumulate=True)
+
     def _write_row(self, row: int, params: SamplingParams, seed: int, masked: bool) -> None:
         knobs = (
             params.temperature,

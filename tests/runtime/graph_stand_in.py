@@ -43,7 +43,12 @@ class Event:
 
 
 def spans_of(
-    runner: Runner, M: int, reach: int, B: int | None = None, longest: int = 1
+    runner: Runner,
+    M: int,
+    reach: int,
+    B: int | None = None,
+    longest: int = 1,
+    ordered: bool = False,
 ) -> tuple[Span, ...]:
     """The sequences of a step as kernels find them on the device."""
     inputs = runner._inputs[:, :M].tolist()

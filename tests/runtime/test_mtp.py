@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINED = EXAMPLES / "models" / "tiny-qwen3.5"
 IDS = torch.randint(256, (70,), generator=torch.Generator().manual_seed(3))
+GREEDY = lowbit.SamplingParams(logprobs=1)
+STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=4)
 HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 
 
@@ -108,7 +110,7 @@ def requests(model: lowbit.Model, count: int = 30) -> list[TokenRequest]:
     return [
         TokenRequest(
             tuple(model.tokenizer.encode(start, framed=True, context=400)),
-            replace(HOT, seed=number) if number % 2 else lowbit.SamplingParams(logprobs=1),
+            (GREEDY, HOT, STRICT, replace(HOT, seed=6))[number],
             count,
         )
         for number, start in enumerate(starts)
@@ -147,7 +149,7 @@ def test_a_trained_head_is_right_as_often_as_measured(trained: dict[str, lowbit.
     assert 0.75 < all_of_them.accepted[0] / all_of_them.drafted[0] < 0.95
     assert all_of_them.tokens_a_round is not None
     assert all_of_them.tokens_a_round > 1.7
-    assert all_of_them.rounds > 150  # for 400 tokens
+    assert all_of_them.rounds > 110  # for 400 tokens, one of four with penalties
 
 
 def test_a_model_without_the_head_is_refused_by_name(

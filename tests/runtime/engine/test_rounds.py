@@ -15,6 +15,17 @@ from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams(logprobs=2)
 HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=11, logprobs=2)
+STRICT = lowbit.SamplingParams(
+    0.8,
+    top_k=30,
+    repetition_penalty=1.2,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    seed=3,
+    logit_bias=((7, 2.0),),
+    logprobs=1,
+)
+KINDS = (GREEDY, HOT, STRICT)
 CASES = [
     (name, dtype) for name in ("tiny-qwen3", "tiny-qwen3.5") for dtype in ("float32", "bfloat16")
 ]
@@ -52,7 +63,7 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 
 def request_of(number: int, count: int = COUNT) -> TokenRequest:
-    return TokenRequest(prompt_of(number), HOT if number % 2 else GREEDY, count)
+    return TokenRequest(prompt_of(number), KINDS[number % 3], count)
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ def always(
     return lambda ids: Guesser(truth, lambda most: (min(most, drafts), right(min(most, drafts))))
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [1, 3, 8, 15])
 def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> None:
     request = request_of(number)
@@ -125,7 +136,7 @@ def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
     truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
     for count in (2, 7):
         model.engine.drafting = drafting_by(guessers(truths, seed=count), model.engine.runner, 15)
-        for watched in (0, 1):
+        for watched in (1, 2):
             others = [each for each in requests if each is not requests[watched]][:count]
             left_by(model, requests[watched], others).assert_equals(plain[watched])
 

@@ -1,0 +1,48 @@
+"""A step on its way, and the tokens that it leaves."""
+
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.posted import PLACES
+
+
+@dataclass(slots=True)
+class Sent:
+    """A step on its way.
+
+    Attributes:
+        sequences: that get tokens from it.
+        drafts: that it checks, by sequence; empty where it checks none.
+        done: recorded behind the step; None on a CPU, where steps run at once.
+    """
+
+    sequences: list[Sequence]
+    drafts: "Numbers[Numbers[int]]"
+    done: "torch.cuda.Event | None"
+
+
+def chosen_tokens(sent: Sent, places: Tensor) -> list[list[int]]:
+    """The next tokens of each sequence of a step; -1 after logits that are not finite.
+
+    A step that has checked drafts gives as many more as were right.
+
+    Args:
+        sent: the step, which has been waited for.
+        places: where it has left them, see `posted`.
+    """
+    drafts = sent.drafts or [()] * len(sent.sequences)
+    return [_tokens(*each, places) for each in zip(sent.sequences, drafts, strict=True)]
+
+
+def _tokens(sequence: Sequence, drafts: Numbers[int], places: Tensor) -> list[int]:
+    """What was chosen behind a sequence's output, up to the first draft that was not chosen."""
+    tokens = []
+    for position, draft in enumerate((*drafts, None), sequence.last + 1):
+        tokens.append(int(places[position % PLACES, sequence.row]))
+        if tokens[-1] != draft:
+            break
+    return tokens
