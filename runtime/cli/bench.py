@@ -13,7 +13,13 @@ from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.cli.options import load_model, load_options, model_argument, quantize_options
+from lowbit.runtime.cli.options import (
+    load_model,
+    load_options,
+    model_argument,
+    quantize_options,
+    speculate_options,
+)
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
 
 if TYPE_CHECKING:
@@ -129,6 +135,7 @@ sweep_options = with_options(
 @model_argument
 @load_options
 @quantize_options
+@speculate_options
 @measure_options
 @sweep_options
 @json_option
@@ -257,4 +264,6 @@ def _load(name: str, options: Mapping[str, Any], sequences: int = 1) -> "Model":
         options["group_size"],
         options["method"],
         sequences,
+        options["speculate"],
+        options["draft_tokens"],
     )

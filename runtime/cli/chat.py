@@ -21,6 +21,7 @@ from lowbit.runtime.cli.options import (
     load_options,
     quantize_options,
     sampling_options,
+    speculate_options,
     talk_options,
 )
 from lowbit.runtime.cli.schema_file import read_schema
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.input_power import Method
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
+    from lowbit.runtime.speculation.modes import Mode
 
 Ask = Callable[["Chat"], "Slash | str | None"]
 
@@ -50,6 +52,7 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 )
 @load_options
 @quantize_options
+@speculate_options
 @sampling_options
 @talk_options
 @click.option(
@@ -71,6 +74,8 @@ def chat(
     quantize: "Base | None",
     group_size: str | None,
     method: "Method | None",
+    speculate: "Mode | None",
+    draft_tokens: int | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -91,11 +96,14 @@ def chat(
 
     schema = None if json_schema is None else read_schema(json_schema)
     if url is not None:
-        _check_remote(context, device, threads, quantize, group_size, method)
+        _check_remote(
+            context, device, threads, quantize, group_size, method, speculate, draft_tokens
+        )
         model = _remote(url, api_key, name)
         name = model.name  # type: ignore[attr-defined]
     elif name is not None:
-        model = load_model(name, device, context, threads, quantize, group_size, method)
+        loaded = name, device, context, threads, quantize, group_size, method
+        model = load_model(*loaded, speculate=speculate, draft_tokens=draft_tokens)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(

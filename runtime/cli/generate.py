@@ -20,6 +20,7 @@ from lowbit.runtime.cli.options import (
     model_argument,
     quantize_options,
     sampling_options,
+    speculate_options,
     talk_options,
 )
 from lowbit.runtime.cli.schema_file import read_schema
@@ -29,6 +30,8 @@ from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.speculation.modes import Mode
 
 
 @click.command(
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @load_options
 @quantize_options
+@speculate_options
 @sampling_options
 @talk_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
@@ -83,6 +87,8 @@ def generate(
     quantize: "Base | None",
     group_size: str | None,
     method: "Method | None",
+    speculate: "Mode | None",
+    draft_tokens: int | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -106,6 +112,11 @@ def generate(
             "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
         )
     schema = None if json_schema is None else read_schema(json_schema)
+
+    def load(sequences: int) -> "Model":
+        loaded = name, device, context, threads, quantize, group_size, method
+        return load_model(*loaded, sequences, speculate, draft_tokens)
+
     if prompts is not None:
         from lowbit.runtime.cli.prompt_file import Settings, read_prompts
         from lowbit.runtime.cli.prompts import answer_file
@@ -115,13 +126,12 @@ def generate(
             given, max_new_tokens, tuple(stop), thinking, raw, max_thinking_tokens, schema
         )
         lines = read_prompts(prompts, settings)
-        together = min(max_sequences, len(lines))
-        model = load_model(name, device, context, threads, quantize, group_size, method, together)
+        model = load(min(max_sequences, len(lines)))
         facts = {"device": model.device, "quantized_at_load": quantize}
         failed = answer_file(model, lines, system, out, as_json, facts)
         click.get_current_context().exit(1 if failed else 0)
     text = _prompt(prompt)
-    model = load_model(name, device, context, threads, quantize, group_size, method)
+    model = load(1)
     stream = model.stream(
         text if raw else Conversation(system).prompt(text),
         sampling=sampling_of(model, sampling),

@@ -20,11 +20,13 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
+from lowbit.runtime.speculation.modes import DEFAULT_MODE, MODES, MOST_DRAFTS
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.engine.input_power import Method
     from lowbit.runtime.engine.model import Model
+    from lowbit.runtime.speculation.modes import Mode
 
 Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
@@ -145,6 +147,23 @@ quantize_options = with_options(
         "text (weighted), or do not search (absmax).",
     ),
 )
+speculate_options = with_options(
+    click.option(
+        "--speculate",
+        type=click.Choice(MODES),
+        show_default=DEFAULT_MODE,
+        help="Speculative decoding: one step verifies several draft tokens. They come from n-grams "
+        "of the prompt and the output (ngram), from the model's head for multi-token prediction "
+        "(mtp), or from both (auto). The output stays the same.",
+    ),
+    click.option(
+        "--draft-tokens",
+        type=click.IntRange(1, MOST_DRAFTS),
+        metavar="K",
+        show_default="as many as suit the model",
+        help="With --speculate: verify at most K draft tokens in a step.",
+    ),
+)
 model_argument = click.argument("name", metavar="MODEL", shell_complete=folders)
 
 
@@ -157,12 +176,16 @@ def load_model(
     group_size: str | None = None,
     method: "Method | None" = None,
     sequences: int = 1,
+    speculate: "Mode | None" = None,
+    draft_tokens: int | None = None,
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say.
 
     sequences: that are decoded together.
     """
     check_command(name, "model")
+    if draft_tokens is not None and (speculate or DEFAULT_MODE) == "off":
+        raise click.UsageError("--draft-tokens needs --speculate ngram, mtp or auto.")
     if quantize is None and (group_size or method):
         option = "--group-size" if group_size else "--method"
         raise click.UsageError(f"{option} needs --quantize.")
@@ -182,7 +205,11 @@ def load_model(
         quantize=quantize,
         group_size=wanted,
         method=method or "rtn",
+        speculate=speculate or DEFAULT_MODE,
+        draft_tokens=draft_tokens,
     )
+    if speculate == "auto" and not model.opened.head:
+        note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
     if quantize is not None:
         _note_quantized(model, quantize, wanted, method or "rtn")
     if model.device == "cpu":

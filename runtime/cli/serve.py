@@ -16,6 +16,7 @@ from lowbit.runtime.cli.options import (
     load_options,
     model_argument,
     quantize_options,
+    speculate_options,
 )
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.input_power import Method
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.serve.settings import ServeSettings
+    from lowbit.runtime.speculation.modes import Mode
 
 PORT = 8000
 QUEUE = 64
@@ -107,6 +109,7 @@ MOST_QUEUE = 65_536
 )
 @load_options
 @quantize_options
+@speculate_options
 @reported
 def serve(
     *,
@@ -128,6 +131,8 @@ def serve(
     quantize: "Base | None",
     group_size: str | None,
     method: "Method | None",
+    speculate: "Mode | None",
+    draft_tokens: int | None,
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
@@ -153,13 +158,9 @@ def serve(
         log_prompts=log_prompts,
         cors_origins=tuple(cors_origin),
     )
+    loaded = name, device, context, threads, quantize, group_size, method, max_sequences
     try:
-        _run(
-            settings,
-            lambda: load_model(
-                name, device, context, threads, quantize, group_size, method, max_sequences
-            ),
-        )
+        _run(settings, lambda: load_model(*loaded, speculate, draft_tokens))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 

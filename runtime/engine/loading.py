@@ -19,7 +19,8 @@ from lowbit.runtime.engine.memory import choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.models.loader import load_decoder, open_model
-from lowbit.runtime.speculation.settings import Mode, Speculation
+from lowbit.runtime.speculation.modes import DEFAULT_MODE, Mode
+from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.state.sampling import sampling_defaults
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +37,7 @@ def load(
     group_size: int = GROUP_SIZE,
     method: Method = "rtn",
     max_waiting: int | None = None,
-    speculate: Mode = "off",
+    speculate: Mode = DEFAULT_MODE,
     draft_tokens: int | None = None,
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).

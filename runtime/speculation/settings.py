@@ -1,17 +1,13 @@
 """Settings of speculation, and what they come to for a model and a device."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.runtime.speculation.costs import Costs, new_costs
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.speculation.modes import DEFAULT_MODE, MODES, MOST_DRAFTS, Mode
 
-Mode = Literal["off", "ngram", "mtp", "auto"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-MOST_DRAFTS = EXACT_TOKENS - 1  # with the token before them they get the bits that each has alone
 RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
 
 
@@ -25,7 +21,7 @@ class Speculation:
         draft_tokens: of a step at most; None for as many as suit the model.
     """
 
-    mode: Mode = "off"
+    mode: Mode = DEFAULT_MODE
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:

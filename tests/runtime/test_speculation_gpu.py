@@ -10,7 +10,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import TokenRequest
-from lowbit.runtime.speculation.settings import Mode
+from lowbit.runtime.speculation.modes import Mode
 from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 
 pytestmark = pytest.mark.gpu
