@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.sequence import TokenRequest
     from lowbit.runtime.engine.stream import Generation, Stream, Timings
+    from lowbit.runtime.speculation.tally import Speculated
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.chat import Message
     from lowbit.runtime.text.reasoning import Piece
@@ -28,6 +29,7 @@ __all__ = [
     "Model",
     "Piece",
     "SamplingParams",
+    "Speculated",
     "Stream",
     "Timings",
     "TokenRequest",
@@ -42,6 +44,7 @@ _HOMES = {
     "Model": "engine.model",
     "Piece": "text.reasoning",
     "SamplingParams": "state.sampling",
+    "Speculated": "speculation.tally",
     "Stream": "engine.stream",
     "Timings": "engine.stream",
     "TokenRequest": "engine.sequence",

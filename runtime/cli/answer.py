@@ -116,12 +116,13 @@ def show(stream: "Stream", quiet: bool, wrap: bool = False) -> "Generation":
 
 
 def summary(generation: "Generation") -> str:
-    """One line: tokens, speed, time to first token, reuse of the cache."""
+    """One line: tokens, speed, tokens a round, time to first token, reuse of the cache."""
     timings, count = generation.timings, len(generation.token_ids)
-    speed = timings.decode_tokens_per_s
+    speed, speculation = timings.decode_tokens_per_s, generation.speculation
     parts = [
         f"{count} token{'s' if count != 1 else ''}",
         *([f"{speed:.0f} tok/s"] if speed else []),
+        *([speculation.words] if speculation is not None and speculation.rounds else []),
         f"first token {timings.first_token_s * 1e3:.0f} ms",
         f"prompt {timings.prompt_tokens} tokens"
         + (f" ({timings.reused_tokens} cached)" if timings.reused_tokens else ""),

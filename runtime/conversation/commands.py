@@ -250,6 +250,8 @@ def stats(chat: Chat, argument: str) -> Outcome:
         timings = last.timings
         speed = timings.decode_tokens_per_s
         rate = f", {speed:.0f} tok/s" if speed else ""
+        if last.speculation is not None and last.speculation.rounds:
+            rate += f", {last.speculation.words}"
         lines.append(f"last answer: {len(last.token_ids):,} tokens{rate}, seed {last.seed}")
         lines.append(
             f"its prompt: {timings.prompt_tokens:,} tokens, {timings.reused_tokens:,} cached, "

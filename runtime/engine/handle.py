@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenLogProbabilities
-from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.speculation.tally import Speculated, Tally
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
@@ -120,6 +120,11 @@ class Handle(Iterator[int], AsyncIterator[int]):
     def tally(self) -> Tally:
         """Drafts of the request that have been checked."""
         return self._sequence.tally
+
+    @property
+    def speculation(self) -> Speculated | None:
+        """Drafts of the request so far; None where the engine does not speculate."""
+        return None if self._engine.drafting is None else self._sequence.tally.speculated
 
     @property
     def reused(self) -> int:

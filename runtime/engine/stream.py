@@ -9,6 +9,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.speculation.tally import Speculated
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
@@ -48,6 +49,7 @@ class Generation:
             `max_new_tokens`.
         seed: that makes a sampled text again.
         log_probabilities: of every new token; empty unless `SamplingParams.logprobs` asks for them.
+        speculation: drafts that were verified and accepted; None where speculation is off.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -58,6 +60,7 @@ class Generation:
     seed: int
     timings: Timings
     log_probabilities: tuple[TokenLogProbabilities, ...] = ()
+    speculation: Speculated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ class Answer:
                 decode_tokens_per_s=count / (last - first) if count > 0 else None,
             ),
             log_probabilities=self.handle.log_probabilities[: len(self._ids)],
+            speculation=self.handle.speculation,
         )
         return tail
 

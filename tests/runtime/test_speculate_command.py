@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+import lowbit.runtime as lowbit
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
@@ -15,7 +17,7 @@ from lowbit.runtime.state.step import EXACT_TOKENS
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 DENSE, HYBRID = str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3.5")
-PROMPT = "the cat sat on the mat. the cat sat on the mat. the cat"
+PROMPT = "One, two, three, four. " * 6 + "One"
 OPTIONS = ("--raw", "--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
 FALLBACK = "the model has no MTP head, so that drafts come from n-grams alone"
 Run = Callable[..., Result]
@@ -50,8 +52,76 @@ def test_the_answer_is_the_same(run: Run, folder: str, mode: str, falls_back: bo
     drafted = run(folder, PROMPT, *OPTIONS, "--speculate", mode, "--draft-tokens", "4")
     assert (plain.exit_code, drafted.exit_code) == (0, 0)
     assert drafted.stdout == plain.stdout
+    if mode != "auto":  # which measures whether drafts pay
+        assert "tokens a round" in drafted.stderr
+    assert "tokens a round" not in plain.stderr
     assert (FALLBACK in drafted.stderr) is falls_back
     assert drafted.stderr.count("\n") == plain.stderr.count("\n") + falls_back
+
+
+def check_counts(made: dict[str, Any], most: int) -> None:
+    """Every new token but the first is of a round, or of a step without drafts."""
+    found = made["speculation"]
+    drafted, accepted = found["drafted"], found["accepted"]
+    assert len(drafted) == len(accepted) <= most
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] == found["rounds"]
+    assert all(right <= tried for right, tried in zip(accepted, drafted, strict=True))
+    assert found["tokens_a_round"] == 1 + sum(accepted) / found["rounds"]
+    assert found["rounds"] + sum(accepted) <= len(made["token_ids"]) - 1
+
+
+def test_json_counts_drafts_by_position(run: Run) -> None:
+    options = (HYBRID, PROMPT, *OPTIONS, "--json")
+    made = json.loads(run(*options, "--speculate", "mtp", "--draft-tokens", "3").stdout)
+    check_counts(made, most=3)
+    plain = json.loads(run(*options).stdout)
+    assert plain["speculation"] is None
+    assert made["token_ids"] == plain["token_ids"]
+    no_round = run(HYBRID, "Hi", *OPTIONS[:-1], "1", "--json", "--speculate", "mtp")
+    assert json.loads(no_round.stdout)["speculation"] == {
+        "rounds": 0,
+        "drafted": [],
+        "accepted": [],
+        "tokens_a_round": None,
+    }
+
+
+def test_lines_of_a_file_have_counts_of_their_own(run: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"id": n, "prompt": PROMPT}) + "\n" for n in range(3)))
+    options = (HYBRID, "--prompts", str(prompts), *OPTIONS, "--json")
+    drafted = run(*options, "--speculate", "mtp", "--draft-tokens", "3")
+    lines = [json.loads(line) for line in drafted.stdout.splitlines()]
+    for made in lines:
+        check_counts(made, most=3)
+    plain = [json.loads(line) for line in run(*options).stdout.splitlines()]
+    assert all(line["speculation"] is None for line in plain)
+    assert {str(line["id"]): line["token_ids"] for line in lines} == {
+        str(line["id"]): line["token_ids"] for line in plain
+    }
+
+
+def test_a_chat_tells_tokens_a_round(run: Run) -> None:
+    lines = f"{PROMPT}\n/stats\n"
+    options = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
+    said = run("chat", HYBRID, *options, "--speculate", "mtp", stdin=lines)
+    assert said.exit_code == 0
+    figures, stats = (
+        line
+        for line in said.stderr.splitlines()
+        if line.endswith(" tokens a round") or "round," in line
+    )
+    assert "tok/s" in figures
+    assert stats.startswith("last answer: ")
+
+
+def test_a_generation_has_the_counts() -> None:
+    model = load(HYBRID, device="cpu", speculate="mtp", draft_tokens=2)
+    made = model.generate(PROMPT, raw=True, max_new_tokens=30)
+    assert isinstance(made.speculation, lowbit.Speculated)
+    assert made.speculation.rounds > 0
+    assert load(HYBRID, device="cpu").generate("Hi", max_new_tokens=3).speculation is None
 
 
 def test_the_line_of_a_fallback_stays_out_of_json(run: Run) -> None:

@@ -12,7 +12,7 @@ from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
 from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace
 from lowbit.runtime.speculation.settings import Speculation
-from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.speculation.tally import Speculated, Tally
 
 
 def linear_cost(slope: float) -> Cost:
@@ -160,9 +160,12 @@ def test_a_tally_counts_by_place() -> None:
         tally.count(drafted, accepted)
     assert tally == Tally(3, [3, 2, 2, 1], [3, 1, 1, 1])
     assert tally.tokens_a_round == 1 + 6 / 3
+    assert tally.speculated == Speculated(3, (3, 2, 2, 1), (3, 1, 1, 1), 3.0)
+    assert tally.speculated.words == "3.0 tokens a round"
     assert Tally().tokens_a_round is None
+    assert Tally().speculated.words == ""
     both = Tally(1, [1], [0])
-    both.add(tally)
+    both.add(tally.speculated)
     assert both == Tally(4, [4, 2, 2, 1], [3, 1, 1, 1])
 
 
