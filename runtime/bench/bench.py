@@ -3,17 +3,22 @@
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS, RUNS
 from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.speculation.tally import Speculated, Tally
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
@@ -29,11 +34,43 @@ class Speed:
         cold_first_token_s: of the first run, from its start to its first token.
         first_token_s: from the start of a run to its first token.
         tokens_per_s: over the tokens after the first.
+        speculation: drafts of the runs after the first; None where speculation is off.
     """
 
     cold_first_token_s: float
     first_token_s: float
     tokens_per_s: float
+    speculation: Speculated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpeed:
+    """Speed of several sequences together.
+
+    Attributes:
+        tokens_per_s: of all sequences.
+        speculation: drafts of all sequences; None where speculation is off.
+    """
+
+    tokens_per_s: float
+    speculation: Speculated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """One run.
+
+    Attributes:
+        first_token_s: from its start to its first token.
+        decode_s: from there to its last token.
+        tokens: that came in that time.
+        speculation: its drafts; None where speculation is off.
+    """
+
+    first_token_s: float
+    decode_s: float
+    tokens: int
+    speculation: Speculated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +111,13 @@ class BenchResult:
         extra_bytes: of it, what is neither weights nor cache, nor what the allocator has rounded
             them up by: graphs and scratch; None on a CPU, where the interpreter and the libraries
             are most of that.
-        step_bytes: what one step must move at the middle of the run, see `StepBytes`.
+        step_bytes: what one step must move at the middle of the run, see `StepBytes`; without
+            drafts and what makes them.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
-        roofline_share: of the tokens per second that `bandwidth` would allow. A model that fits
-            the processor's cache can exceed 1.
+        roofline_share: of the tokens per second that `bandwidth` would allow, a step for each. A
+            model that fits the processor's cache can exceed 1, speculation too.
+        speculation: drafts of the timed runs; None where speculation is off. They follow a prompt
+            without a meaning, so that real text may have other shares accepted.
     """
 
     device: str
@@ -96,6 +136,7 @@ class BenchResult:
     step_bytes: int
     bandwidth: float
     roofline_share: float
+    speculation: Speculated | None = None
 
 
 def bench(
@@ -142,6 +183,7 @@ def bench(
         step_bytes=step,
         bandwidth=bandwidth,
         roofline_share=speed.tokens_per_s * step / bandwidth,
+        speculation=speed.speculation,
     )
 
 
@@ -154,23 +196,22 @@ def measure_speed(
     prompt = arbitrary_prompt(model, prompt_tokens)
     cold, *timed = [_run(model, prompt, new_tokens, params) for _ in range(runs + 1)]
     return Speed(
-        cold_first_token_s=cold[0],
-        first_token_s=statistics.median(first for first, _ in timed),
-        tokens_per_s=statistics.median((new_tokens - 1) / decode for _, decode in timed),
+        cold_first_token_s=cold.first_token_s,
+        first_token_s=statistics.median(run.first_token_s for run in timed),
+        tokens_per_s=statistics.median(run.tokens / run.decode_s for run in timed),
+        speculation=summed(run.speculation for run in timed),
     )
 
 
-def batched_speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+def batched_speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> BatchSpeed:
     """Tokens per second of `batch` sequences decoded together, greedy, in one run.
 
     Args:
         model: loaded; whatever it held is dropped.
         batch: sequences, each with an own prompt.
         prompt_tokens: length of each prompt.
-        new_tokens: decoded in each sequence, at least 2; the first of each is not timed.
-
-    Returns:
-        The tokens of all sequences together, per second.
+        new_tokens: decoded in each sequence, at least 2; the first of each is not timed. With
+            speculation on the average of all sequences, as long as all of them run.
 
     Raises:
         RequestError: the run does not fit the context, or the model has room for fewer sequences.
@@ -178,7 +219,7 @@ def batched_speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int)
     check_fits(model, prompt_tokens, new_tokens)
     check_sequences(model, batch)
     prompts = [arbitrary_prompt(model, prompt_tokens, index) for index in range(batch)]
-    return batch * (new_tokens - 1) / _run_together(model, prompts, new_tokens)
+    return _run_together(model, prompts, new_tokens)
 
 
 def check_sequences(model: Model, batch: int) -> None:
@@ -215,7 +256,7 @@ def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
 
 def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
     """What a step of `batch` sequences moves, with so many tokens in the cache of each."""
-    opened, dtype, config = model.opened, model.dtype, model.opened.config
+    opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
     gathered = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
         gathered = config.vocab_size * config.hidden_size * dtype.itemsize
@@ -276,36 +317,76 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _run(
-    model: Model, prompt: Sequence[int], new_tokens: int, params: SamplingParams
-) -> tuple[float, float]:
-    """Seconds to the first token, and from there to the last."""
+def summed(found: Iterable[Speculated | None]) -> Speculated | None:
+    """Drafts of several runs together; None where speculation is off."""
+    total, counted = Tally(), [each for each in found if each is not None]
+    for each in counted:
+        total.add(each)
+    return total.speculated if counted else None
+
+
+def tokens_before(batch: int, speculation: bool) -> int:
+    """Tokens that a sequence of a batch may get while the prompts of others run, at most.
+
+    With speculation a step of n sequences gives each EXACT_TOKENS / n tokens or one.
+    """
+    if not speculation:
+        return batch
+    return sum(max(1, EXACT_TOKENS // running) for running in range(1, batch + 1))
+
+
+def _trunk(opened: OpenedModel) -> OpenedModel:
+    """The model without its head for multi-token prediction."""
+    config = opened.checkpoint.config
+    specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
+    return replace(opened, specs=specs, head=False, draft=None)
+
+
+def _run(model: Model, prompt: Sequence[int], new_tokens: int, params: SamplingParams) -> TimedRun:
+    """A run whose tokens are timed but for the first, and those of the same step."""
     model.engine.forget()
     settle(model.device)
-    marks = [time.perf_counter()]
-    marks += [time.perf_counter() for _ in model.engine.generate(prompt, params, new_tokens)]
-    return marks[1] - marks[0], marks[-1] - marks[1]
+    started = time.perf_counter()
+    tokens = model.engine.generate(prompt, params, new_tokens)
+    next(tokens)
+    first = time.perf_counter()
+    timed = new_tokens - 1 - len(tokens.poll())
+    if timed == 0:
+        raise RequestError(
+            f"all {new_tokens} tokens came in one step", hint="ask for more --new-tokens"
+        )
+    for _ in tokens:
+        pass
+    return TimedRun(first - started, time.perf_counter() - first, timed, tokens.speculation)
 
 
-def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """Seconds from the first token of every sequence to the last.
+def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int) -> BatchSpeed:
+    """Speed from the first token of every sequence on.
 
     Prompts are run one after the other, so the first sequences are given more tokens: those that
     they decode while the others' prompts run.
     """
     engine = model.engine
     engine.forget()
-    extra = len(prompts)
+    extra = tokens_before(len(prompts), engine.drafting is not None)
     handles = [engine.generate(prompt, GREEDY, new_tokens + extra) for prompt in prompts]
     while not all(handle.begun for handle in handles):
         engine.step()
+    _take(handles)
     settle(model.device)
-    started = time.perf_counter()
-    for _ in range(new_tokens - 1):
+    started, tokens, wanted = time.perf_counter(), 0, len(prompts) * (new_tokens - 1)
+    while tokens < wanted and not any(handle.ended for handle in handles):
         engine.step()
+        tokens += _take(handles)
     settle(model.device)
     seconds = time.perf_counter() - started
+    found = summed(handle.speculation for handle in handles)
     for handle in handles:
         handle.cancel()
     engine.step()
-    return seconds
+    return BatchSpeed(tokens / seconds, found)
+
+
+def _take(handles: Sequence[Handle]) -> int:
+    """How many tokens have come since the last time."""
+    return sum(len(handle.poll()) for handle in handles)

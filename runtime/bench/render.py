@@ -5,6 +5,7 @@ from lowbit.runtime.bench.bench import BenchResult
 from lowbit.runtime.bench.profiling import KernelTime, Profile, Reads
 from lowbit.runtime.bench.sweep import Axis, Sweep
 from lowbit.runtime.engine.memory import gigabytes
+from lowbit.runtime.speculation.tally import Speculated
 
 READS: dict[Reads, str] = {
     "weights": "weights",
@@ -16,6 +17,9 @@ AXES: dict[Axis, str] = {"context": "context", "group_size": "group", "batch": "
 LEAST_SHARE = 0.005  # kernels below it are one row
 NUMBERS_WIDTH = 60  # of the columns beside a kernel's name
 LEAST_NAME = 20
+WITHOUT_MEANING = (
+    "drafts follow a prompt of arbitrary tokens; with real text more or fewer are accepted"
+)
 
 
 def show_result(name: str, result: BenchResult) -> None:
@@ -39,28 +43,39 @@ def show_result(name: str, result: BenchResult) -> None:
     ]
     if result.extra_bytes is not None:
         rows.append(("beyond weights and cache", gigabytes(result.extra_bytes)))
+    if result.speculation is not None:
+        rows += [
+            ("tokens a round", _rounds(result.speculation)),
+            ("drafts accepted by position", _accepted(result.speculation)),
+        ]
+    each = "token" if result.speculation is None else "plain step"
     rows += [
-        ("read per token", gigabytes(result.step_bytes)),
+        (f"read per {each}", gigabytes(result.step_bytes)),
         ("read bandwidth", _rate(result.bandwidth)),
         (
             "share of the roofline",
-            f"{_percent(result.roofline_share)} of read bandwidth / bytes per token",
+            f"{_percent(result.roofline_share)} of read bandwidth / bytes per {each}",
         ),
     ]
     table = plain_table(f"{name} on {result.device}", ("what", "measured"))
     for row in rows:
         table.add_row(*row)
     results().print(table)
+    if result.speculation is not None:
+        results().print(WITHOUT_MEANING)
 
 
 def show_sweep(name: str, sweep: Sweep) -> None:
     """A row for each point."""
     how = "sampled" if sweep.sampled else "greedy"
     title = f"{name} on {sweep.device}, {sweep.new_tokens} tokens, {how}"
-    columns = [AXES[sweep.over], "tok/s", "us/step", "per step", "roofline"]
+    drafts = any(each.speculation is not None for each in sweep.points)
+    step = "us/token" if drafts else "us/step"
+    columns = [AXES[sweep.over], "tok/s", step, "per step", "roofline"]
     batched, cached = sweep.over == "batch", sweep.over == "context"
     columns += ["against the first"] if batched else ["first token"]
     columns += ["KV read at"] if cached else []
+    columns += ["tokens/round"] if drafts else []
     table = plain_table(title, columns[:1], columns[1:])
     for each in sweep.points:
         first = 0.0 if each.first_token_s is None else each.first_token_s
@@ -68,10 +83,13 @@ def show_sweep(name: str, sweep: Sweep) -> None:
         row += [gigabytes(each.step_bytes), _percent(each.roofline_share)]
         row += [f"x {each.relative:.2f}" if batched else f"{first * 1e3:.1f} ms"]
         row += [_rate(each.kv_bytes_per_s)] if cached else []
+        row += [_rounds(each.speculation)] if each.speculation is not None else []
         table.add_row(*row)
     console = results()
     console.print(table)
     console.print(f"read bandwidth {_rate(sweep.bandwidth)}")
+    if drafts:
+        console.print(WITHOUT_MEANING)
 
 
 def show_profile(profile: Profile, result: BenchResult) -> None:
@@ -116,3 +134,16 @@ def _rate(bytes_per_s: float | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _rounds(found: Speculated) -> str:
+    """Tokens a round, and how many rounds there were."""
+    if found.tokens_a_round is None:
+        return "no rounds"
+    return f"{found.tokens_a_round:.2f} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"
+
+
+def _accepted(found: Speculated) -> str:
+    """Accepted share of the drafts of each position."""
+    counts = zip(found.accepted, found.drafted, strict=True)
+    return " ".join(_percent(right / drafted) for right, drafted in counts) or "no drafts"

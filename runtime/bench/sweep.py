@@ -12,6 +12,7 @@ import torch
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.bench.bench import (
+    Speed,
     StepBytes,
     batched_speed,
     check_fits,
@@ -20,10 +21,12 @@ from lowbit.runtime.bench.bench import (
     measure_speed,
     read_bandwidth,
     step_bytes,
+    summed,
 )
 from lowbit.runtime.bench.plot import NamedLine, line_plot
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.speculation.tally import Speculated
 
 Axis = Literal["context", "group_size", "batch"]
 
@@ -41,14 +44,16 @@ class Point:
     Attributes:
         at: tokens of the prompt, weights that share a scale, or sequences.
         tokens_per_s: median, of all sequences together.
-        us_per_step: from one token of a sequence to its next.
+        us_per_step: mean time from one token of a sequence to its next.
         relative: tokens per second against the first point.
         first_token_s: median time of the prompt and the first token; None over batches.
         step_bytes: what a step must move at the middle of the run, see `StepBytes`.
         kv_bytes: of them, keys and values.
         kv_bytes_per_s: over contexts, the keys and values beyond the first point's, divided by the
             time that a step takes longer; None at the first point, and where none takes longer.
-        roofline_share: of the tokens per second that the read bandwidth would allow.
+        roofline_share: of the tokens per second that the read bandwidth would allow, a step for
+            each.
+        speculation: drafts of the timed runs; None where speculation is off.
     """
 
     at: int
@@ -60,6 +65,7 @@ class Point:
     kv_bytes: int
     kv_bytes_per_s: float | None
     roofline_share: float
+    speculation: Speculated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ def over_contexts(
     for length in lengths:
         speed = measure_speed(model, length, new_tokens, runs, sampled)
         step = step_bytes(model, length + new_tokens // 2)
-        timed.append(_Timed(length, 1, speed.tokens_per_s, speed.first_token_s, step))
+        timed.append(_timed(length, speed, step))
     return _sweep("context", model.device, timed, new_tokens, sampled)
 
 
@@ -132,7 +138,7 @@ def over_group_sizes(
         model = load(size)
         speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
         step = step_bytes(model, prompt_tokens + new_tokens // 2)
-        timed.append(_Timed(size, 1, speed.tokens_per_s, speed.first_token_s, step))
+        timed.append(_timed(size, speed, step))
         device = model.device
         del model
         _release(device)
@@ -172,7 +178,9 @@ def over_batches(
             batched_speed(model, batch, prompt_tokens, new_tokens) for _ in range(runs + 1)
         ]
         step = step_bytes(model, prompt_tokens + new_tokens // 2, batch)
-        timed.append(_Timed(batch, batch, statistics.median(speeds), None, step))
+        rate = statistics.median(speed.tokens_per_s for speed in speeds)
+        drafts = summed(speed.speculation for speed in speeds)
+        timed.append(_Timed(batch, batch, rate, None, step, drafts))
     return _sweep("batch", model.device, timed, new_tokens, sampled=False)
 
 
@@ -194,10 +202,16 @@ class _Timed:
     tokens_per_s: float
     first_token_s: float | None
     step: StepBytes
+    speculation: Speculated | None
 
     @property
     def step_s(self) -> float:
         return self.sequences / self.tokens_per_s
+
+
+def _timed(at: int, speed: Speed, step: StepBytes) -> _Timed:
+    """A point of one sequence."""
+    return _Timed(at, 1, speed.tokens_per_s, speed.first_token_s, step, speed.speculation)
 
 
 def _sweep(
@@ -220,6 +234,7 @@ def _sweep(
                 kv_bytes=each.step.kv,
                 kv_bytes_per_s=kv_rate if over == "context" else None,
                 roofline_share=each.step.total / each.step_s / bandwidth,
+                speculation=each.speculation,
             )
         )
     return Sweep(over, device_name(device), new_tokens, sampled, bandwidth, tuple(points))

@@ -21,6 +21,7 @@ from lowbit.runtime.cli.options import (
     speculate_options,
 )
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.speculation.modes import DEFAULT_MODE
 
 if TYPE_CHECKING:
     from lowbit.runtime.bench.sweep import Sweep
@@ -144,6 +145,7 @@ def bench(*, name: str, profile: bool, plot: Path | None, as_json: bool, **optio
     """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
     --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
+    Prompts are arbitrary tokens: with --speculate, real text has more or fewer drafts accepted.
     """
     asked = [sweep for sweep in SWEEPS if options[sweep] is not None]
     _check_usage(asked, profile, plot, options)
@@ -166,6 +168,8 @@ def _check_usage(
         raise click.UsageError(f"--profile looks at one run, {named[0]} makes several.")
     if profile and options["new_tokens"] < 3:
         raise click.UsageError("--profile takes at least 3 --new-tokens.")
+    if profile and (options["speculate"] or "off") != "off":
+        raise click.UsageError("--profile looks at plain steps: no --speculate.")
     if "group_sizes" in asked and options["group_size"] is not None:
         raise click.UsageError("--group-sizes are the group sizes: no --group-size.")
     if "batches" in asked and options["sampled"]:
@@ -184,17 +188,23 @@ def _bench(name: str, profile: bool, as_json: bool, options: Mapping[str, Any]) 
     needed = options["prompt_tokens"] + options["new_tokens"] - 1
     # Beyond the default the context grows with the run, or is refused before weights are read.
     context = options["context"] or (needed if needed > DEFAULT_CONTEXT else None)
-    model = _load(name, {**options, "context": context})
+    speculate = "off" if profile else options["speculate"]
+    model = _load(name, {**options, "context": context, "speculate": speculate})
     prompt, new, sampled = options["prompt_tokens"], options["new_tokens"], options["sampled"]
     result = measure(model, prompt, new, options["runs"], sampled)
     found = record(model, prompt, new, sampled) if profile else None
     if as_json:
         shown = {} if found is None else {"profile": asdict(found)}
-        print_json({**asdict(result), "quantized_at_load": options["quantize"], **shown})
+        print_json({**asdict(result), **_facts(options["quantize"]), **shown})
         return
     show_result(name, result)
     if found is not None:
         show_profile(found, result)
+
+
+def _facts(recipe: Base | None) -> dict[str, Any]:
+    """Facts of every measurement: how the weights came about, and what the model was given."""
+    return {"quantized_at_load": recipe, "prompt": "arbitrary tokens"}
 
 
 def _sweep(
@@ -210,7 +220,7 @@ def _sweep(
         recipe = DEFAULT_RECIPE
     sweep = run(name, {**options, "quantize": recipe})
     if as_json:
-        print_json({**asdict(sweep), "quantized_at_load": recipe})
+        print_json({**asdict(sweep), **_facts(recipe)})
     else:
         show_sweep(name, sweep)
     if plot is not None:
@@ -245,11 +255,13 @@ def _group_sizes(name: str, options: Mapping[str, Any]) -> "Sweep":
 
 
 def _batches(name: str, options: Mapping[str, Any]) -> "Sweep":
+    from lowbit.runtime.bench.bench import tokens_before
     from lowbit.runtime.bench.sweep import over_batches
 
     batches, prompt, new = options["batches"], options["prompt_tokens"], options["new_tokens"]
     most = max(batches)  # the first sequences decode while the last prompts run
-    needed = options["context"] or prompt + new + most - 1
+    mode = options["speculate"] or DEFAULT_MODE
+    needed = options["context"] or prompt + new + tokens_before(most, mode != "off") - 1
     model = _load(name, {**options, "context": needed}, most)
     return over_batches(model, batches, prompt, new, options["runs"])
 

@@ -14,7 +14,13 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
-from lowbit.runtime.bench.bench import batched_speed, bench, measure_speed, step_bytes
+from lowbit.runtime.bench.bench import (
+    TimedRun,
+    batched_speed,
+    bench,
+    measure_speed,
+    step_bytes,
+)
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.state.sampling import SamplingParams
@@ -41,6 +47,8 @@ def test_reports_every_figure(run: Run) -> None:
     assert measured.pop("quantized_at_load") is None
     assert measured.pop("sampled") is False
     assert measured.pop("extra_bytes") is None
+    assert measured.pop("speculation") is None
+    assert measured.pop("prompt") == "arbitrary tokens"
     assert (measured["prompt_tokens"], measured["new_tokens"]) == (9, 5)
     assert all(measured[key] > 0 for key in measured if key != "device")
     assert measured["start_s"] > measured["load_s"]
@@ -68,7 +76,7 @@ def test_sampled_runs_are_sampled(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     used: list[SamplingParams] = []
     once = bench_module._run
 
-    def spy(*arguments: Any) -> tuple[float, float]:
+    def spy(*arguments: Any) -> TimedRun:
         used.append(arguments[-1])
         return once(*arguments)
 
@@ -85,7 +93,7 @@ def test_the_cold_run_is_the_start_and_no_part_of_the_medians(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([(100.0, 1000.0), (1.0, 8.0), (3.0, 2.0), (2.0, 4.0)])
-    monkeypatch.setattr(bench_module, "_run", lambda *_: next(times))
+    monkeypatch.setattr(bench_module, "_run", lambda *_: TimedRun(*next(times), tokens=8))
     model = replace(load(BUNDLED, device="cpu"), load_s=7.0)
     result = bench(model, 3, 9, runs=3)
     assert result.start_s == 107.0
@@ -101,7 +109,7 @@ def test_on_a_gpu_what_is_beyond_weights_and_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_module, "peak_bytes", lambda device: weights + cache + 1123)
     monkeypatch.setattr(bench_module, "read_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(bench_module, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(bench_module, "_run", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(bench_module, "_run", lambda *_: TimedRun(1.0, 1.0, 3))
     assert bench(replace(model, device="cuda"), 3, 4, runs=1).extra_bytes == 123
 
 
@@ -151,7 +159,7 @@ def test_states_of_linear_layers_are_read_and_written(
 
 def test_one_sequence_is_a_batch_and_longer_runs_are_refused() -> None:
     model = load(BUNDLED, device="cpu", context=16)
-    assert batched_speed(model, 1, 9, 8) > 0
+    assert batched_speed(model, 1, 9, 8).tokens_per_s > 0
     with pytest.raises(RequestError, match=r"9 \+ 9 tokens do not fit the context of 16"):
         batched_speed(model, 1, 9, 9)
     with pytest.raises(RequestError, match=r"9 \+ 9 tokens do not fit the context of 16"):

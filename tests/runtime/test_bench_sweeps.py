@@ -14,7 +14,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench import sweep
-from lowbit.runtime.bench.bench import Speed
+from lowbit.runtime.bench.bench import BatchSpeed, Speed
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
@@ -133,9 +133,11 @@ def test_a_quantized_model_has_no_group_sizes(tmp_path: Path) -> None:
 def test_batches(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+    def speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> BatchSpeed:
         asked.append((batch, prompt_tokens, new_tokens))
-        return 100.0 * batch**0.5 if len(asked) % 2 == 0 else 1.0  # the first of two warms up
+        return BatchSpeed(
+            100.0 * batch**0.5 if len(asked) % 2 == 0 else 1.0
+        )  # the first of two warms up
 
     monkeypatch.setattr(sweep, "batched_speed", speed)
     plot = tmp_path / "batches.svg"
@@ -195,7 +197,8 @@ def test_only_the_steps_of_all_sequences_are_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Runner, "decode", slow_decode)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     model = load(BUNDLED, device="cpu", context=32)
-    assert bench_module.batched_speed(model, 4, 5, 11) == 4 * 10 / (2.0 * 10)
+    speed = bench_module.batched_speed(model, 4, 5, 11)
+    assert speed == BatchSpeed(4 * 10 / (2.0 * 10))
 
 
 def test_a_sweep_that_would_end_in_an_error_does_not_begin(
@@ -215,9 +218,9 @@ def test_a_model_makes_room_for_the_run_and_no_more(
 ) -> None:
     contexts: list[int] = []
 
-    def speed(model: Model, *_: int) -> float:
+    def speed(model: Model, *_: int) -> BatchSpeed:
         contexts.append(model.context)
-        return 1.0
+        return BatchSpeed(1.0)
 
     monkeypatch.setattr(sweep, "batched_speed", speed)
     assert run("--batches", "2", "--prompt-tokens", "5", *SHORT).exit_code == 0

@@ -1,0 +1,151 @@
+"""`lowbit-run bench --speculate`: drafts beside tokens per second, and which tokens are timed."""
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lowbit.formats.errors import RequestError
+from lowbit.runtime import load
+from lowbit.runtime.bench import bench as bench_module
+from lowbit.runtime.bench.bench import GREEDY, arbitrary_prompt, step_bytes, summed, tokens_before
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.speculation.tally import Speculated
+from tests.runtime.engine.guesses import Guesser, drafting_by
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+HYBRID = str(MODELS / "tiny-qwen3.5")
+SHORT = ("--prompt-tokens", "9", "--new-tokens", "12", "--runs", "2", "--device", "cpu")
+MTP = ("--speculate", "mtp", "--draft-tokens", "2")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ("bench", HYBRID, *arguments))
+
+
+def check_counts(found: dict[str, Any], tokens: int) -> None:
+    """Drafts of runs that gave so many tokens behind their first ones."""
+    assert found["rounds"] == found["drafted"][0] > 0
+    assert len(found["drafted"]) == len(found["accepted"]) <= 2
+    assert found["tokens_a_round"] == 1 + sum(found["accepted"]) / found["rounds"]
+    assert found["rounds"] + sum(found["accepted"]) <= tokens
+
+
+def test_json_has_the_drafts_of_the_timed_runs() -> None:
+    result = run("--json", *SHORT, *MTP)
+    assert result.exit_code == 0, result.stderr
+    measured = json.loads(result.stdout)
+    check_counts(measured["speculation"], 2 * 11)
+    assert measured["prompt"] == "arbitrary tokens"
+    plain = json.loads(run("--json", *SHORT).stdout)
+    assert plain["speculation"] is None
+    assert plain["step_bytes"] == measured["step_bytes"]  # a plain step does not run the head
+    assert plain["weight_bytes"] < measured["weight_bytes"]
+
+
+def test_the_table_says_what_it_measured() -> None:
+    table = run(*SHORT, *MTP).stdout
+    for words in ("tokens a round", "accepted by position", "arbitrary tokens", "per plain step"):
+        assert words in table
+    plain = run(*SHORT).stdout
+    assert "round " not in plain
+    assert "arbitrary tokens" not in plain
+
+
+@pytest.mark.parametrize("sweep", [("--contexts", "5,9"), ("--batches", "1,3")], ids=" ".join)
+def test_every_point_has_its_drafts(sweep: tuple[str, str]) -> None:
+    # --contexts takes no --prompt-tokens
+    options = (*sweep, *SHORT[2:], *MTP)
+    points = json.loads(run("--json", *options).stdout)["points"]
+    for each in points:
+        sequences = each["at"] if sweep[0] == "--batches" else 1
+        most = 11 + tokens_before(sequences, True)
+        check_counts(each["speculation"], 2 * sequences * most)
+        assert each["us_per_step"] == pytest.approx(sequences * 1e6 / each["tokens_per_s"])
+    table = run(*options).stdout
+    assert "tokens/round" in table
+    assert "us/token" in table
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """The clock counts steps, each of which gives three tokens of every sequence."""
+    clock = [0.0]
+    step = Engine.step
+
+    def counted(engine: Engine) -> bool:
+        clock[0] += 1.0
+        return step(engine)
+
+    model = load(HYBRID, device="cpu", context=128, speculate="ngram", draft_tokens=6)
+    engine, truths = model.engine, {}
+    engine.drafting = None
+    for index in range(batch):
+        prompt = tuple(arbitrary_prompt(model, 5, index))
+        truths[prompt] = engine.generate(prompt, GREEDY, 90).result()
+    engine.drafting = drafting_by(
+        lambda ids: Guesser(truths[tuple(ids)], lambda most: (2, 2)), engine.runner, 2
+    )
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    speed = bench_module.batched_speed(model, batch, 5, 21)
+    assert speed.tokens_per_s == 3 * batch
+    assert speed.speculation is not None
+    assert speed.speculation.tokens_a_round == 3.0
+
+
+class Given:
+    """A handle with all tokens of its first step behind the first one."""
+
+    speculation = None
+
+    def __init__(self, beside: int, rest: int) -> None:
+        self.beside, self.left = beside, iter(repeat(0, 1 + rest))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.left
+
+    def __next__(self) -> int:
+        return next(self.left)
+
+    def poll(self) -> list[int]:
+        return [0] * self.beside
+
+
+def test_tokens_of_the_first_step_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(HYBRID, device="cpu", context=64)
+    monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=3, rest=6))
+    assert bench_module._run(model, [1], 10, GREEDY).tokens == 6
+    monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=9, rest=0))
+    with pytest.raises(RequestError, match="all 10 tokens came in one step"):
+        bench_module._run(model, [1], 10, GREEDY)
+
+
+def test_tokens_that_come_while_other_prompts_run() -> None:
+    assert [tokens_before(batch, False) for batch in (1, 4)] == [1, 4]
+    assert [tokens_before(batch, True) for batch in (1, 2, 3, 20)] == [16, 24, 29, 54]
+
+
+def test_no_speculation_sums_to_none() -> None:
+    one = Speculated(2, (2, 1), (1, 1), 2.0)
+    assert summed([None, None]) is None
+    assert summed([one, one]) == Speculated(4, (4, 2), (2, 2), 2.0)
+
+
+def test_a_step_moves_no_bytes_of_the_head() -> None:
+    plain, with_head = (
+        load(HYBRID, device="cpu", context=64, speculate=mode) for mode in ("off", "mtp")
+    )
+    assert step_bytes(plain, 10) == step_bytes(with_head, 10)
+
+
+def test_a_profile_is_of_plain_steps() -> None:
+    result = run("--profile", *SHORT, *MTP)
+    assert result.exit_code == 2
+    assert "--profile looks at plain steps: no --speculate" in result.stderr
