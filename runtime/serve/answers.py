@@ -108,3 +108,5 @@ class Answers:
             record.reasons.append(update.end.reason)
             record.cached_tokens += update.end.cached_tokens
             record.new_tokens += update.end.new_tokens
+            if update.end.speculation is not None:
+                record.drafts.add(update.end.speculation)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.speculation.tally import Speculated
 from lowbit.runtime.text.reasoning import CLOSE, Begin, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tool_calls import AnswerSplitter, Event
@@ -68,6 +69,7 @@ class End:
         new_tokens: of the output.
         reasoning_tokens: of them, those before the answer.
         calls: of tools, those that are complete.
+        speculation: drafts; None where speculation is off.
     """
 
     reason: StopReason
@@ -76,6 +78,7 @@ class End:
     new_tokens: int = 0
     reasoning_tokens: int = 0
     calls: int = 0
+    speculation: Speculated | None = None
 
     @property
     def chat_reason(self) -> str:
@@ -226,4 +229,5 @@ class Job:
             new_tokens=self.count,
             reasoning_tokens=self._reasoning_tokens,
             calls=self._splitter.calls,
+            speculation=None if self.handle is None else self.handle.speculation,
         )

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from lowbit.runtime.engine.load import Load
 from lowbit.runtime.serve.histogram import Histogram
+from lowbit.runtime.speculation.tally import Speculated, Tally
 
 if TYPE_CHECKING:
     from lowbit.runtime.serve.job import Job
@@ -44,6 +45,7 @@ class Metrics:
         whole: seconds from requests to the ends of their answers.
         finished: answers by the reason for their end.
         responses: HTTP responses by path and status.
+        drafts: of answers that have ended, cancelled ones included.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +56,7 @@ class Metrics:
     whole: Histogram = field(default_factory=lambda: Histogram((*WHOLE_S, *LONG_S)))
     finished: Counter[str] = field(default_factory=Counter)
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    drafts: Tally = field(default_factory=Tally)
 
     def count_tokens(self, job: "Job", before: int, last_at: float) -> None:
         """Count the tokens that a step brought, on the worker's thread.
@@ -73,6 +76,10 @@ class Metrics:
         if job.handle is not None:
             self.cached_tokens += job.handle.reused
 
+    def count_drafts(self, found: Speculated) -> None:
+        """Count the drafts of an answer that has ended, on the worker's thread."""
+        self.drafts.add(found)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collector:
@@ -82,11 +89,13 @@ class Collector:
         metrics: what has been counted.
         load: gives the engine's present load.
         model: name for the label `model_name`.
+        positions: drafts of a step at most; 0 without speculation, which then has no metrics.
     """
 
     metrics: Metrics
     load: Callable[[], Load]
     model: str
+    positions: int = 0
 
     def collect(self) -> Iterator[Metric]:
         """Everything."""
@@ -124,6 +133,27 @@ class Collector:
         for (path, status), count in sorted(found.responses.items()):
             responses.add_metric((path, str(status)), count)
         yield responses
+        if self.positions:
+            yield from self._speculation(found.drafts.speculated)
+
+    def _speculation(self, found: Speculated) -> Iterator[Metric]:
+        """Drafts; those of a request are counted when it ends."""
+        yield self._counter("spec_decode_num_drafts", "Rounds that verified drafts.", found.rounds)
+        yield self._counter(
+            "spec_decode_num_draft_tokens", "Draft tokens that were verified.", sum(found.drafted)
+        )
+        yield self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", sum(found.accepted)
+        )
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their position in a round from 0 on.",
+            labels=("model_name", "position"),
+        )
+        for position in range(self.positions):
+            count = found.accepted[position] if position < len(found.accepted) else 0
+            by_position.add_metric((self.model, str(position)), count)
+        yield by_position
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name",))
@@ -141,8 +171,10 @@ class Collector:
         return family
 
 
-def new_registry(metrics: Metrics, load: Callable[[], Load], model: str) -> CollectorRegistry:
-    """A registry with these metrics and no others."""
+def new_registry(
+    metrics: Metrics, load: Callable[[], Load], model: str, positions: int = 0
+) -> CollectorRegistry:
+    """A registry with these metrics and no others; arguments as in `Collector`."""
     registry = CollectorRegistry()
-    registry.register(Collector(metrics, load, model))
+    registry.register(Collector(metrics, load, model, positions))
     return registry

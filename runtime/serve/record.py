@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.text.reasoning import Piece
 from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 
@@ -19,6 +20,7 @@ class Record:
         prompt_tokens: of all prompts.
         cached_tokens: of them, those that the cache held.
         new_tokens: of all answers.
+        drafts: of answers that have ended.
         first_token_s: from the start to the first token; None before it.
         reasons: why the answers ended.
         ignored: fields that were taken and changed nothing.
@@ -31,6 +33,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    drafts: Tally = field(default_factory=Tally)
     first_token_s: float | None = None
     reasons: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -72,6 +75,8 @@ class Record:
             rest = whole - self.first_token_s
             if self.new_tokens > 1 and rest > 0:
                 parts.append(f"{(self.new_tokens - 1) / rest:.0f} tok/s")
+        if self.drafts.rounds:
+            parts.append(self.drafts.speculated.words)
         if self.reasons:
             parts.append("+".join(self.reasons))
         if self.stream:

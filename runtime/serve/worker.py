@@ -122,6 +122,9 @@ class Worker:
     def _post(self, job: Job, update: Update) -> None:
         """Tell the event loop, once for all that comes before it looks."""
         if update.last:
+            found = None if job.handle is None else job.handle.speculation
+            if found is not None:
+                self._metrics.count_drafts(found)
             job.handle = None
         self._outbox.append((job, update))
         if not self._waking:

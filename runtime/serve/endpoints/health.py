@@ -30,5 +30,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
     service = service_of(request)
-    registry = new_registry(service.metrics, lambda: load_of(service.model.engine), service.name)
+    engine = service.model.engine
+    positions = 0 if engine.drafting is None else engine.drafting.most
+    registry = new_registry(service.metrics, lambda: load_of(engine), service.name, positions)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,105 @@
+"""A server that speculates: the same answers, metrics under vLLM's names, lines of its log."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from lowbit.runtime.engine.loading import load
+from lowbit.runtime.state.sampling import SamplingParams
+from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
+
+HYBRID = BUNDLED.parent / "tiny-qwen3.5"
+DRAFTS = 3
+# https://docs.vllm.ai/en/latest/usage/metrics.html, as prometheus_client prints counters.
+NAMES = (
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+)
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+BODY = {"model": NAME, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Running]:
+    model = load(
+        HYBRID, device="cpu", context=512, max_sequences=4, speculate="mtp", draft_tokens=DRAFTS
+    )
+    with running(model) as found:
+        yield found
+
+
+def metrics(server: Running) -> dict[str, float]:
+    text = httpx2.get(f"{server.url}/metrics").text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def counts(found: dict[str, float]) -> tuple[list[float], list[float]]:
+    """Totals, and accepted drafts by position."""
+    label = f'{{model_name="{NAME}"}}'
+    places = [f'{BY_POSITION}{{model_name="{NAME}",position="{n}"}}' for n in range(DRAFTS)]
+    return [found[name + label] for name in NAMES], [found[name] for name in places]
+
+
+def complete(server: Running, **changes: Any) -> Any:
+    answer = httpx2.post(f"{server.url}/v1/completions", json={**BODY, **changes}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_metrics_count_the_drafts_of_requests_that_ended(drafting: Running) -> None:
+    before, by_position = counts(metrics(drafting))
+    assert len(by_position) == DRAFTS
+    assert not any(BY_POSITION in name and f'"{DRAFTS}"' in name for name in metrics(drafting))
+    complete(drafting)
+    totals, places = counts(metrics(drafting))
+    rounds, drafted, accepted = (new - old for new, old in zip(totals, before, strict=True))
+    grown = [new - old for new, old in zip(places, by_position, strict=True)]
+    made = drafting.model.generate(
+        BODY["prompt"], raw=True, sampling=SamplingParams(), max_new_tokens=40
+    )
+    assert made.speculation is not None
+    assert (rounds, drafted) == (made.speculation.rounds, sum(made.speculation.drafted))
+    assert accepted == sum(grown) == sum(made.speculation.accepted)
+    assert grown[: len(made.speculation.accepted)] == list(made.speculation.accepted)
+    assert rounds > 0
+
+
+def test_drafts_of_a_request_whose_client_leaves_are_counted(drafting: Running) -> None:
+    before = drafting.service.metrics.drafts.rounds
+    aborted = drafting.service.metrics.finished["abort"]
+    body = {**BODY, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with httpx2.stream("POST", f"{drafting.url}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        for _ in range(12):
+            next(lines)
+    until(lambda: drafting.service.metrics.finished["abort"] > aborted)
+    until(lambda: drafting.service.metrics.drafts.rounds > before)
+
+
+def test_the_log_has_tokens_a_round(drafting: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lowbit.serve"):
+        complete(drafting)
+        complete(drafting, max_tokens=1)
+        until(lambda: sum("/v1/completions" in line for line in caplog.messages) == 2)
+    first, second = (line for line in caplog.messages if "/v1/completions" in line)
+    assert " tokens a round, length" in first or " tokens a round, stop" in first
+    assert "tokens a round" not in second
+
+
+def test_answers_are_the_same_and_usage_has_no_predicted_outputs(
+    drafting: Running,
+) -> None:
+    """`*_prediction_tokens` of OpenAI's schema are of texts that a request itself predicts."""
+    found = complete(drafting)
+    plain = load(HYBRID, device="cpu", context=512)
+    with running(plain) as server:
+        expected = complete(server)
+        assert not any("spec_decode" in name for name in metrics(server))
+    assert found["choices"] == expected["choices"]
+    assert found["usage"] == expected["usage"]
+    assert "prediction" not in str(found["usage"])
