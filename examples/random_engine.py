@@ -1,10 +1,11 @@
-"""Engines of real models' shapes over random weights made on the GPU: no files, no quantization.
+"""Engines of real models' shapes over random weights made in place: no files, no quantization.
 
 For scripts that measure speed, which does not depend on what the weights are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from make_random_checkpoint import config_of
@@ -12,15 +13,17 @@ from torch import Tensor
 
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import SNAPSHOTS
-from lowbit.runtime.backends import cuda
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
-from lowbit.runtime.models.architectures import BUILD
+from lowbit.runtime.models.architectures import BUILD, HEADS
+from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.pages import pages_for
-from lowbit.runtime.weights.linear import DenseLinear
+from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 GROUP = 128
 CONTEXT = 8192
@@ -35,8 +38,15 @@ def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
 
 
+def packed_on_cpu(bits: int, N: int, K: int) -> CpuLinear:
+    """The same on a CPU."""
+    codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
+    scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
+    return prepare(PackedLinear(codes, scales.bfloat16(), bits, GROUP), torch.bfloat16)
+
+
 def randn(*shape: int) -> Tensor:
-    """Normal numbers in bfloat16."""
+    """Normal numbers in bfloat16, on the GPU."""
     return torch.randn(shape, device="cuda").bfloat16()
 
 
@@ -53,18 +63,21 @@ class RandomWeights:
         x = 0.02 * torch.randn(self.shapes[name], device=self.device)
         return (x.abs() if name.endswith("A_log") else x).to(dtype or torch.bfloat16)
 
-    def dense(self, weight: Tensor) -> GpuLinear:
+    def dense(self, weight: Tensor) -> GpuLinear | CpuLinear:
         """A tied head."""
-        N, K = weight.shape
-        return packed(HEAD_BITS, N, K)
+        return self.packed(HEAD_BITS, *weight.shape)
 
-    def linear(self, *modules: str, paired: bool = False) -> GpuLinear:
+    def linear(self, *modules: str, paired: bool = False) -> GpuLinear | CpuLinear:
         """One linear over the rows of several modules."""
         shapes = [self.shapes[f"{module}.weight"] for module in modules]
         N, K = sum(rows for rows, _ in shapes), shapes[0][1]
         if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
-            return DenseLinear(0.02 * randn(N, K))
-        return packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+            return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
+        return self.packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+
+    def packed(self, bits: int, N: int, K: int, paired: bool = False) -> GpuLinear | CpuLinear:
+        """A quantized linear of the device."""
+        return packed_on_cpu(bits, N, K) if self.device == "cpu" else packed(bits, N, K, paired)
 
 
 def random_engine(
@@ -79,15 +92,49 @@ def random_engine(
         sequences: decoded together.
         tokens: of the cache; None for as many as all sequences may have.
     """
+    return engine_of(config_of(size), bits, "cuda", context, sequences, tokens)
+
+
+def engine_of(
+    raw: Mapping[str, Any],
+    bits: int,
+    device: str,
+    context: int,
+    sequences: int = 1,
+    tokens: int | None = None,
+    drafts: int = 0,
+    draft_rows: int = 0,
+) -> Engine:
+    """An engine of a config.json, with the head for multi-token prediction if it has one.
+
+    Args:
+        raw: content of the config.json.
+        bits: see `random_engine`, as the rest.
+        device: `cpu` or `cuda`.
+        context: see `random_engine`.
+        sequences: see `random_engine`.
+        tokens: see `random_engine`.
+        drafts: that a step can verify.
+        draft_rows: of the vocabulary, from which the head drafts; 0 for all.
+    """
+    if device == "cuda":
+        from lowbit.runtime.backends import cuda as ops
+    else:
+        ops = cpu
     torch.manual_seed(0)
-    raw = config_of(size)
     config = read_config(raw)
-    weights = RandomWeights({spec.name: spec.shape for spec in tensor_table(raw)}, bits)
-    build = BUILD[raw["model_type"]]
-    decoder = build(config, prefix_of(raw), weights, cuda, context)  # type: ignore[arg-type]
+    weights: Any = RandomWeights({s.name: s.shape for s in tensor_table(raw)}, bits, device)
+    model_type = raw["model_type"]
+    decoder = BUILD[model_type](config, prefix_of(raw), weights, ops, context)
+    if getattr(config, "mtp_layers", 0):
+        decoder = HEADS[model_type](decoder, weights, None)
+        if draft_rows:
+            ids = torch.arange(draft_rows, device=device) * (config.vocab_size // draft_rows)
+            rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size))
+            decoder = replace(decoder, mtp=replace(decoder.mtp, rows=rows))
     pages = pages_for(tokens) if tokens else sequences * pages_for(context)
-    cache = CacheSize(context, sequences, pages, SNAPSHOTS + sequences)
-    return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, "cuda"))
+    cache = CacheSize(context, sequences, pages, SNAPSHOTS + sequences, drafts)
+    return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, device))
 
 
 def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> Sequence:

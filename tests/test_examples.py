@@ -1,5 +1,6 @@
 """The example scripts run as they stand."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -73,3 +74,34 @@ def test_damaged_folders_end_in_a_message() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 runs" in done.stdout
     assert ", 0 wrong" in done.stdout
+
+
+def test_speculation_is_measured_on_a_cpu() -> None:
+    options = ("--device", "cpu", "--runs", "1", "--tokens", "8")
+    done = run(str(EXAMPLES / "bench_speculation.py"), "3.5-tiny", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads(done.stdout)["models"]
+    rows = model["rows"]
+    assert [(row["drafter"], row["k"]) for row in rows] == [
+        *(("known", k) for k in (1, 3, 7, 15)),
+        *(("head", k) for k in (1, 2, 3, 4)),
+        ("copied", 15),
+    ]
+    for row in rows[:8]:
+        assert row["cost"] == pytest.approx(row["round_ms"] / row["plain_ms"])
+        assert (row["draft_ms"] is not None) is (row["drafter"] == "head")
+    for row in rows[:4]:  # a round gives every accepted draft and a token
+        none, everything = (row["tokens_per_round"][name] for name in ("none", "all"))
+        assert (none, everything) == (1.0, 1.0 + row["k"])
+
+
+def test_a_folder_is_asked_to_repeat_lines() -> None:
+    bundled = str(EXAMPLES / "models" / "tiny-qwen3")
+    options = ("--device", "cpu", "--runs", "1", "--tokens", "4", "--quantize", "int4")
+    done = run(str(EXAMPLES / "bench_speculation.py"), bundled, *options)
+    assert done.returncode == 0, done.stderr
+    for drafter in ("known", "copied", "repeat"):
+        assert f" {drafter} " in done.stdout
+    wrong = run(str(EXAMPLES / "bench_speculation.py"), "nowhere", "--device", "cpu")
+    assert wrong.returncode == 1
+    assert "Traceback" not in wrong.stderr
