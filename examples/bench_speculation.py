@@ -37,7 +37,7 @@ from lowbit.formats.shell.tables import plain_table, results
 from lowbit.runtime.bench.bench import GREEDY, device_name, settle
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.head_drafts import HeadDrafts
+from lowbit.runtime.engine.head_drafts import HeadDrafts, head_drafts
 from lowbit.runtime.engine.loading import choose_device, load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
@@ -140,9 +140,7 @@ class Bench:
 
     @property
     def head(self) -> HeadDrafts | None:
-        runner = self.engine.runner
-        mtp, trail = runner.decoder.mtp, runner.trail
-        return None if mtp is None or trail is None else HeadDrafts(runner, mtp, trail)
+        return head_drafts(self.engine.runner)
 
     def drafting(
         self, k: int, new_drafter: NewDrafter | None, head: TimedHead | None = None

@@ -20,7 +20,8 @@ NAMES = (
     "vllm:spec_decode_num_accepted_tokens_total",
 )
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-BODY = {"model": NAME, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40}
+PROMPT = "Once upon a time"
+BODY = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 40}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,7 @@ def test_metrics_count_the_drafts_of_requests_that_ended(drafting: Running) -> N
     totals, places = counts(metrics(drafting))
     rounds, drafted, accepted = (new - old for new, old in zip(totals, before, strict=True))
     grown = [new - old for new, old in zip(places, by_position, strict=True)]
-    made = drafting.model.generate(
-        BODY["prompt"], raw=True, sampling=SamplingParams(), max_new_tokens=40
-    )
+    made = drafting.model.generate(PROMPT, raw=True, sampling=SamplingParams(), max_new_tokens=40)
     assert made.speculation is not None
     assert (rounds, drafted) == (made.speculation.rounds, sum(made.speculation.drafted))
     assert accepted == sum(grown) == sum(made.speculation.accepted)
