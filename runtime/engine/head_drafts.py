@@ -56,7 +56,7 @@ class HeadDrafts:
         if stop > first:
             after = self.head.after_trunk(hidden[: stop - first])
             ids = torch.tensor(prompt[first + 1 : stop + 1], dtype=torch.int64)
-            self._run(ids.to(hidden.device), after, [_span(sequence, first, stop - first)], True)
+            self._run(ids.to(hidden.device), after, [_span(sequence, first, stop - first)])
         sequence.headed = stop
 
     def propose(self, sequences: Numbers[Sequence], counts: Collection[int]) -> list[list[int]]:
@@ -104,9 +104,7 @@ class HeadDrafts:
         ends = list(accumulate(span.count for span in spans))
         return found[self._ints([end - 1 for end in ends]).long()]
 
-    def _run(
-        self, ids: Tensor, hidden: Tensor, spans: Numbers[Span], prompt: bool = False
-    ) -> Tensor:
+    def _run(self, ids: Tensor, hidden: Tensor, spans: Numbers[Span]) -> Tensor:
         """Positions of several sequences through the head: [M, h]."""
         runner = self.runner
         rows, positions = _columns(spans)
@@ -122,7 +120,7 @@ class HeadDrafts:
             reach=reach_for(stop, runner.context),
             longest=max(span.count for span in spans),
             spans=tuple(spans),
-            prompt=prompt and len(ids) > EXACT_TOKENS,
+            prompt=len(spans) == 1 and len(ids) > EXACT_TOKENS,
         )
         return self.head.hidden(ids, hidden, runner.state, step)
 
