@@ -44,8 +44,8 @@ def read_speed(folder: Path) -> Speed | None:
     """The speed of a packed folder; None where it was not kept.
 
     Raises:
-        FormatError: malformed, no file, older than lowbit.json, or of a model that was quantized
-            while it was loaded.
+        FormatError: malformed, no file, older than lowbit.json, of a model that was quantized while
+            it was loaded, or measured with speculation.
     """
     if not (folder / BENCH_FILE).exists():
         return None
@@ -62,6 +62,8 @@ def _read(path: Path, manifest: Path, hint: str) -> Speed:
     content = load_object(path, "schema", SCHEMA, hint)
     if content.get("quantized_at_load") is not None:
         raise FormatError(f"`{path}`: measured on the original, quantized at load")
+    if content.get("speculation") is not None:
+        raise FormatError(f"`{path}`: measured with --speculate, on a text of no meaning")
     names = {field.name for field in fields(Speed)}
     found = record(Speed, {k: v for k, v in content.items() if k in names}, str(path))
     check_ranges(found, str(path))

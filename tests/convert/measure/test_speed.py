@@ -29,6 +29,7 @@ PRINTED: dict[str, Any] = {
     "bandwidth": 4.5e12,
     "roofline_share": 0.8,
     "quantized_at_load": None,
+    "speculation": None,
 }
 
 
@@ -69,6 +70,7 @@ def test_of_an_earlier_conversion(tmp_path: Path) -> None:
     [
         ({"schema": 2}, "schema 2, this release reads 1"),
         ({"quantized_at_load": "int4"}, "quantized at load"),
+        ({"speculation": {"rounds": 3}}, "measured with --speculate"),
         ({"device": 3}, "`device` cannot be 3"),
         ({"peak_bytes": -1}, "`peak_bytes` is -1"),
         ({"peak_bytes": 10**30}, "`peak_bytes` cannot be"),
