@@ -5,17 +5,20 @@ BIN := $(VENV)/bin
 MODEL := examples/models/tiny-qwen3
 PACKED := demo-out/tiny-qwen3-int4
 
-.PHONY: demo test test-kernels test-clients check fix clean
+.PHONY: demo test test-scripts test-kernels test-clients check fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowbit-convert $(MODEL) $(PACKED) --method rtn --overwrite --report --eval-text examples/data/stories-eval.txt
 	$(BIN)/lowbit-run $(PACKED) --raw --max-new-tokens 200 --seed 1 "Once upon a time, a little robot"
 
 test: $(VENV)/.installed-dev  # a thread a process: those of several wait for each other's cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m kernels
+
+test-scripts: $(VENV)/.installed-dev  # those of examples/
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts tests/test_*.py
 
 test-clients: $(VENV)/.installed-clients  # lm-evaluation-harness, and the chat page in Chromium
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m clients tests/runtime

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.scripts
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

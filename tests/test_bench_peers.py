@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.scripts
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_peers.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_real_models.py"
 MODEL = ROOT / "examples" / "models" / "tiny-qwen3"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.scripts, pytest.mark.slow]
 
 
 @pytest.fixture

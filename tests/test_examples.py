@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.scripts
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

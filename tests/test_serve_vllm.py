@@ -36,7 +36,7 @@ class LLM:
         return [answer] * len(prompts)
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.scripts, pytest.mark.slow]
 
 
 def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
