@@ -146,11 +146,10 @@ class Bench:
         self, k: int, new_drafter: NewDrafter | None, head: TimedHead | None = None
     ) -> Drafting:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
-        spare = self.engine.runner.spare
         costs = Speculation("ngram").costs(self.device)
         if head is not None:
             costs = NoCosts(costs.check, costs.head)
-        return Drafting(k, new_drafter, head, costs, spare)  # type: ignore[arg-type]
+        return Drafting(self.engine.runner, k, new_drafter, head, costs)  # type: ignore[arg-type]
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""

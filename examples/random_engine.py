@@ -39,7 +39,7 @@ def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
 
 
 def packed_on_cpu(bits: int, N: int, K: int) -> CpuLinear:
-    """The same on a CPU."""
+    """Random weights on a CPU."""
     codes = torch.randint(-(2**31), 2**31, (N, K * bits // 32)).to(torch.int32)
     scales = torch.randn(N, K // GROUP) / (2 ** (bits - 1) * K**0.5)
     return prepare(PackedLinear(codes, scales.bfloat16(), bits, GROUP), torch.bfloat16)

@@ -99,7 +99,7 @@ class _Called(torch.nn.Module):
         self._call = partial(torch.func.functional_call, module, dict(weights))
 
     def forward(self, x: Tensor, **named: object) -> Any:
-        """What the module gives with those weights."""
+        """Output of the module with those weights."""
         return self._call((x,), named)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
+from lowbit.convert.cli.options import device_option, folder_argument, text_option
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option
 from lowbit.formats.shell.output import print_json
@@ -19,13 +19,9 @@ from lowbit.formats.shell.output import print_json
     """,
 )
 @folder_argument
-@click.option(
+@text_option(
     "--text",
-    type=click.Path(path_type=Path),
-    callback=calibration_file,
-    metavar="FILE",
-    show_default="the bundled mix",
-    help="Text to learn on, .txt or .jsonl; best one in the model's own words, as `calib-text` "
+    "Text to learn on, .txt or .jsonl; best one in the model's own words, as `calib-text` "
     "writes it, on what it will be used for.",
 )
 @click.option(

@@ -1,7 +1,7 @@
 """Options that several commands of `lowbit-convert` share, and the objects they describe."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import click
 from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.printable import printable
-from lowbit.formats.shell.failure import Failure
+from lowbit.formats.shell.failure import Command, Failure
 from lowbit.formats.shell.options import (
     Count,
     folders,
@@ -244,14 +244,22 @@ def make_recipe(
     )
 
 
-calibration_options = with_options(
-    click.option(
-        "--calib",
+def text_option(name: str, help: str) -> Callable[[Command], Command]:
+    """A file of text; None for the bundled mix."""
+    return click.option(
+        name,
         type=click.Path(path_type=Path),
         callback=calibration_file,
         metavar="FILE",
-        show_default="a bundled mix",
-        help="Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`; "
+        show_default="the bundled mix",
+        help=help,
+    )
+
+
+calibration_options = with_options(
+    text_option(
+        "--calib",
+        "Text for calibrated methods and targets: .txt, or .jsonl with `text` or `messages`; "
         "`calib-text` writes one with answers of SRC.",
     ),
     click.option(
@@ -273,13 +281,9 @@ calibration_options = with_options(
 )
 
 
-draft_text_option = click.option(
+draft_text_option = text_option(
     "--draft-text",
-    type=click.Path(path_type=Path),
-    callback=calibration_file,
-    metavar="FILE",
-    show_default="the bundled mix",
-    help="Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
+    "Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
     "words, as `calib-text` writes it.",
 )
 device_option = click.option(

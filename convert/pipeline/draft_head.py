@@ -50,7 +50,7 @@ def choose_draft_rows(plan: Plan, source: Checkpoint, text: Path | None) -> Voca
 
 
 def record_of(chosen: Vocabulary, plan: Plan) -> DraftVocabulary:
-    """What lowbit.json says of the draft head."""
+    """Record of the draft head in lowbit.json."""
     return DraftVocabulary(
         rows=len(chosen.ids),
         group_size=draft_scheme(plan.config, plan.recipe).group_size,

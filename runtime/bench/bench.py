@@ -388,5 +388,5 @@ def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: in
 
 
 def _take(handles: Sequence[Handle]) -> int:
-    """How many tokens have come since the last time."""
+    """Number of tokens that have come since the last time."""
     return sum(len(handle.poll()) for handle in handles)

@@ -26,18 +26,18 @@ class Drafting:
     """Drafts of all sequences of an engine.
 
     Attributes:
+        runner: of the engine.
         most: drafts of a sequence in a step.
         new_drafter: makes the drafter of a sequence; None for none.
         head: of the model; None for none.
         costs: of drafts.
-        spare: slots for states after drafts; None without linear layers.
     """
 
+    runner: Runner
     most: int
     new_drafter: NewDrafter | None
     head: HeadDrafts | None
     costs: Costs
-    spare: range | None
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
@@ -84,15 +84,15 @@ class Drafting:
             self.costs.note_head(max(by_head.values()), time.perf_counter() - started)
             for place, tokens in zip(by_head, found, strict=True):
                 drafts[place] = drafts[place] or tokens
-        return new_round(sequences, drafts, self.spare) if any(drafts) else []
+        return new_round(sequences, drafts, self.runner.spare) if any(drafts) else []
 
-    def check(self, parts: list[Part], runner: Runner) -> list[list[int]]:
+    def check(self, parts: list[Part]) -> list[list[int]]:
         """Send a round and wait for it: the next tokens of each sequence."""
         started = time.perf_counter()
-        chosen = runner.read(runner.verify(parts))
+        chosen = self.runner.read(self.runner.verify(parts))
         tokens = sum(len(part.ids) for part in parts)
         self.costs.note_round(tokens, time.perf_counter() - started)
-        runner.uncount(parts, [len(some) - 1 for some in chosen])
+        self.runner.uncount(parts, [len(some) - 1 for some in chosen])
         return chosen
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
@@ -114,13 +114,13 @@ class Drafting:
 def new_drafting(
     runner: Runner, speculation: Speculation, drafts: int, device: str
 ) -> Drafting | None:
-    """What proposes tokens on a runner, up to `drafts` a step; None where nothing does."""
+    """The drafts of a runner's sequences, up to `drafts` a step; None where nothing drafts."""
     if speculation.mode == "off":
         return None
     return Drafting(
+        runner=runner,
         most=drafts,
         new_drafter=speculation.new_drafter(),
         head=head_drafts(runner),
         costs=speculation.costs(device),
-        spare=runner.spare,
     )

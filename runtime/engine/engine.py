@@ -307,7 +307,7 @@ class Engine:
 
     def _verify(self, parts: list[Part], drafting: Drafting) -> None:
         """Send a round and hand out what it gives: the host chooses what comes next by it."""
-        for part, tokens in zip(parts, drafting.check(parts, self.runner), strict=True):
+        for part, tokens in zip(parts, drafting.check(parts), strict=True):
             each = part.sequence
             each.note(len(part.drafts), len(tokens) - 1)
             for slot, token in zip(part.writes, tokens, strict=False):

@@ -5,15 +5,15 @@ a trail, from which the head's keys and values are brought up to date before it 
 steps without drafts cost it nothing.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.rounds import rows_and_positions, starts_of
 from lowbit.runtime.engine.runner import TRAIL, Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for
@@ -94,29 +94,26 @@ class HeadDrafts:
             for each, span in zip(sequences, spans, strict=True)
             for position in range(span.first, span.first + span.count)
         ]
-        rows, positions = _columns(spans)
-        at = self._ints([rows, positions]).long()
-        hidden = self.head.after_trunk(self.trail[at[0], at[1] % TRAIL])
+        rows, positions = self._ints(rows_and_positions(spans)).long()
+        hidden = self.head.after_trunk(self.trail[rows, positions % TRAIL])
         tokens = torch.tensor(ids, dtype=torch.int64, device=hidden.device)
         found = self._run(tokens, hidden, spans)
         for each in sequences:
             each.headed = each.last
-        ends = list(accumulate(span.count for span in spans))
-        return found[self._ints([end - 1 for end in ends]).long()]
+        return found[self._ints(starts_of(spans)[1:]).long() - 1]
 
     def _run(self, ids: Tensor, hidden: Tensor, spans: Numbers[Span]) -> Tensor:
         """Positions of several sequences through the head: [M, h]."""
         runner = self.runner
-        rows, positions = _columns(spans)
-        inputs = self._ints([rows, positions])
+        rows, positions = self._ints(rows_and_positions(spans))
         stop = max(span.first + span.count for span in spans)
         step = Step(
-            positions=inputs[1],
-            rows=inputs[0],
-            starts=self._ints([0, *accumulate(span.count for span in spans)]),
+            positions=positions,
+            rows=rows,
+            starts=self._ints(starts_of(spans)),
             tables=runner.tables,
-            read=inputs[0],
-            write=inputs[0],
+            read=rows,
+            write=rows,
             reach=reach_for(stop, runner.context),
             longest=max(span.count for span in spans),
             spans=tuple(spans),
@@ -141,13 +138,6 @@ def _groups(sequences: Numbers[Sequence]) -> list[list[Sequence]]:
 
 def _span(sequence: Sequence, first: int, count: int) -> Span:
     return Span(sequence.row, first, count, tuple(sequence.pages))
-
-
-def _columns(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
-    """Row and position of every token of the spans."""
-    pairs = [(span.row, span.first + place) for span in spans for place in range(span.count)]
-    rows, positions = zip(*pairs, strict=True)
-    return list(rows), list(positions)
 
 
 def head_drafts(runner: Runner) -> HeadDrafts | None:

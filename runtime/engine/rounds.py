@@ -11,7 +11,7 @@ from lowbit.runtime.state.step import Span
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one sequence sends in a round.
+    """One sequence's tokens in a round.
 
     Attributes:
         sequence: all of whose tokens have been read.
@@ -35,7 +35,7 @@ class Part:
 
     @property
     def span(self) -> Span:
-        """The same as a step's kernels see it."""
+        """These tokens as a step names them."""
         each = self.sequence
         pages = tuple(each.pages)
         return Span(each.row, each.last, len(self.writes), pages, each.slot, self.writes)
@@ -70,21 +70,37 @@ def new_round(
     return parts
 
 
-def columns_of(parts: Numbers[Part], M: int) -> tuple[list[list[int]], list[int]]:
+def rows_and_positions(spans: Numbers[Span]) -> tuple[list[int], list[int]]:
+    """Row and position of every token of the spans."""
+    rows = [span.row for span in spans for _ in range(span.count)]
+    return rows, [span.first + place for span in spans for place in range(span.count)]
+
+
+def starts_of(spans: Numbers[Span]) -> list[int]:
+    """The first token of each span, then the number of all tokens."""
+    return [0, *accumulate(span.count for span in spans)]
+
+
+def columns_of(
+    parts: Numbers[Part], spans: Numbers[Span], M: int
+) -> tuple[list[list[int]], list[int]]:
     """The tokens of a round as the device takes them, with padding up to M tokens.
+
+    Args:
+        parts: of the round.
+        spans: of its parts.
+        M: tokens.
 
     Returns:
         Lists of M numbers each: ids, positions, rows, slots that are read (of the sequences, in
         front), slots that are written, places in the sequence's part; and the first token of each
         sequence, then M. A token of padding is a sequence of its own, which belongs to SCRATCH.
     """
-    spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]
-    positions = [span.first + place for span in spans for place in range(span.count)]
-    rows = [span.row for span in spans for _ in range(span.count)]
+    rows, positions = rows_and_positions(spans)
     reads = [span.read for span in spans]
     writes = [slot for span in spans for slot in span.writes]
-    starts = [0, *accumulate(span.count for span in spans), *range(len(ids) + 1, M + 1)]
+    starts = [*starts_of(spans), *range(len(ids) + 1, M + 1)]
     places = [place for span in spans for place in range(span.count)]
     columns = (ids, positions, rows, reads, writes, places)
     return [[*numbers, *[SCRATCH] * (M - len(numbers))] for numbers in columns], starts

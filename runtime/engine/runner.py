@@ -159,20 +159,20 @@ class Runner:
 
         parts: of a round, EXACT_TOKENS tokens at most.
         """
-        spans = tuple(part.span for part in parts)
+        spans = [part.span for part in parts]
         M, B = sum(span.count for span in spans), len(spans)
         longest = max(span.count for span in spans)
         reach = reach_for(max(span.first + span.count for span in spans), self.context)
         if self.on_gpu:
             B += width_for(M) - M  # what is left belongs to nobody, each token for itself
             M = width_for(M)
-        self._compose_round(parts, M)
+        self._compose_round(parts, spans, M)
         ordered = any(part.ordered for part in parts)
         if self.on_gpu:
             key = (M, B, longest, reach, self.sampler.shape, ordered)
             self._replay(key, M, lambda: self._verify(M, reach, B, longest, ordered))
         else:
-            self._verify(M, reach, B, longest, ordered, spans)
+            self._verify(M, reach, B, longest, ordered, tuple(spans))
         return self._sent([part.sequence for part in parts], [part.drafts for part in parts])
 
     def forward(self, sequences: list[Sequence]) -> None:
@@ -185,7 +185,10 @@ class Runner:
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self._ids.device)
             self._replay((M, reach), M, lambda: self._forward(M, reach))
         else:
-            self._logits = self._logits_of(len(sequences), reach, step_spans(sequences))
+            count = len(sequences)
+            self._logits = self._logits_of(
+                count, reach, step_spans(sequences), self._starts[: count + 1]
+            )
 
     def choose(self, sequences: list[Sequence]) -> Sent:
         """The second half of `decode`, for sequences that count the token sent already."""
@@ -218,7 +221,7 @@ class Runner:
 
     def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
         inputs = self._inputs[:, :M]
-        logits = self._logits_of(M, reach, spans)
+        logits = self._logits_of(M, reach, spans, self._starts[: M + 1])
         self._choose(logits, inputs[ROWS], inputs[POSITIONS], self._ids[:M])
 
     def uncount(self, parts: list[Part], rights: list[int]) -> None:
@@ -249,19 +252,9 @@ class Runner:
 
         ordered: choose place by place, so that penalties know what was chosen before.
         """
-        inputs = self._inputs[:, :M]
-        step = Step(
-            positions=inputs[POSITIONS],
-            rows=inputs[ROWS],
-            starts=self._draft_starts[: B + 1],
-            tables=self.tables,
-            read=inputs[READ, :B],
-            write=inputs[WRITE],
-            reach=reach,
-            longest=longest,
-            spans=spans,
-        )
-        logits, rows, chosen = self._through(step), inputs[ROWS], self._verified[:M]
+        inputs, starts = self._inputs[:, :M], self._draft_starts[: B + 1]
+        logits = self._logits_of(M, reach, spans, starts, longest)
+        rows, chosen = inputs[ROWS], self._verified[:M]
         if not ordered:
             self._choose(logits, rows, inputs[POSITIONS], chosen)
             return
@@ -272,7 +265,7 @@ class Runner:
             chosen.copy_(torch.where(now, tokens, chosen))
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
-        logits = self._logits_of(M, reach, spans)
+        logits = self._logits_of(M, reach, spans, self._starts[: M + 1])
         if self._logits is not None:
             self._logits[:M].copy_(logits[:, : self._logits.shape[1]])
 
@@ -281,25 +274,23 @@ class Runner:
         if self._logits is not None:
             self._choose(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self._ids[:M])
 
-    def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
-        """Logits after the next token of each sequence: [M, V or more]."""
+    def _logits_of(
+        self, M: int, reach: int, spans: tuple[Span, ...], starts: Tensor, longest: int = 1
+    ) -> Tensor:
+        """Logits after every token of the inputs, of sequences that start there: [M, V or more]."""
         inputs = self._inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
             rows=inputs[ROWS],
-            starts=self._starts[: M + 1],
+            starts=starts,
             tables=self.tables,
-            read=inputs[READ],
+            read=inputs[READ, : len(starts) - 1],
             write=inputs[WRITE],
             reach=reach,
-            longest=1,
+            longest=longest,
             spans=spans,
         )
-        return self._through(step)
-
-    def _through(self, step: Step) -> Tensor:
-        """Send the tokens of a step through all layers: logits [M, V or more]."""
-        hidden = self.decoder.hidden(self._ids[: len(step.rows)], self.state, step)
+        hidden = self.decoder.hidden(self._ids[:M], self.state, step)
         if self.trail is not None:
             self.trail[step.rows.long(), step.positions.long() % TRAIL] = hidden
         return self.decoder.logits(hidden)
@@ -353,8 +344,8 @@ class Runner:
         self._ids[: len(rows)] = tokens[inputs[4].long()]
         self.batch = list(sequences)
 
-    def _compose_round(self, parts: list[Part], M: int) -> None:
-        columns, starts = columns_of(parts, M)
+    def _compose_round(self, parts: list[Part], spans: list[Span], M: int) -> None:
+        columns, starts = columns_of(parts, spans, M)
         block = self._ints(columns)
         self._ids[:M] = block[0]
         self._inputs[:, :M] = block[1:5]

@@ -39,7 +39,7 @@ def chosen_tokens(sent: Sent, places: Tensor) -> list[list[int]]:
 
 
 def _tokens(sequence: Sequence, drafts: Numbers[int], places: Tensor) -> list[int]:
-    """What was chosen behind a sequence's output, up to the first draft that was not chosen."""
+    """Tokens chosen behind a sequence's output, up to the first draft that was not chosen."""
     tokens = []
     for position, draft in enumerate((*drafts, None), sequence.last + 1):
         tokens.append(int(places[position % PLACES, sequence.row]))

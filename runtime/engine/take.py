@@ -1,4 +1,4 @@
-"""What a new token does to its sequence."""
+"""A new token is put behind the output of its sequence, which may end with it."""
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.nonfinite import nonfinite_error

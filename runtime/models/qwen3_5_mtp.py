@@ -78,11 +78,11 @@ class MtpHead(Generic[W]):
         return trunk.run_layer(ops.linear(joined, self.fc), self.layer, state, step)
 
     def after_trunk(self, hidden: Tensor) -> Tensor:
-        """What the head takes from the trunk's hidden states: [M, h]."""
+        """Input of the head for the trunk's hidden states: [M, h]."""
         return self.trunk.ops.rms_norm(hidden, self.trunk.norm, self.trunk.config.rms_norm_eps)
 
     def after_head(self, hidden: Tensor) -> Tensor:
-        """What the head takes from its own: [M, h]."""
+        """Input of the head for its own hidden states, behind a draft: [M, h]."""
         return self.trunk.ops.rms_norm(hidden, self.norm, self.trunk.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

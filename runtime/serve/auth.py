@@ -1,4 +1,4 @@
-"""Who may use the server: holders of the key, or, without one, programs of this machine."""
+"""Access to the server: for holders of the key, or, without one, programs of this machine."""
 
 import hmac
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a step with drafts costs: a guess, which measured steps correct where they are to."""
+"""Costs of steps with drafts: a guess, which measured steps correct where they are to."""
 
 from dataclasses import dataclass
 

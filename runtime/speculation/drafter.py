@@ -39,7 +39,7 @@ class NgramDrafter:
     def __init__(self, ids: Sequence[int]) -> None:
         """Of a sequence that begins with these tokens."""
         self._text = GrowingText(ids)
-        self._paces = {least: Pace(chance, chance) for least, chance in GUESSES.items()}
+        self._paces = {least: Pace(chance) for least, chance in GUESSES.items()}
         self._used: Pace | None = None
 
     def append(self, id: int) -> None:

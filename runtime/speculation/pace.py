@@ -33,7 +33,11 @@ class Pace:
     """
 
     guess: float
-    chance: float
+    chance: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing has been checked."""
+        self.chance = self.guess
 
     def plan(self, most: int, cost: Cost) -> Plan:
         """The number of drafts, up to `most`, with the most tokens for the time that they take."""

@@ -211,7 +211,7 @@ class CallReader:
         return before[:certain]
 
     def _pieces(self) -> Iterator[Part]:
-        """What is certain of a call before its closing tag."""
+        """Parts of a call that are certain before its closing tag."""
         partial = self._partial
         if partial is None:
             return

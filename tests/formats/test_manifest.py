@@ -134,30 +134,26 @@ def test_version_comes_before_everything_else(tmp_path: Path) -> None:
     refused(tmp_path, {"lowbit_version": "0.1.0"}, "format version None")
 
 
-def test_draft_head(tmp_path: Path) -> None:
-    made = DraftVocabulary(1000, 128, "a.txt", HASH, 5000, 0.97, 0.95)
-    drafting = replace(manifest(), draft_head=made)
-    (tmp_path / MANIFEST_FILE).write_bytes(drafting.to_bytes())
-    assert read_manifest(tmp_path) == drafting
-    changed = json.loads(drafting.to_bytes())
-    del changed["draft_head"]["tokens"]
-    refused(tmp_path, changed, "draft_head", "tokens")
+@pytest.mark.parametrize(
+    ("name", "made", "part"),
+    [
+        ("draft_head", DraftVocabulary(1000, 128, "a.txt", HASH, 5000, 0.97, 0.95), "tokens"),
+        (
+            "calibration",
+            Calibration("stories.txt", HASH, 256, 512, False, "cpu", 2, "2.13.0", "5.23.0"),
+            "threads",
+        ),
+    ],
+)
+def test_records_that_a_file_may_have(tmp_path: Path, name: str, made: Any, part: str) -> None:
+    with_record = replace(manifest(), **{name: made})
+    (tmp_path / MANIFEST_FILE).write_bytes(with_record.to_bytes())
+    assert read_manifest(tmp_path) == with_record
+    changed = json.loads(with_record.to_bytes())
+    del changed[name][part]
+    refused(tmp_path, changed, name, part)
     without = content()
-    del without["draft_head"]  # as files before it were written
-    (tmp_path / MANIFEST_FILE).write_text(json.dumps(without))
-    assert read_manifest(tmp_path) == manifest()
-
-
-def test_calibration(tmp_path: Path) -> None:
-    made = Calibration("stories.txt", HASH, 256, 512, False, "cpu", 2, "2.13.0", "5.23.0")
-    calibrated = replace(manifest(), calibration=made)
-    (tmp_path / MANIFEST_FILE).write_bytes(calibrated.to_bytes())
-    assert read_manifest(tmp_path) == calibrated
-    changed = json.loads(calibrated.to_bytes())
-    del changed["calibration"]["threads"]
-    refused(tmp_path, changed, "calibration", "threads")
-    without = content()
-    del without["calibration"]  # as the first files were written
+    del without[name]  # as files before it were written
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(without))
     assert read_manifest(tmp_path) == manifest()
 

@@ -64,13 +64,13 @@ def test_as_many_drafts_as_give_the_most_tokens_for_their_time(chance: float, sl
         sum(chance**right for right in range(drafts + 1)) / (1 + slope * drafts)
         for drafts in range(most + 1)
     ]
-    count = Pace(chance, chance).plan(most, cost).drafts
+    count = Pace(chance).plan(most, cost).drafts
     assert speeds[count] == pytest.approx(max(speeds)) if max(speeds) > MARGIN else count == 0
-    assert Pace(chance, chance).plan(0, cost).drafts == 0
+    assert Pace(chance).plan(0, cost).drafts == 0
 
 
 def test_wrong_drafts_stop_and_are_tried_again_later() -> None:
-    pace, cost, tried = Pace(0.7, 0.7), linear_cost(0.2), []
+    pace, cost, tried = Pace(0.7), linear_cost(0.2), []
     for step in range(2000):
         if count := pace.plan(15, cost).drafts:
             tried.append(step)
@@ -82,7 +82,7 @@ def test_wrong_drafts_stop_and_are_tried_again_later() -> None:
 
 
 def test_right_drafts_grow() -> None:
-    pace, cost = Pace(0.5, 0.5), linear_cost(0.1)
+    pace, cost = Pace(0.5), linear_cost(0.1)
     counts = []
     for _ in range(30):
         counts.append(pace.plan(15, cost).drafts)

@@ -62,4 +62,4 @@ def guessers(
 
 def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
-    return Drafting(most, new_drafter, head_drafts(runner), Costs(0.1, 0.1), runner.spare)
+    return Drafting(runner, most, new_drafter, head_drafts(runner), Costs(0.1, 0.1))
