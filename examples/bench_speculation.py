@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import torch
-from forced_drafts import ACCEPTED, Copied, Known, NoCosts, TimedHead
+from forced_drafts import ACCEPTED, Copied, Known, NoCosts, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import engine_of
 
@@ -37,7 +37,7 @@ from lowbit.formats.shell.tables import plain_table, results
 from lowbit.runtime.bench.bench import GREEDY, device_name, settle
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.head_drafts import HeadDrafts, head_drafts
+from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
 from lowbit.runtime.engine.loading import choose_device, load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
@@ -66,7 +66,6 @@ class Timed:
         rounds: in that time; steps where nothing was drafted are none.
         accepted: drafts, in that time.
         output: the first tokens, for a comparison.
-        draft_s: of the seconds, those in which the head made drafts.
     """
 
     seconds: float
@@ -74,7 +73,6 @@ class Timed:
     rounds: int
     accepted: int
     output: tuple[int, ...]
-    draft_s: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -94,7 +92,6 @@ class Row:
         drafter: `known`, `head`, `copied` or `repeat`.
         k: drafts of a round at most.
         round_ms: median of a round, drafts included; None where other steps were among them.
-        draft_ms: of it, the head's part; None where it makes no drafts.
         plain_ms: of a step of plain decoding after the same prompt.
         cost: of a round, in plain steps.
         tokens_per_s: by what is accepted.
@@ -105,7 +102,6 @@ class Row:
     drafter: str
     k: int
     round_ms: float | None
-    draft_ms: float | None
     plain_ms: float
     cost: float | None
     tokens_per_s: dict[str, float]
@@ -139,17 +135,17 @@ class Bench:
         return self.engine.runner.sampler.vocabulary
 
     @property
-    def head(self) -> HeadDrafts | None:
-        return head_drafts(self.engine.runner)
+    def head(self) -> HeadRounds | None:
+        return new_head_rounds(self.engine.runner)
 
     def drafting(
-        self, k: int, new_drafter: NewDrafter | None, head: TimedHead | None = None
+        self, k: int, new_drafter: NewDrafter | None, head: HeadRounds | None = None
     ) -> Drafting:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
         costs = Speculation("ngram").costs(self.device)
         if head is not None:
             costs = NoCosts(costs.check, costs.head)
-        return Drafting(self.engine.runner, k, new_drafter, head, costs)  # type: ignore[arg-type]
+        return Drafting(self.engine.runner, k, new_drafter, head, costs)
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
@@ -160,8 +156,6 @@ class Bench:
         while not handle.begun:
             engine.step()
         output = handle.poll()
-        head = None if drafting is None else drafting.head
-        drafted = head.seconds if isinstance(head, TimedHead) else 0.0
         settle(self.device)
         tally, before, started = handle.tally.speculated, len(output), time.perf_counter()
         while len(output) - before < tokens and not handle.ended:
@@ -169,14 +163,12 @@ class Bench:
             output += handle.poll()
         settle(self.device)
         seconds = time.perf_counter() - started
-        if isinstance(head, TimedHead):
-            drafted = head.seconds - drafted
         rounds = handle.tally.rounds - tally.rounds
         accepted = sum(handle.tally.accepted) - sum(tally.accepted)
         handle.cancel()
         engine.step()
         tokens = len(output) - before
-        return Timed(seconds, tokens, rounds, accepted, tuple(output), drafted)
+        return Timed(seconds, tokens, rounds, accepted, tuple(output))
 
     def median(
         self, drafting: Callable[[], Drafting | None], prompt: Sequence[int], tokens: int
@@ -200,12 +192,10 @@ def row_of(
     rounds = [run for run in runs.values() if run.rounds and run.all_rounds]
     plain_ms = plain.seconds / plain.tokens * 1e3
     ms = statistics.median(run.seconds / run.rounds for run in rounds) * 1e3 if rounds else None
-    draft = statistics.median(run.draft_s / run.rounds for run in rounds) * 1e3 if rounds else None
     return Row(
         drafter=drafter,
         k=k,
         round_ms=ms,
-        draft_ms=draft if drafter == "head" else None,
         plain_ms=plain_ms,
         cost=None if ms is None else ms / plain_ms,
         tokens_per_s={name: run.rate for name, run in runs.items()},
@@ -233,15 +223,16 @@ def known_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
 
 def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     """Rounds by the head, with forced acceptance and with its own."""
-    head, rows = bench.head, []
-    for k in HEAD_DRAFTS if head is not None else ():
+    rows = []
+    for k in HEAD_DRAFTS if bench.head is not None else ():
         runs = {}
         for accepted in (*ACCEPTED, "own"):
 
             def drafting(k: int = k, accepted: str = accepted) -> Drafting:
-                known = Known(truth, k, accepted, bench.vocabulary)
-                timed = TimedHead(head, None if accepted == "own" else known)  # type: ignore[arg-type]
-                return bench.drafting(k, None, timed)
+                rounds = bench.head
+                if rounds is not None and accepted != "own":
+                    rounds = forced_rounds(rounds, bench.prompt, truth, accepted)
+                return bench.drafting(k, None, rounds)
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
         rows.append(row_of(bench, "head", k, plain, truth, runs))
@@ -328,7 +319,7 @@ def show(bench: Bench, plain: Timed, rows: Sequence[Row]) -> None:
     title = (
         f"{bench.name} on {device_name(bench.device)}: plain {plain.rate:,.0f} tok/s, {ms:.3f} ms"
     )
-    figures = ("ms/round", "of it drafts", "cost", *ACCEPTED, "unforced", "tokens/round", "x plain")
+    figures = ("ms/round", "cost", *ACCEPTED, "unforced", "tokens/round", "x plain")
     table = plain_table(title, ("drafts", "k"), figures)
 
     def number(value: float | None, form: str) -> str:
@@ -342,7 +333,6 @@ def show(bench: Bench, plain: Timed, rows: Sequence[Row]) -> None:
             row.drafter + ("" if row.same else ", OTHER OUTPUT"),
             str(row.k),
             number(row.round_ms, ".3f"),
-            number(row.draft_ms, ".3f"),
             number(row.cost, ".2f"),
             *(number(rates.get(accepted), ",.0f") for accepted in ACCEPTED),
             number(rates.get(free), ",.0f"),

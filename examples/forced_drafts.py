@@ -3,12 +3,13 @@
 For scripts that measure what speculation costs, with random weights or real ones.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-from lowbit.runtime.engine.head_drafts import HeadDrafts
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.head_rounds import HeadRounds
 from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.pace import Cost
@@ -97,28 +98,36 @@ class Copied:
         self.ngram.note(drafted, right)
 
 
-@dataclass
-class TimedHead:
-    """A model's head whose drafts take their time, and may be replaced by known ones.
+@dataclass(slots=True)
+class ForcedRounds(HeadRounds):
+    """Rounds by a model's head, whose drafts are thrown away for those of a known output.
 
     Attributes:
-        head: of the model.
-        known: gives drafts of the next round in place of the head's; None for the head's.
-        seconds: of all drafts so far.
+        truth: tokens by position.
+        accepted: none, half or all of a round; half of an odd number by turns.
+        vocabulary: real tokens.
     """
 
-    head: HeadDrafts
-    known: Known | None
-    seconds: float = 0.0
+    truth: Tensor = field(kw_only=True)
+    accepted: str = field(kw_only=True)
+    vocabulary: int = field(kw_only=True)
 
-    def read_prompt(self, *arguments: Any) -> None:
-        self.head.read_prompt(*arguments)
+    def draft(self, B: int, k: int, reach: int) -> Tensor:
+        """The head drafts, for the time that it takes."""
+        HeadRounds.draft(self, B, k, reach)
+        places = torch.arange(k, device=self.truth.device)
+        first = self.links.positions[: B * (k + 1)].view(B, k + 1)[:, :1].long()
+        drafts = self.truth[first + 1 + places]
+        right = {"none": 0 * first, "half": (k + first % 2) // 2, "all": 0 * first + k}
+        return torch.where(places == right[self.accepted], (drafts + 1) % self.vocabulary, drafts)
 
-    def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        started = time.perf_counter()
-        found = self.head.propose(sequences, counts)  # the host waits for it
-        self.seconds += time.perf_counter() - started
-        if self.known is None:
-            return found
-        self.known.at = len(sequences[0].output)
-        return [self.known.propose(max(counts))]
+
+def forced_rounds(
+    rounds: HeadRounds, prompt: Sequence[int], output: Sequence[int], accepted: str
+) -> ForcedRounds:
+    """Rounds of a sequence whose output after a prompt is known."""
+    vocabulary = rounds.runner.sampler.vocabulary
+    truth = torch.tensor([*prompt, *output], dtype=torch.int64, device=rounds.links.ids.device)
+    return ForcedRounds(
+        rounds.cache, rounds.links, truth=truth, accepted=accepted, vocabulary=vocabulary
+    )

@@ -9,6 +9,7 @@ from lowbit.runtime.backends.cpu_linear import linear as linear
 from lowbit.runtime.backends.delta_rule import delta_net as delta_net
 from lowbit.runtime.state.choice import choose as choose
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.links import accept as accept
 from lowbit.runtime.state.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.accept import accept as accept
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
 from lowbit.runtime.kernels.choose import choose as choose

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.links import Links
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
@@ -159,4 +160,16 @@ class Ops(Protocol[W]):
             positions: [M] int32 of the tokens, as `choose` leaves them.
             token: [M] int64, as `choose` leaves them.
             out: written; before temperature, penalties, bias and mask.
+        """
+
+    def accept(self, links: Links, B: int, k: int) -> None:
+        """Find the drafts of a round that were right, and begin the next round behind them.
+
+        Drafts before the first one that differs from what was chosen in its place are right.
+
+        Args:
+            links: of a round whose tokens have been chosen, which moved its positions on by one;
+                ids, positions and reads become those of the next round, but for its drafts.
+            B: sequences.
+            k: drafts of each.
         """

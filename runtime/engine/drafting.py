@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lowbit.runtime.engine.head_drafts import MOST_BEHIND, HeadDrafts, head_drafts
+from lowbit.runtime.engine.head_cache import MOST_BEHIND
+from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
 from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NewDrafter
-from lowbit.runtime.speculation.pace import PlacedPace, Plan
+from lowbit.runtime.speculation.pace import PlacedPace, common_plan
 from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.state.step import EXACT_TOKENS
 
@@ -29,15 +31,16 @@ class Drafting:
         runner: of the engine.
         most: drafts of a sequence in a step.
         new_drafter: makes the drafter of a sequence; None for none.
-        head: of the model; None for none.
+        head: rounds by the model's head; None where it has none.
         costs: of drafts.
     """
 
     runner: Runner
     most: int
     new_drafter: NewDrafter | None
-    head: HeadDrafts | None
+    head: HeadRounds | None
     costs: Costs
+    _read_at: float | None = None  # when the last round by the head was read, one more under way
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
@@ -51,39 +54,68 @@ class Drafting:
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Let the head see a part of a prompt, from a position on."""
         if self.head is not None and sequence.predictable:
-            self.head.read_prompt(sequence, first, hidden)
+            self.head.cache.read_prompt(sequence, first, hidden)
+
+    def by_head(self, sequences: Numbers[Sequence]) -> int:
+        """Drafts of each sequence in a round by the head; 0 where other steps promise more.
+
+        sequences: that are being decoded, all of them; rounds may be under way.
+        """
+        if self.head is None or not sequences:
+            return 0
+        chances = [each.head_pace.chances for each in sequences if each.head_pace is not None]
+        if len(chances) < len(sequences):
+            return 0
+        most = min(each.most_drafts(self._most(sequences)) for each in sequences)
+        if self.runner.spare is not None:
+            most = min(most, len(self.runner.spare) // len(sequences))
+        plan = common_plan(chances, most, self.costs.drafting(len(sequences)))
+        if plan.drafts == 0:
+            for each in sequences:
+                self._pass_over(self.head, each)
+            return 0
+        cost = self.costs.checking(len(sequences))
+        copied = [each.propose(self._most(sequences), cost, plan.gain) for each in sequences]
+        return 0 if 2 * sum(map(bool, copied)) > len(sequences) else plan.drafts
+
+    def send(self, sequences: list[Sequence], drafts: int) -> Sent | None:
+        """Send a round by the head behind those under way.
+
+        Returns:
+            None where all steps under way must be read first.
+        """
+        if self.head is None or not self.head.goes_on(sequences, drafts):
+            return None
+        return self.head.send()
+
+    def begin_rounds(self, sequences: list[Sequence], drafts: int) -> Sent | None:
+        """Send the first round by the head, of sequences all of whose tokens have been read."""
+        self._read_at = None
+        if self.head is None:
+            return None
+        self.head.enter(sequences, drafts)
+        return self.head.send()
+
+    def take_down(self, sent: Sent) -> None:
+        """Note when a round by the head was read, for its cost."""
+        now = time.perf_counter()
+        if sent.flight is not None and self._read_at is not None:
+            drafts, sequences = sent.flight.drafts, len(sent.sequences)
+            self.costs.note_head(drafts, sequences, now - self._read_at)
+        self._read_at = now
 
     def worth_reading(self, sequences: Numbers[Sequence]) -> bool:
         """True if there may be drafts once all tokens have been read; some are under way."""
-        most = self._most(sequences)
-        plans = self._head_plans(sequences, most)
-        cost = self.costs.checking(len(sequences))
-        return any(plan.drafts for plan in plans) or any(
-            each.propose(most, cost, 1.0) or self._late(each) for each in sequences
-        )
+        cost, most = self.costs.checking(len(sequences)), self._most(sequences)
+        return any(each.propose(most, cost, 1.0) for each in sequences)
 
     def round(self, sequences: Numbers[Sequence]) -> list[Part]:
         """A round with the drafts of sequences, empty where there are none.
 
         sequences: that are being decoded, all of them, and all of whose tokens have been read.
         """
-        most = self._most(sequences)
-        cost, plans = self.costs.checking(len(sequences)), self._head_plans(sequences, most)
-        drafts: list[Numbers[int]] = []
-        by_head = {}
-        for place, (each, plan) in enumerate(zip(sequences, plans, strict=True)):
-            drafts.append(each.propose(most, cost, plan.gain))
-            each.by_head = not drafts[place] and plan.drafts > 0
-            if each.by_head or self._late(each):
-                by_head[place] = plan.drafts if each.by_head else 0
-            elif plan.drafts == 0 and each.head_pace is not None:
-                each.head_pace.skip()
-        if by_head and self.head is not None:
-            started = time.perf_counter()
-            found = self.head.propose([sequences[place] for place in by_head], by_head.values())
-            self.costs.note_head(max(by_head.values()), time.perf_counter() - started)
-            for place, tokens in zip(by_head, found, strict=True):
-                drafts[place] = drafts[place] or tokens
+        cost, most = self.costs.checking(len(sequences)), self._most(sequences)
+        drafts = [each.propose(most, cost, 1.0) for each in sequences]
         return new_round(sequences, drafts, self.runner.spare) if any(drafts) else []
 
     def check(self, parts: list[Part]) -> list[list[int]]:
@@ -99,16 +131,12 @@ class Drafting:
         """Drafts of a sequence for which a step of all of them has places."""
         return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
 
-    def _head_plans(self, sequences: Numbers[Sequence], most: int) -> list[Plan]:
-        cost = self.costs.drafting(len(sequences))
-        return [
-            each.head_pace.plan(each.most_drafts(most), cost) if each.head_pace else Plan()
-            for each in sequences
-        ]
-
-    def _late(self, sequence: Sequence) -> bool:
-        """True if the head must catch up before the trail of hidden states is overwritten."""
-        return sequence.head_pace is not None and sequence.behind >= MOST_BEHIND
+    def _pass_over(self, head: HeadRounds, sequence: Sequence) -> None:
+        """Leave a step without drafts of the head, which must not fall behind its trail."""
+        if sequence.head_pace is not None:
+            sequence.head_pace.skip()
+        if sequence.behind >= MOST_BEHIND:
+            head.cache.catch_up(sequence, most=1)
 
 
 def new_drafting(
@@ -121,6 +149,6 @@ def new_drafting(
         runner=runner,
         most=drafts,
         new_drafter=speculation.new_drafter(),
-        head=head_drafts(runner),
+        head=new_head_rounds(runner),
         costs=speculation.costs(device),
     )

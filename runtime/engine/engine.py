@@ -20,10 +20,10 @@ from lowbit.runtime.engine.admission import check_prompt, new_sequence
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.new_tokens import new_tokens, tokens_of_round
 from lowbit.runtime.engine.prefix import Reuse
 from lowbit.runtime.engine.restrict import restrict
 from lowbit.runtime.engine.room import Room
-from lowbit.runtime.engine.rounds import Part
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sent import Sent
@@ -238,7 +238,9 @@ class Engine:
         self._stepping = True  # stays where what follows is interrupted
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
-        self._end_cancelled()
+        for sequence in (*self._waiting, *self._decoding, self._prompt):
+            if sequence is not None and sequence.cancelled:
+                self._end(sequence, finish="cancelled")
 
     def _next_prompt(self) -> Sequence | None:
         """The sequence whose prompt is run next, once it has a row and pages."""
@@ -281,16 +283,23 @@ class Engine:
         The mask of a token depends on the one before it. Where one is needed, the host reads all
         that are under way and makes it while the layers run. False if there were drafts too.
         """
+        drafting = None if any(each.bound for each in sequences) else self.drafting
+        if drafting is not None and self._by_head(sequences, drafting):
+            return False
+        if self.runner.linked:  # what follows begins where the last round ends
+            self._read()
+        sequences = [each for each in sequences if not each.ended]
         bound = [each for each in sequences if each.bound]
-        drafting = None if bound else self.drafting
         if drafting is not None and (not self._sent or drafting.worth_reading(sequences)):
             self._read()  # drafts follow the last token
             sequences = [each for each in sequences if not each.ended]
             parts = drafting.round(sequences)
             if parts:
-                self._verify(parts, drafting)
-            if parts or not sequences:
+                for sequence, token in tokens_of_round(parts, drafting.check(parts)):
+                    self._take(sequence, token)
                 return False
+        if not sequences:
+            return False
         if bound:
             self.runner.forward(sequences)
         else:
@@ -305,15 +314,18 @@ class Engine:
                 self._sent.append(self.runner.choose(sequences))
         return True
 
-    def _verify(self, parts: list[Part], drafting: Drafting) -> None:
-        """Send a round and hand out what it gives: the host chooses what comes next by it."""
-        for part, tokens in zip(parts, drafting.check(parts), strict=True):
-            each = part.sequence
-            each.note(len(part.drafts), len(tokens) - 1)
-            for slot, token in zip(part.writes, tokens, strict=False):
-                if not each.ended:
-                    each.go_on(slot)
-                    self._take(each, token)
+    def _by_head(self, sequences: list[Sequence], drafting: Drafting) -> bool:
+        """Send a round whose drafts the model's head makes; False where other steps are better."""
+        drafts = drafting.by_head(sequences)
+        sent = drafting.send(sequences, drafts) if drafts else None
+        if drafts and sent is None:
+            self._read()
+            sequences = [each for each in sequences if not each.ended]
+            drafts = drafting.by_head(sequences)
+            sent = drafting.begin_rounds(sequences, drafts) if drafts else None
+        if sent is not None:
+            self._sent.append(sent)
+        return sent is not None
 
     def _restrict(self, sequences: list[Sequence]) -> None:
         """Set the masks of constrained sequences; one whose constraint fails is ended."""
@@ -336,24 +348,18 @@ class Engine:
         """Hand out the tokens of all steps but the last `ahead` ones."""
         while len(self._sent) > ahead:
             sent = self._sent.popleft()
-            for sequence, tokens in zip(sent.sequences, self.runner.read(sent), strict=True):
-                for token in tokens:
-                    self._take(sequence, token)
+            for sequence, token in new_tokens(sent, self.runner):
+                self._take(sequence, token)
+            if self.drafting is not None:
+                self.drafting.take_down(sent)
 
     def _take(self, sequence: Sequence, token: int) -> None:
-        """Hand out the next token of a sequence, unless it has ended."""
-        if sequence.ended:
-            return
+        """Hand out the next token of a sequence."""
         end = take_token(sequence, token, self.runner)
         if isinstance(end, LowbitError):
             self._end(sequence, end)
         elif end is not None:
             self._end(sequence, finish=end)
-
-    def _end_cancelled(self) -> None:
-        for sequence in (*self._waiting, *self._decoding, self._prompt):
-            if sequence is not None and sequence.cancelled:
-                self._end(sequence, finish="cancelled")
 
     def _end(
         self,
@@ -389,10 +395,6 @@ class Engine:
             sequence.phase = "waiting"
         if self.runner.on_gpu:
             torch.cuda.synchronize()
-        self._reset()
-
-    def _reset(self) -> None:
-        """All rows, pages and slots are free."""
         self._room = Room(self.runner)
         self._prompt = None
         self._decoding.clear()

@@ -18,6 +18,7 @@ from lowbit.runtime.engine.input_power import Method, calibration_ids, check_sea
 from lowbit.runtime.engine.memory import choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.widths import drafts_together
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.speculation.modes import DEFAULT_MODE, Mode
 from lowbit.runtime.speculation.settings import Speculation
@@ -102,7 +103,8 @@ def load(
     if dtype == torch.float32 and device != "cpu":
         raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
     drafts = speculation.most_drafts(recurrent=opened.config.linear_layers is not None)
-    cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens, drafts)
+    together = drafts_together(drafts, max(1, max_sequences))
+    cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens, together)
     if weighted:
         power = _measured_power(folder, tokenizer, device, dtype)
         opened = open_model(folder, quantize, group_size, rule, power, speculation.head)

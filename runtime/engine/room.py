@@ -5,6 +5,7 @@ from lowbit.runtime.engine.prefix import Hit, PrefixCache, new_prefix, shared_pa
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.pool import Pool
+from lowbit.runtime.state.step import NO_SLOT
 
 
 class Room:
@@ -75,8 +76,9 @@ class Room:
         return True
 
     def take_snapshot(self, sequence: Sequence) -> None:
-        """Keep the present recurrent state of a sequence, where a slot can be had."""
-        slot = self.prefixes.take_snapshot() if self._runner.state.recurrent else None
+        """Keep the present recurrent state of a sequence, where there is one and room for it."""
+        known = self._runner.state.recurrent and sequence.slot != NO_SLOT
+        slot = self.prefixes.take_snapshot() if known else None
         if slot is not None:
             self._runner.state.slots.copy(sequence.slot, slot)
             sequence.snapshots[sequence.length] = slot

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs, aside
 from lowbit.runtime.engine.rounds import Part, columns_of, step_spans
-from lowbit.runtime.engine.sent import Sent, chosen_tokens
+from lowbit.runtime.engine.sent import Flight, Sent, chosen_tokens
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.models.loader import Decoder
@@ -26,7 +26,7 @@ from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
 ALIGNED = 16  # logits
-TRAIL = 64  # positions
+TRAIL = 128  # positions
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 
@@ -45,6 +45,12 @@ class Runner:
         batch: sequences of the last decode step, in the order of its tokens.
         trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL;
             None where no head reads it.
+        ids: [W] int64, tokens of the next step, W >= R.
+        inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
+        draft_starts: [W + 1] int32, the first token of each sequence in a round, then their number.
+        draft_places: [W] int32 of the tokens of a round, counted from the first of each sequence.
+        verified: [W] int64, what a round has chosen behind each of its tokens.
+        linked: the next step's inputs are those of a round that the last one has left.
     """
 
     decoder: Decoder
@@ -56,12 +62,13 @@ class Runner:
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
     trail: Tensor | None = None
-    _ids: Tensor = field(init=False)  # [W] int64, input of the next decode step, W >= R
-    _inputs: Tensor = field(init=False)  # [4, W] int32: POSITIONS, ROWS, READ, WRITE
+    ids: Tensor = field(init=False)
+    inputs: Tensor = field(init=False)
+    draft_starts: Tensor = field(init=False)
+    draft_places: Tensor = field(init=False)
+    verified: Tensor = field(init=False)
+    linked: bool = False
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _draft_starts: Tensor = field(init=False)  # [W + 1] int32, of a step that checks drafts
-    _draft_places: Tensor = field(init=False)  # [W] int32, of its tokens, from the first of each
-    _verified: Tensor = field(init=False)  # [W] int64, what it chose behind each of its tokens
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
@@ -72,12 +79,12 @@ class Runner:
         """Make room for the inputs of the largest step."""
         rows, device = self.tables.shape[0], self.state.device
         widest = max(width_for(rows - 1), EXACT_TOKENS)
-        self._ids = torch.zeros(widest, dtype=torch.int64, device=device)
-        self._inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(widest, dtype=torch.int64, device=device)
+        self.inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
-        self._draft_starts = self._starts.clone()
-        self._draft_places = torch.zeros_like(self._inputs[0])
-        self._verified = torch.zeros_like(self._ids)
+        self.draft_starts = self._starts.clone()
+        self.draft_places = torch.zeros_like(self.inputs[0])
+        self.verified = torch.zeros_like(self.ids)
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._places = new_places(rows, self.on_gpu)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
@@ -95,7 +102,7 @@ class Runner:
             state_from: slot with the state of the tokens that it reuses; None for none.
         """
         row, pages = sequence.row, sequence.pages
-        self.tables[row, : len(pages)] = self._ints(pages)
+        self.tables[row, : len(pages)] = self.ints(pages)
         if self.state.recurrent:
             if state_from is None:
                 self.state.slots.clear(row)
@@ -125,7 +132,7 @@ class Runner:
         step = Step(
             positions=inputs[0],
             rows=inputs[1],
-            starts=self._ints([0, count]),
+            starts=self.ints([0, count]),
             tables=self.tables,
             read=inputs[1, :1],
             write=inputs[2],
@@ -140,19 +147,19 @@ class Runner:
     def begin(self, sequence: Sequence, hidden: Tensor) -> Sent:
         """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
         row, logits = sequence.row, self.decoder.logits(hidden)
-        rows, positions = self._ints([row]), self._ints([sequence.length - 1])
+        rows, positions = self.ints([row]), self.ints([sequence.length - 1])
         self._choose(logits, rows, positions, self._firsts[row : row + 1])
-        return self._sent([sequence])
+        return self.sent([sequence])
 
     def decode(self, sequences: list[Sequence]) -> Sent:
         """Send one token of every sequence through the layers and choose the next ones."""
         reach = self._prepare(sequences)
         if self.on_gpu:
             M = width_for(len(sequences))
-            self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
+            self.replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
             self._decode(len(sequences), reach, step_spans(sequences))
-        return self._sent(sequences)
+        return self.sent(sequences)
 
     def verify(self, parts: list[Part]) -> Sent:
         """Send the last token of every sequence and drafts behind it, and choose after each.
@@ -166,14 +173,14 @@ class Runner:
         if self.on_gpu:
             B += width_for(M) - M  # what is left belongs to nobody, each token for itself
             M = width_for(M)
-        self._compose_round(parts, spans, M)
+        self.compose_round(parts, M)
         ordered = any(part.ordered for part in parts)
         if self.on_gpu:
             key = (M, B, longest, reach, self.sampler.shape, ordered)
-            self._replay(key, M, lambda: self._verify(M, reach, B, longest, ordered))
+            self.replay(key, M, lambda: self.check_tokens(M, reach, B, longest, ordered))
         else:
-            self._verify(M, reach, B, longest, ordered, tuple(spans))
-        return self._sent([part.sequence for part in parts], [part.drafts for part in parts])
+            self.check_tokens(M, reach, B, longest, ordered, tuple(spans))
+        return self.sent([part.sequence for part in parts], [part.drafts for part in parts])
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
@@ -181,9 +188,9 @@ class Runner:
         if self.on_gpu:
             M = width_for(len(sequences))
             if self._logits is None:
-                shape = len(self._ids), _aligned(self.sampler.vocabulary, self.decoder)
-                self._logits = torch.empty(shape, dtype=torch.float32, device=self._ids.device)
-            self._replay((M, reach), M, lambda: self._forward(M, reach))
+                shape = len(self.ids), _aligned(self.sampler.vocabulary, self.decoder)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
+            self.replay((M, reach), M, lambda: self._forward(M, reach))
         else:
             count = len(sequences)
             self._logits = self._logits_of(
@@ -194,10 +201,10 @@ class Runner:
         """The second half of `decode`, for sequences that count the token sent already."""
         if self.on_gpu:
             M = width_for(len(sequences))
-            self._replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
+            self.replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
         else:
             self._choose_next(len(sequences))
-        return self._sent(sequences)
+        return self.sent(sequences)
 
     def read(self, sent: Sent) -> list[list[int]]:
         """The next tokens of each sequence of a step, see `chosen_tokens`; waits for it."""
@@ -220,9 +227,9 @@ class Runner:
         return reach_for(max(each.length for each in sequences) + 1, self.context)
 
     def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
-        inputs = self._inputs[:, :M]
+        inputs = self.inputs[:, :M]
         logits = self._logits_of(M, reach, spans, self._starts[: M + 1])
-        self._choose(logits, inputs[ROWS], inputs[POSITIONS], self._ids[:M])
+        self._choose(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
     def uncount(self, parts: list[Part], rights: list[int]) -> None:
         """Take back from penalties what a round chose behind drafts that were wrong.
@@ -236,10 +243,10 @@ class Runner:
                 wrong += range(first + right + 1, first + len(part.ids))
             first += len(part.ids)
         if wrong:
-            columns = self._ints(wrong).long()
-            self.sampler.uncount(self._inputs[ROWS, columns], self._verified[columns])
+            columns = self.ints(wrong).long()
+            self.sampler.uncount(self.inputs[ROWS, columns], self.verified[columns])
 
-    def _verify(
+    def check_tokens(
         self,
         M: int,
         reach: int,
@@ -252,15 +259,15 @@ class Runner:
 
         ordered: choose place by place, so that penalties know what was chosen before.
         """
-        inputs, starts = self._inputs[:, :M], self._draft_starts[: B + 1]
+        inputs, starts = self.inputs[:, :M], self.draft_starts[: B + 1]
         logits = self._logits_of(M, reach, spans, starts, longest)
-        rows, chosen = inputs[ROWS], self._verified[:M]
+        rows, chosen = inputs[ROWS], self.verified[:M]
         if not ordered:
             self._choose(logits, rows, inputs[POSITIONS], chosen)
             return
         tokens = torch.empty_like(chosen)
         for place in range(longest):
-            now = self._draft_places[:M] == place
+            now = self.draft_places[:M] == place
             self._choose(logits, rows.masked_fill(~now, SCRATCH), inputs[POSITIONS], tokens)
             chosen.copy_(torch.where(now, tokens, chosen))
 
@@ -270,15 +277,15 @@ class Runner:
             self._logits[:M].copy_(logits[:, : self._logits.shape[1]])
 
     def _choose_next(self, M: int) -> None:
-        inputs = self._inputs[:, :M]
+        inputs = self.inputs[:, :M]
         if self._logits is not None:
-            self._choose(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self._ids[:M])
+            self._choose(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
     def _logits_of(
         self, M: int, reach: int, spans: tuple[Span, ...], starts: Tensor, longest: int = 1
     ) -> Tensor:
         """Logits after every token of the inputs, of sequences that start there: [M, V or more]."""
-        inputs = self._inputs[:, :M]
+        inputs = self.inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
             rows=inputs[ROWS],
@@ -290,7 +297,7 @@ class Runner:
             longest=longest,
             spans=spans,
         )
-        hidden = self.decoder.hidden(self._ids[:M], self.state, step)
+        hidden = self.decoder.hidden(self.ids[:M], self.state, step)
         if self.trail is not None:
             self.trail[step.rows.long(), step.positions.long() % TRAIL] = hidden
         return self.decoder.logits(hidden)
@@ -309,7 +316,9 @@ class Runner:
                 self._log_probabilities,
             )
 
-    def _replay(self, key: Hashable, M: int, run: Callable[[], None]) -> None:
+    def replay(
+        self, key: Hashable, M: int, run: Callable[[], None], kept: Numbers[Tensor] = ()
+    ) -> None:
         """Run a recorded part of a step, which is recorded first where there is none.
 
         Kernels are compiled before, by a step of no sequence: all its tokens belong to SCRATCH.
@@ -318,42 +327,44 @@ class Runner:
             key: of the part.
             M: tokens of the step.
             run: launches the part.
+            kept: other tensors that it reads and changes.
         """
         if key not in self._graphs:
-            inputs = (self._ids[:M], self._inputs[:, :M])
+            inputs = (self.ids[:M], self.inputs[:, :M])
             with aside():
-                before = [each.clone() for each in inputs]
+                before = [each.clone() for each in (*inputs, *kept)]
                 for each in inputs:
                     each.fill_(SCRATCH)
                 run()
-                for each, value in zip(inputs, before, strict=True):
+                for each, value in zip((*inputs, *kept), before, strict=True):
                     each.copy_(value)
             self._graphs.record(key, run)
         self._graphs.replay(key)
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""
-        self._go_on(sequences)
+        self.leave_rounds(sequences)
         before = {id(each): index for index, each in enumerate(self.batch)}
-        tokens = torch.cat((self._ids[: len(before)], self._firsts))
+        tokens = torch.cat((self.ids[: len(before)], self._firsts))
         rows = [each.row for each in sequences]
         origins = [before.get(id(each), len(before) + each.row) for each in sequences]
-        inputs = self._ints([[each.length for each in sequences], rows, rows, rows, origins])
-        self._inputs.fill_(SCRATCH)  # so that tokens beyond these belong to nobody
-        self._inputs[:, : len(rows)] = inputs[:4]
-        self._ids[: len(rows)] = tokens[inputs[4].long()]
-        self.batch = list(sequences)
+        inputs = self.ints([[each.length for each in sequences], rows, rows, rows, origins])
+        self.inputs.fill_(SCRATCH)  # so that tokens beyond these belong to nobody
+        self.inputs[:, : len(rows)] = inputs[:4]
+        self.ids[: len(rows)] = tokens[inputs[4].long()]
+        self.batch, self.linked = list(sequences), False
 
-    def _compose_round(self, parts: list[Part], spans: list[Span], M: int) -> None:
-        columns, starts = columns_of(parts, spans, M)
-        block = self._ints(columns)
-        self._ids[:M] = block[0]
-        self._inputs[:, :M] = block[1:5]
-        self._draft_places[:M] = block[5]
-        self._draft_starts[: len(starts)] = self._ints(starts)
-        self.batch = []  # a step without drafts finds its inputs changed
+    def compose_round(self, parts: list[Part], M: int) -> None:
+        """Put the inputs of a round in place, up to M tokens with padding."""
+        columns, starts = columns_of(parts, [part.span for part in parts], M)
+        block = self.ints(columns)
+        self.ids[:M] = block[0]
+        self.inputs[:, :M] = block[1:5]
+        self.draft_places[:M] = block[5]
+        self.draft_starts[: len(starts)] = self.ints(starts)
+        self.batch, self.linked = [], False  # a step without drafts finds its inputs changed
 
-    def _go_on(self, sequences: list[Sequence]) -> None:
+    def leave_rounds(self, sequences: list[Sequence]) -> None:
         """Leave tokens and states of sequences from a round where a step without drafts looks."""
         late = [each for each in sequences if each.verified]
         for each in late:
@@ -362,17 +373,24 @@ class Runner:
                 each.slot = each.row
             each.verified = False
         if late:
-            rows, tokens = self._ints([[e.row, e.output[-1]] for e in late]).long().T
+            rows, tokens = self.ints([[e.row, e.output[-1]] for e in late]).long().T
             self._firsts[rows] = tokens
 
-    def _ints(self, values: object) -> Tensor:
+    def ints(self, values: object) -> Tensor:
+        """Numbers on the device, int32."""
         return torch.tensor(values, dtype=torch.int32, device=self.state.device)
 
-    def _sent(self, sequences: list[Sequence], drafts: Numbers[Numbers[int]] = ()) -> Sent:
+    def sent(
+        self,
+        sequences: list[Sequence],
+        drafts: Numbers[Numbers[int]] = (),
+        flight: Flight | None = None,
+    ) -> Sent:
+        """What has been sent, for `read`."""
         done = torch.cuda.Event() if self.on_gpu else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
-        return Sent(list(sequences), drafts, done)
+        return Sent(list(sequences), drafts, done, flight)
 
 
 def _aligned(vocabulary: int, decoder: Decoder) -> int:

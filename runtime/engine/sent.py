@@ -10,6 +10,21 @@ from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.posted import PLACES
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round whose drafts the device makes and accepts, behind others that may be under way.
+
+    Attributes:
+        drafts: of each sequence.
+        writes: by sequence, slots with the recurrent state after its last token and each draft.
+        right: see `Links`.
+    """
+
+    drafts: int
+    writes: "tuple[tuple[int, ...], ...]"
+    right: Tensor
+
+
 @dataclass(slots=True)
 class Sent:
     """A step on its way.
@@ -18,11 +33,13 @@ class Sent:
         sequences: that get tokens from it.
         drafts: that it checks, by sequence; empty where it checks none.
         done: recorded behind the step; None on a CPU, where steps run at once.
+        flight: None for other steps.
     """
 
     sequences: list[Sequence]
     drafts: "Numbers[Numbers[int]]"
     done: "torch.cuda.Event | None"
+    flight: Flight | None = None
 
 
 def chosen_tokens(sent: Sent, places: Tensor) -> list[list[int]]:
@@ -34,6 +51,8 @@ def chosen_tokens(sent: Sent, places: Tensor) -> list[list[int]]:
         sent: the step, which has been waited for.
         places: where it has left them, see `posted`.
     """
+    if sent.flight is not None:
+        return [_accepted(each, sent.flight, places) for each in sent.sequences]
     drafts = sent.drafts or [()] * len(sent.sequences)
     return [_tokens(*each, places) for each in zip(sent.sequences, drafts, strict=True)]
 
@@ -46,3 +65,11 @@ def _tokens(sequence: Sequence, drafts: Numbers[int], places: Tensor) -> list[in
         if tokens[-1] != draft:
             break
     return tokens
+
+
+def _accepted(sequence: Sequence, flight: Flight, places: Tensor) -> list[int]:
+    """Tokens that a round has put behind a sequence's output."""
+    first = sequence.last
+    count = 1 + int(flight.right[first % PLACES, sequence.row])
+    found = places[[(first + 1 + place) % PLACES for place in range(count)], sequence.row]
+    return [int(token) for token in found]

@@ -89,9 +89,9 @@ class Sequence:
         drafter: proposes its next tokens; None where nobody does.
         head_pace: chooses how many tokens the model's head proposes; None where it does not.
         headed: positions that this head has seen.
-        by_head: its last drafts are the head's.
         tally: of its drafts.
         verified: its last step was one that checks drafts.
+        due: tokens at most that rounds under way put behind its output.
     """
 
     request: TokenRequest
@@ -121,9 +121,9 @@ class Sequence:
     drafter: Drafter | None = None
     head_pace: PlacedPace | None = None
     headed: int = 0
-    by_head: bool = False
     tally: Tally = field(default_factory=Tally)
     verified: bool = False
+    due: int = 0
 
     @property
     def bound(self) -> bool:
@@ -149,7 +149,7 @@ class Sequence:
 
     def most_drafts(self, most: int) -> int:
         """Drafts that the request has tokens left for, up to `most`."""
-        return max(0, min(most, self.count - self.chosen - 1))
+        return max(0, min(most, self.count - len(self.output) - self.due - 1))
 
     def propose(self, most: int, cost: Cost, least_gain: float) -> Ids[int]:
         """Drafts of what follows, if its drafter has some; see `Drafter.propose`."""
@@ -158,19 +158,28 @@ class Sequence:
             return ()
         return self.drafter.propose(most, cost, least_gain)
 
-    def go_on(self, slot: int) -> None:
-        """Count a token of a round: the state after it is in a slot, and the next one is chosen."""
-        self.length += 1
-        self.chosen += 1
+    def go_on(self, slot: int, under_way: bool = False) -> None:
+        """Count a token of a round, the last one of the output: it has been sent.
+
+        Args:
+            slot: with the recurrent state after it; NO_SLOT where that is lost.
+            under_way: the token behind it has been sent as well, by the next round.
+        """
+        self.length = self.last + 1 + under_way
+        self.chosen = self.length - len(self.request.prompt) + 1
         self.slot, self.verified = slot, True
 
     def note(self, drafted: int, right: int) -> None:
-        """Take down how many drafts have been checked, and were right."""
+        """Take down how many drafts of its drafter have been checked, and were right."""
         self.tally.count(drafted, right)
-        if self.by_head and self.head_pace is not None:
-            self.head_pace.note(drafted, right)
-        elif self.drafter is not None and drafted:
+        if self.drafter is not None and drafted:
             self.drafter.note(drafted, right)
+
+    def note_head(self, drafted: int, right: int) -> None:
+        """The same of drafts of the model's head."""
+        self.tally.count(drafted, right)
+        if self.head_pace is not None:
+            self.head_pace.note(drafted, right)
 
     @property
     def last(self) -> int:

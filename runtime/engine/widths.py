@@ -1,6 +1,7 @@
 """Sizes that decode steps are recorded for."""
 
 from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 FIRST_REACH = 256
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
@@ -18,3 +19,9 @@ def reach_for(tokens: int, context: int) -> int:
     while reach < tokens:
         reach *= 4
     return min(reach, pages_for(context) * PAGE)
+
+
+def drafts_together(drafts: int, sequences: int) -> int:
+    """Most drafts of a step, of up to so many sequences with up to `drafts` each."""
+    numbers = range(1, min(sequences, EXACT_TOKENS) + 1)
+    return max(B * min(drafts, EXACT_TOKENS // B - 1) for B in numbers)

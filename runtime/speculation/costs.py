@@ -53,10 +53,11 @@ class Costs:
             found = (seconds / self.step_s - 1) / (tokens - 1)
             self.check = _nearer(self.check, min(max(found, LEAST), MOST))
 
-    def note_head(self, drafts: int, seconds: float) -> None:
-        """Take down how long the head took for so many drafts of each sequence."""
-        if self.measured and self.step_s is not None and drafts > 0:
-            found = seconds / self.step_s / drafts
+    def note_head(self, drafts: int, sequences: int, seconds: float) -> None:
+        """Take down how long a step took in which the head made drafts of each sequence first."""
+        if self.measured and self.step_s is not None:
+            checked = 1 + self.check * (sequences * (1 + drafts) - 1)
+            found = (seconds / self.step_s - checked) / drafts
             self.head = _nearer(self.head, min(max(found, LEAST), MOST))
 
     def _linear(self, sequences: int, each: float) -> Cost:

@@ -1,6 +1,6 @@
 """How many drafts are worth a step: from how often they were right, and what a wider step costs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 NEWEST = 0.15  # weight of the newest draft among those that have been checked
@@ -70,10 +70,6 @@ class PlacedPace:
         """Nothing has been checked."""
         self.chances = list(self.guesses)
 
-    def plan(self, most: int, cost: Cost) -> Plan:
-        """The number of drafts, up to `most`, with the most tokens for the time that they take."""
-        return best_plan(self.chances[:most], cost)
-
     def skip(self) -> None:
         """Note that drafts could have been made and were not, so that they are tried again."""
         for place, guess in enumerate(self.guesses):
@@ -85,16 +81,25 @@ class PlacedPace:
             self.chances[place] += NEWEST * ((place < right) - self.chances[place])
 
 
-def best_plan(chances: Iterable[float], cost: Cost) -> Plan:
+def best_plan(chances: Sequence[float], cost: Cost) -> Plan:
     """The number of drafts with the most tokens for the time that they take.
 
     chances: of each draft to be right behind right ones.
     """
-    best, expected, right = Plan(), 1.0, 1.0
-    for drafts, chance in enumerate(chances, 1):
-        right *= chance
-        expected += right
-        gain = expected / cost(drafts)
+    return common_plan([chances], len(chances), cost)
+
+
+def common_plan(chances: Sequence[Sequence[float]], most: int, cost: Cost) -> Plan:
+    """The number of drafts of each of several sequences, up to `most`, all of them alike.
+
+    chances: by sequence, see `best_plan`.
+    """
+    best, expected = Plan(), float(len(chances))
+    right = [1.0] * len(chances)
+    for drafts in range(1, most + 1):
+        right = [so_far * each[drafts - 1] for so_far, each in zip(right, chances, strict=True)]
+        expected += sum(right)
+        gain = expected / len(chances) / cost(drafts)
         if gain > max(best.gain, MARGIN):
             best = Plan(drafts, gain)
     return best

@@ -134,7 +134,8 @@ class SamplerRows:
             tokens: [M] int64.
         """
         less = torch.full_like(rows, -1, dtype=self.counts.dtype)
-        self.counts.index_put_((rows.long(), tokens), less, accumulate=True)
+        at = rows.long() * self.vocabulary + tokens
+        self.counts.view(-1).scatter_add_(0, at, less)
 
     def _write_row(self, row: int, params: SamplingParams, seed: int, masked: bool) -> None:
         knobs = (

@@ -1,11 +1,20 @@
 """Stand-ins for a recorded graph, a stream and an event, on a machine without a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.head_rounds import HeadRounds
+from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-from lowbit.runtime.state.step import Span
+from lowbit.runtime.state.step import Span, Step
 
 
 class Graph:
@@ -51,8 +60,8 @@ def spans_of(
     ordered: bool = False,
 ) -> tuple[Span, ...]:
     """The sequences of a step as kernels find them on the device."""
-    inputs = runner._inputs[:, :M].tolist()
-    starts = range(M + 1) if B is None else runner._draft_starts[: B + 1].tolist()
+    inputs = runner.inputs[:, :M].tolist()
+    starts = range(M + 1) if B is None else runner.draft_starts[: B + 1].tolist()
     assert starts[-1] == M
     spans = []
     for b, (m, end) in enumerate(pairwise(starts)):
@@ -65,3 +74,86 @@ def spans_of(
         pages = tuple(runner.tables[row, : pages_for(min(reach, first + PAGE))].tolist())
         spans.append(Span(row, first, end - m, pages, inputs[READ][b], tuple(inputs[WRITE][m:end])))
     return tuple(spans)
+
+
+def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the steps of a model through stand-ins for graphs; other models run as ever."""
+    recording: list[Graph] = []
+
+    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
+        """A part of a step as it runs in a recording, and without one."""
+
+        def run(runner: Runner, M: int, *reach: Any) -> None:
+            if runner is not model.engine.runner:
+                return part(runner, M, *reach)
+
+            def step() -> None:
+                sizes = reach[:4]  # what follows is no size: sequences of a step on the device
+                spans = (spans_of(runner, M, *sizes),) if reach else ()
+                part(runner, M, *sizes, *spans)
+
+            if not recording:
+                return step()
+            recording.pop().replay = step
+            return None
+
+        return run
+
+    @contextmanager
+    def graph(recorded: Graph, pool: object) -> Iterator[None]:
+        assert (pool is None) == (not len(model.engine.runner._graphs))
+        recorded.memory = pool or recorded.memory
+        recording.append(recorded)
+        try:
+            yield
+        finally:
+            recording.clear()
+
+    here = Stream()
+    fakes: dict[str, Any] = {
+        "synchronize": lambda: None,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda: here,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": graph,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("_decode", "check_tokens", "_forward", "_choose_next"):
+        monkeypatch.setattr(Runner, name, on_graphs(getattr(Runner, name)))
+    _rounds_through_graphs(model, recording, monkeypatch)
+    monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
+
+
+def _rounds_through_graphs(
+    model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for rounds by the head, whose steps find their sequences on the device."""
+    real, real_step = HeadRounds.round, HeadRounds._step
+
+    def run(rounds: HeadRounds, *sizes: Any) -> None:
+        if recording:
+            recording.pop().replay = lambda: real(rounds, *sizes)
+        else:
+            real(rounds, *sizes)
+
+    def step(
+        rounds: HeadRounds, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
+    ) -> Step:
+        found = real_step(rounds, rows, positions, starts, *rest)
+        if rounds.runner is not model.engine.runner:
+            return found
+        spans = []
+        for m, end in pairwise(starts.tolist()):
+            row, first = int(rows[m]), int(positions[m])
+            assert rows[m:end].tolist() == [row] * (end - m)
+            assert positions[m:end].tolist() == list(range(first, first + end - m))
+            pages = tuple(rounds.runner.tables[row, : pages_for(first + end - m)].tolist())
+            spans.append(Span(row, first, end - m, pages))
+        assert spans[-1].first + spans[-1].count <= found.reach
+        return replace(found, spans=tuple(spans))
+
+    monkeypatch.setattr(HeadRounds, "round", run)
+    monkeypatch.setattr(HeadRounds, "_step", step)

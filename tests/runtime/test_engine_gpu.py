@@ -73,7 +73,7 @@ def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None
     def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
         run()
 
-    monkeypatch.setattr(Runner, "_replay", directly)
+    monkeypatch.setattr(Runner, "replay", directly)
     model.engine.forget()
 
 

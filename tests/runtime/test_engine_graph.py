@@ -5,8 +5,7 @@ and the sampler's shape of that moment, and tensors that do not move. The stand-
 positions, pages and slots from these tensors alone. `test_engine_gpu` runs the real one.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import TokenRequest
 from tests.runtime.engine.guesses import drafting_by, guessers
-from tests.runtime.graph_stand_in import Event, Graph, Stream, spans_of
+from tests.runtime.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
@@ -56,51 +55,7 @@ def fresh(
 def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
     """A model whose decode steps go through graphs."""
     model = fresh()
-    recording: list[Graph] = []
-
-    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
-        """A part of a step as it runs in a recording, and without one."""
-
-        def run(runner: Runner, M: int, *reach: Any) -> None:
-            if runner is not model.engine.runner:
-                return part(runner, M, *reach)
-
-            def step() -> None:
-                spans = (spans_of(runner, M, *reach),) if reach else ()
-                part(runner, M, *reach, *spans)
-
-            if not recording:
-                return step()
-            recording.pop().replay = step
-            return None
-
-        return run
-
-    @contextmanager
-    def graph(recorded: Graph, pool: object) -> Iterator[None]:
-        assert (pool is None) == (not len(model.engine.runner._graphs))
-        recorded.memory = pool or recorded.memory
-        recording.append(recorded)
-        try:
-            yield
-        finally:
-            recording.clear()
-
-    here = Stream()
-    fakes: dict[str, Any] = {
-        "synchronize": lambda: None,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda: here,
-        "stream": lambda stream: nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": graph,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    for name in ("_decode", "_verify", "_forward", "_choose_next"):
-        monkeypatch.setattr(Runner, name, on_graphs(getattr(Runner, name)))
-    monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
+    run_through_graphs(model, monkeypatch)
     return model
 
 

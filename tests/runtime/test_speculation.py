@@ -10,7 +10,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.speculation.costs import Costs, new_costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
-from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace
+from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace, best_plan, common_plan
 from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.speculation.tally import Speculated, Tally
 
@@ -101,8 +101,14 @@ def test_places_are_told_apart() -> None:
     assert pace.chances[0] == pytest.approx(0.8, abs=0.25)
     assert pace.chances[1] == pytest.approx(0.5, abs=0.3)
     assert pace.chances[2] < 0.01
-    assert pace.plan(3, cost).drafts in (1, 2)
-    assert pace.plan(3, cost).gain > 1.3
+    plan = best_plan(pace.chances, cost)
+    assert plan.drafts in (1, 2)
+    assert plan.gain > 1.3
+    assert common_plan([pace.chances] * 3, 3, cost) == plan
+    assert common_plan([pace.chances] * 3, 1, cost).drafts == 1
+    # of one that is always right and one that never is, half the gain of the first alone
+    both = common_plan([[1.0] * 3, [0.0] * 3], 3, cost)
+    assert both.gain == pytest.approx((4 + 1) / 2 / 1.6)
     before = list(pace.chances)
     pace.note(1, 1)
     assert pace.chances[0] > before[0]
@@ -116,7 +122,7 @@ def test_costs_are_learnt_from_steps() -> None:
         late = 50.0 if number % 10 == 0 else 1.0  # something held the device up
         costs.note_step(1, 0.010 * late)
         costs.note_round(5, 0.018 * late)
-        costs.note_head(4, 0.004 * late)
+        costs.note_head(4, 1, 0.022 * late)
     assert costs.check == pytest.approx(0.2, rel=0.35)
     assert costs.head == pytest.approx(0.1, rel=0.6)
     assert costs.checking(1)(4) == 1 + 4 * costs.check
@@ -131,7 +137,7 @@ def test_costs_stay_where_nobody_measures() -> None:
     first = (costs.check, costs.head)
     costs.note_step(1, 1.0)
     costs.note_round(4, 9.0)
-    costs.note_head(4, 9.0)
+    costs.note_head(4, 1, 9.0)
     assert (costs.check, costs.head) == first
 
 

@@ -60,7 +60,7 @@ def test_drafts_change_nothing(
         def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
             run()
 
-        monkeypatch.setattr(Runner, "_replay", directly)
+        monkeypatch.setattr(Runner, "replay", directly)
     for number in (0, 1):
         request = request_of(model, number)
         model.engine.drafting = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowbit.runtime.engine.drafting import Drafting
-from lowbit.runtime.engine.head_drafts import head_drafts
+from lowbit.runtime.engine.head_rounds import new_head_rounds
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NewDrafter
@@ -62,4 +62,4 @@ def guessers(
 
 def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
-    return Drafting(runner, most, new_drafter, head_drafts(runner), Costs(0.1, 0.1))
+    return Drafting(runner, most, new_drafter, new_head_rounds(runner), Costs(0.1, 0.1))

@@ -1,0 +1,58 @@
+"""New tokens of the sequences of a step, each with what it says of its sequence's state."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Numbers
+
+from lowbit.runtime.engine.rounds import Part
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sent import Flight, Sent
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.step import NO_SLOT
+
+NewTokens = Iterator[tuple[Sequence, int]]
+
+
+def new_tokens(sent: Sent, runner: Runner) -> NewTokens:
+    """Wait for a step: its new tokens, one after another, of sequences that have not ended."""
+    found = runner.read(sent)
+    for place, (sequence, tokens) in enumerate(zip(sent.sequences, found, strict=True)):
+        if sent.flight is not None:
+            yield from _of_flight(sequence, tokens, sent.flight, sent.flight.writes[place])
+            continue
+        for token in tokens:
+            if not sequence.ended:
+                yield sequence, token
+
+
+def tokens_of_round(parts: Numbers[Part], chosen: Numbers[Numbers[int]]) -> NewTokens:
+    """The new tokens of a round that has been read, see `new_tokens`."""
+    for part, tokens in zip(parts, chosen, strict=True):
+        sequence = part.sequence
+        sequence.note(len(part.drafts), len(tokens) - 1)
+        for slot, token in zip(part.writes, tokens, strict=False):
+            if not sequence.ended:
+                sequence.go_on(slot)
+                yield sequence, token
+
+
+def _of_flight(
+    sequence: Sequence, tokens: Numbers[int], flight: Flight, writes: Numbers[int]
+) -> NewTokens:
+    """The same for a round by the head.
+
+    A round behind it has sent the last of the tokens, and written over the states after others.
+    """
+    sequence.due -= 1 + flight.drafts
+    under_way = sequence.due > 0
+    if not sequence.ended:
+        sequence.headed = sequence.last
+        sequence.note_head(flight.drafts, len(tokens) - 1)
+    for place, token in enumerate(tokens):
+        if sequence.ended:
+            return
+        last = place + 1 == len(tokens)
+        if under_way:
+            sequence.go_on(sequence.row if last else NO_SLOT, under_way=last)
+        else:
+            sequence.go_on(writes[place])
+        yield sequence, token

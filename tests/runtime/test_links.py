@@ -1,0 +1,98 @@
+"""What a round leaves for the next one, against drafts that are compared one by one."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.kernels.accept import accept as accept_on_gpu
+from lowbit.runtime.state.links import Links
+from lowbit.runtime.state.posted import PLACES
+
+ROWS, WIDE = 20, 16
+SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= WIDE]
+
+
+def round_of(B: int, k: int, draw: random.Random) -> Links:
+    """A round whose tokens have been chosen among three, so that drafts often meet them."""
+
+    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor([*values, *[0] * (WIDE - len(values))], dtype=dtype)
+
+    rows = draw.sample(range(1, ROWS), B)
+    firsts = [draw.randrange(200) for _ in rows]
+    ids = [draw.randrange(3) for _ in range(B * (k + 1))]
+    chosen = [draw.randrange(3) for _ in range(B * (k + 1))]
+    if B > 2:
+        rows[1] = 0  # a row of nobody stays where it is
+    moved = [first + place + (row > 0) for row, first in zip(rows, firsts, strict=True)
+             for place in range(k + 1)]  # fmt: skip
+    return Links(
+        ids=ints(ids, torch.int64),
+        positions=ints(moved),
+        rows=ints([row for row in rows for _ in range(k + 1)]),
+        reads=ints([-1] * B),
+        writes=ints([100 + at for at in range(B * (k + 1))]),
+        chosen=ints(chosen, torch.int64),
+        seen=ints([]),
+        ends=ints([], torch.int64),
+        wrong=ints([]),
+        right=torch.full((PLACES, ROWS), -1),
+    )
+
+
+def check(before: Links, after: Links, B: int, k: int) -> None:
+    for b in range(B):
+        start = b * (k + 1)
+        row = int(before.rows[start])
+        first = int(before.positions[start]) - (row > 0)
+        drafts = before.ids[start + 1 : start + k + 1].tolist()
+        chosen = before.chosen[start : start + k + 1].tolist()
+        right = 0
+        while right < k and drafts[right] == chosen[right]:
+            right += 1
+        assert after.right[first % PLACES, row] == right
+        part = slice(start, start + k + 1)
+        assert after.seen[part].tolist() == list(range(first, first + k + 1))
+        assert after.ends[b] == start + right
+        assert after.wrong[part].tolist() == [0] * (right + 1) + [row] * (k - right)
+        assert after.reads[b] == 100 + start + right
+        assert after.ids[start] == chosen[right]
+        following = first + 1 + right if row else first
+        places = range(k + 1) if row else [0] * (k + 1)
+        assert after.positions[part].tolist() == [following + place for place in places]
+    assert (after.right >= 0).sum() == B
+    rest = slice(B * (k + 1), WIDE)
+    for name in ("ids", "positions", "seen", "wrong"):
+        assert torch.equal(getattr(after, name)[rest], getattr(before, name)[rest])
+
+
+def moved_to(links: Links, device: str) -> Links:
+    names = [name for name in Links.__slots__ if name != "right"]
+    moved = {name: getattr(links, name).clone().to(device) for name in names}
+    right = links.right.clone()
+    return Links(**moved, right=right.pin_memory() if device == "cuda" else right)
+
+
+@pytest.mark.parametrize(("B", "k"), SIZES)
+def test_the_next_round_begins_behind_the_drafts_that_were_right(B: int, k: int) -> None:
+    draw = random.Random(16 * B + k)
+    for _ in range(20):
+        before = round_of(B, k, draw)
+        after = moved_to(before, "cpu")
+        cpu.accept(after, B, k)
+        check(before, after, B, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "k"), SIZES)
+def test_the_kernel_does_the_same(B: int, k: int) -> None:
+    draw = random.Random(16 * B + k)
+    for _ in range(20):
+        before = round_of(B, k, draw)
+        after = moved_to(before, "cuda")
+        accept_on_gpu(after, B, k)
+        torch.cuda.synchronize()
+        check(before, moved_to(after, "cpu"), B, k)
