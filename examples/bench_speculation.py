@@ -35,6 +35,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
 from lowbit.formats.shell.tables import plain_table, results
 from lowbit.runtime.bench.bench import GREEDY, device_name, settle
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
@@ -134,9 +135,16 @@ class Bench:
     def vocabulary(self) -> int:
         return self.engine.runner.sampler.vocabulary
 
-    @property
-    def head(self) -> HeadRounds | None:
-        return new_head_rounds(self.engine.runner)
+    def new_head(self, truth: Sequence[int], accepted: str) -> HeadRounds | None:
+        """Rounds by the head with forced acceptance; `own` accepts what is right.
+
+        Recorded steps are dropped, which draft for other rounds.
+        """
+        self.engine.runner.forget()
+        rounds = new_head_rounds(Checks(self.engine.runner))
+        if rounds is None or accepted == "own":
+            return rounds
+        return forced_rounds(rounds, self.prompt, truth, accepted)
 
     def drafting(
         self, k: int, new_drafter: NewDrafter | None, head: HeadRounds | None = None
@@ -145,7 +153,8 @@ class Bench:
         costs = Speculation("ngram").costs(self.device)
         if head is not None:
             costs = NoCosts(costs.check, costs.head)
-        return Drafting(self.engine.runner, k, new_drafter, head, costs)
+        checks = Checks(self.engine.runner) if head is None else head.checks
+        return Drafting(checks, k, new_drafter, head, costs)
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
@@ -224,15 +233,13 @@ def known_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
 def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     """Rounds by the head, with forced acceptance and with its own."""
     rows = []
-    for k in HEAD_DRAFTS if bench.head is not None else ():
+    for k in HEAD_DRAFTS if bench.engine.decoder.mtp is not None else ():
         runs = {}
         for accepted in (*ACCEPTED, "own"):
+            head = bench.new_head(truth, accepted)
 
-            def drafting(k: int = k, accepted: str = accepted) -> Drafting:
-                rounds = bench.head
-                if rounds is not None and accepted != "own":
-                    rounds = forced_rounds(rounds, bench.prompt, truth, accepted)
-                return bench.drafting(k, None, rounds)
+            def drafting(k: int = k, head: HeadRounds | None = head) -> Drafting:
+                return bench.drafting(k, None, head)
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
         rows.append(row_of(bench, "head", k, plain, truth, runs))

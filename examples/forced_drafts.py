@@ -129,5 +129,5 @@ def forced_rounds(
     vocabulary = rounds.runner.sampler.vocabulary
     truth = torch.tensor([*prompt, *output], dtype=torch.int64, device=rounds.links.ids.device)
     return ForcedRounds(
-        rounds.cache, rounds.links, truth=truth, accepted=accepted, vocabulary=vocabulary
+        rounds.cache, rounds.checks, truth=truth, accepted=accepted, vocabulary=vocabulary
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.head_cache import MOST_BEHIND
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
 from lowbit.runtime.engine.rounds import Part, new_round
@@ -28,14 +29,14 @@ class Drafting:
     """Drafts of all sequences of an engine.
 
     Attributes:
-        runner: of the engine.
+        checks: of drafts.
         most: drafts of a sequence in a step.
         new_drafter: makes the drafter of a sequence; None for none.
         head: rounds by the model's head; None where it has none.
         costs: of drafts.
     """
 
-    runner: Runner
+    checks: Checks
     most: int
     new_drafter: NewDrafter | None
     head: HeadRounds | None
@@ -67,8 +68,9 @@ class Drafting:
         if len(chances) < len(sequences):
             return 0
         most = min(each.most_drafts(self._most(sequences)) for each in sequences)
-        if self.runner.spare is not None:
-            most = min(most, len(self.runner.spare) // len(sequences))
+        most = min(most, *map(len, chances))
+        if self.checks.runner.spare is not None:
+            most = min(most, len(self.checks.runner.spare) // len(sequences))
         plan = common_plan(chances, most, self.costs.drafting(len(sequences)))
         if plan.drafts == 0:
             for each in sequences:
@@ -116,15 +118,15 @@ class Drafting:
         """
         cost, most = self.costs.checking(len(sequences)), self._most(sequences)
         drafts = [each.propose(most, cost, 1.0) for each in sequences]
-        return new_round(sequences, drafts, self.runner.spare) if any(drafts) else []
+        return new_round(sequences, drafts, self.checks.runner.spare) if any(drafts) else []
 
     def check(self, parts: list[Part]) -> list[list[int]]:
         """Send a round and wait for it: the next tokens of each sequence."""
         started = time.perf_counter()
-        chosen = self.runner.read(self.runner.verify(parts))
+        chosen = self.checks.runner.read(self.checks.verify(parts))
         tokens = sum(len(part.ids) for part in parts)
         self.costs.note_round(tokens, time.perf_counter() - started)
-        self.runner.uncount(parts, [len(some) - 1 for some in chosen])
+        self.checks.uncount(parts, [len(some) - 1 for some in chosen])
         return chosen
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
@@ -145,10 +147,11 @@ def new_drafting(
     """The drafts of a runner's sequences, up to `drafts` a step; None where nothing drafts."""
     if speculation.mode == "off":
         return None
+    checks = Checks(runner)
     return Drafting(
-        runner=runner,
+        checks=checks,
         most=drafts,
         new_drafter=speculation.new_drafter(),
-        head=new_head_rounds(runner),
+        head=new_head_rounds(checks),
         costs=speculation.costs(device),
     )

@@ -286,7 +286,7 @@ class Engine:
         drafting = None if any(each.bound for each in sequences) else self.drafting
         if drafting is not None and self._by_head(sequences, drafting):
             return False
-        if self.runner.linked:  # what follows begins where the last round ends
+        if any(sent.flight for sent in self._sent):  # its tokens and states come first
             self._read()
         sequences = [each for each in sequences if not each.ended]
         bound = [each for each in sequences if each.bound]
@@ -305,8 +305,7 @@ class Engine:
         else:
             self._sent.append(self.runner.decode(sequences))
         for each in sequences:
-            each.length += 1
-            each.chosen += 1
+            each.length, each.chosen = each.length + 1, each.chosen + 1
         if bound:
             self._read()
             self._restrict(bound)

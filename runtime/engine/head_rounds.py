@@ -6,13 +6,15 @@ GPU a round is one CUDA graph, and the host reads its tokens while the next one 
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.head_cache import HeadCache
 from lowbit.runtime.engine.rounds import Part, rows_and_positions, starts_of
-from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, TRAIL, WRITE, Runner
+from lowbit.runtime.engine.runner import TRAIL, Runner
 from lowbit.runtime.engine.sent import Flight, Sent
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for, width_for
@@ -27,13 +29,13 @@ class HeadRounds:
 
     Attributes:
         cache: of the head.
-        links: on the tensors of the runner's next step.
+        checks: of its drafts.
         batch: sequences of the last round.
         drafts: of each of them.
     """
 
     cache: HeadCache
-    links: Links
+    checks: Checks
     batch: list[Sequence] = field(default_factory=list)
     drafts: int = 0
     _parts: list[Part] = field(default_factory=list)
@@ -46,7 +48,7 @@ class HeadRounds:
     def __post_init__(self) -> None:
         """Make room for the head's own inputs."""
         rows = self.links.rows
-        self._seen_rows = torch.zeros_like(rows)
+        self._seen_rows = torch.zeros_like(self.links.seen)
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         self._seen_starts = self._singles.clone()
         self._places = new_places(self.runner.sampler.rows, self.runner.on_gpu)
@@ -56,9 +58,16 @@ class HeadRounds:
         """Of the trunk."""
         return self.cache.runner
 
+    @property
+    def links(self) -> Links:
+        """Between a round and the next one."""
+        return self.checks.links
+
     def goes_on(self, sequences: list[Sequence], drafts: int) -> bool:
         """True if the inputs of the next round of these sequences are on the device already."""
-        here = self.runner.on_gpu and self.runner.linked
+        here = (
+            self.runner.on_gpu and self.checks.linked and all(each.verified for each in sequences)
+        )
         return here and sequences == self.batch and drafts == self.drafts
 
     def enter(self, sequences: list[Sequence], drafts: int) -> None:
@@ -74,9 +83,9 @@ class HeadRounds:
                 first = runner.spare.start + index * each_has
                 spare = list(range(first, first + drafts))
             self._parts.append(Part(each, (0,) * drafts, (each.row, *spare)))
-        runner.compose_round(self._parts, self._width(len(sequences), drafts))
+        self.checks.compose(self._parts, self._width(len(sequences), drafts))
         self._compose_head(sequences, drafts)
-        runner.linked = True
+        self.checks.linked = True
 
     def send(self) -> Sent:
         """Send a round behind those under way."""
@@ -88,10 +97,13 @@ class HeadRounds:
         if runner.on_gpu:
             key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
             kept = (self.links.chosen, self.links.seen, self.links.ends)
-            runner.replay(key, M, lambda: self.round(M, B, k, reach, ordered), kept)
+            run = partial(self.round, M, B, k, reach, ordered)
+            runner.replay(key, run, (self.links.block[:5],), kept)
         else:
             self.round(M, B, k, reach, ordered)
         for each in self.batch:
+            if each.due == 0:
+                each.go_on(each.row)
             each.due += 1 + k
         writes = tuple(part.writes for part in self._parts)
         return runner.sent(self.batch, flight=Flight(k, writes, self.links.right))
@@ -106,7 +118,7 @@ class HeadRounds:
             rows = links.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self._parts)
-        runner.check_tokens(M, reach, B + M - B * (k + 1), k + 1, ordered, spans)
+        self.checks.check_tokens(M, reach, B + M - B * (k + 1), k + 1, ordered, spans)
         runner.decoder.ops.accept(links, B, k)
         if adjusted:
             count = B * (k + 1)
@@ -192,22 +204,9 @@ class HeadRounds:
         return width_for(B * (k + 1)) if self.runner.on_gpu else B * (k + 1)
 
 
-def new_head_rounds(runner: Runner) -> HeadRounds | None:
+def new_head_rounds(checks: Checks) -> HeadRounds | None:
     """Rounds by the head of a runner's model, where it was read."""
-    head, trail = runner.decoder.mtp, runner.trail
+    head, trail = checks.runner.decoder.mtp, checks.runner.trail
     if head is None or trail is None:
         return None
-    rows, inputs = runner.sampler.rows, runner.inputs
-    links = Links(
-        ids=runner.ids,
-        positions=inputs[POSITIONS],
-        rows=inputs[ROWS],
-        reads=inputs[READ],
-        writes=inputs[WRITE],
-        chosen=runner.verified,
-        seen=torch.zeros_like(inputs[POSITIONS]),
-        ends=torch.zeros_like(runner.ids),
-        wrong=torch.zeros_like(inputs[ROWS]),
-        right=new_places(rows, runner.on_gpu),
-    )
-    return HeadRounds(HeadCache(runner, head, trail), links)
+    return HeadRounds(HeadCache(checks.runner, head, trail), checks)

@@ -81,29 +81,23 @@ def starts_of(spans: Numbers[Span]) -> list[int]:
     return [0, *accumulate(span.count for span in spans)]
 
 
-def columns_of(
-    parts: Numbers[Part], spans: Numbers[Span], M: int
-) -> tuple[list[list[int]], list[int]]:
+def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
     """The tokens of a round as the device takes them, with padding up to M tokens.
 
-    Args:
-        parts: of the round.
-        spans: of its parts.
-        M: tokens.
+    A token of padding is a sequence of its own, which belongs to SCRATCH.
 
     Returns:
-        Lists of M numbers each: ids, positions, rows, slots that are read (of the sequences, in
-        front), slots that are written, places in the sequence's part; and the first token of each
-        sequence, then M. A token of padding is a sequence of its own, which belongs to SCRATCH.
+        The rows of `Links.block`, each of `wide` numbers.
     """
+    spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]
     rows, positions = rows_and_positions(spans)
     reads = [span.read for span in spans]
     writes = [slot for span in spans for slot in span.writes]
     starts = [*starts_of(spans), *range(len(ids) + 1, M + 1)]
     places = [place for span in spans for place in range(span.count)]
-    columns = (ids, positions, rows, reads, writes, places)
-    return [[*numbers, *[SCRATCH] * (M - len(numbers))] for numbers in columns], starts
+    columns = (ids, positions, rows, reads, writes, places, starts)
+    return [[*numbers, *[SCRATCH] * (wide - len(numbers))] for numbers in columns]
 
 
 def step_spans(sequences: Numbers[Sequence]) -> tuple[Span, ...]:

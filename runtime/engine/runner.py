@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs, aside
-from lowbit.runtime.engine.rounds import Part, columns_of, step_spans
+from lowbit.runtime.engine.rounds import step_spans
 from lowbit.runtime.engine.sent import Flight, Sent, chosen_tokens
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.engine.widths import reach_for, width_for
@@ -45,12 +45,8 @@ class Runner:
         batch: sequences of the last decode step, in the order of its tokens.
         trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL;
             None where no head reads it.
-        ids: [W] int64, tokens of the next step, W >= R.
+        ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
         inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
-        draft_starts: [W + 1] int32, the first token of each sequence in a round, then their number.
-        draft_places: [W] int32 of the tokens of a round, counted from the first of each sequence.
-        verified: [W] int64, what a round has chosen behind each of its tokens.
-        linked: the next step's inputs are those of a round that the last one has left.
     """
 
     decoder: Decoder
@@ -64,10 +60,6 @@ class Runner:
     trail: Tensor | None = None
     ids: Tensor = field(init=False)
     inputs: Tensor = field(init=False)
-    draft_starts: Tensor = field(init=False)
-    draft_places: Tensor = field(init=False)
-    verified: Tensor = field(init=False)
-    linked: bool = False
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
@@ -78,13 +70,10 @@ class Runner:
     def __post_init__(self) -> None:
         """Make room for the inputs of the largest step."""
         rows, device = self.tables.shape[0], self.state.device
-        widest = max(width_for(rows - 1), EXACT_TOKENS)
+        widest = width_for(rows - 1)
         self.ids = torch.zeros(widest, dtype=torch.int64, device=device)
         self.inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
-        self.draft_starts = self._starts.clone()
-        self.draft_places = torch.zeros_like(self.inputs[0])
-        self.verified = torch.zeros_like(self.ids)
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._places = new_places(rows, self.on_gpu)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
@@ -148,7 +137,7 @@ class Runner:
         """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
-        self._choose(logits, rows, positions, self._firsts[row : row + 1])
+        self.choose_tokens(logits, rows, positions, self._firsts[row : row + 1])
         return self.sent([sequence])
 
     def decode(self, sequences: list[Sequence]) -> Sent:
@@ -156,31 +145,10 @@ class Runner:
         reach = self._prepare(sequences)
         if self.on_gpu:
             M = width_for(len(sequences))
-            self.replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
+            self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
             self._decode(len(sequences), reach, step_spans(sequences))
         return self.sent(sequences)
-
-    def verify(self, parts: list[Part]) -> Sent:
-        """Send the last token of every sequence and drafts behind it, and choose after each.
-
-        parts: of a round, EXACT_TOKENS tokens at most.
-        """
-        spans = [part.span for part in parts]
-        M, B = sum(span.count for span in spans), len(spans)
-        longest = max(span.count for span in spans)
-        reach = reach_for(max(span.first + span.count for span in spans), self.context)
-        if self.on_gpu:
-            B += width_for(M) - M  # what is left belongs to nobody, each token for itself
-            M = width_for(M)
-        self.compose_round(parts, M)
-        ordered = any(part.ordered for part in parts)
-        if self.on_gpu:
-            key = (M, B, longest, reach, self.sampler.shape, ordered)
-            self.replay(key, M, lambda: self.check_tokens(M, reach, B, longest, ordered))
-        else:
-            self.check_tokens(M, reach, B, longest, ordered, tuple(spans))
-        return self.sent([part.sequence for part in parts], [part.drafts for part in parts])
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
@@ -190,18 +158,16 @@ class Runner:
             if self._logits is None:
                 shape = len(self.ids), _aligned(self.sampler.vocabulary, self.decoder)
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
-            self.replay((M, reach), M, lambda: self._forward(M, reach))
+            self._replay((M, reach), M, lambda: self._forward(M, reach))
         else:
             count = len(sequences)
-            self._logits = self._logits_of(
-                count, reach, step_spans(sequences), self._starts[: count + 1]
-            )
+            self._logits = self._logits_of(count, reach, step_spans(sequences))
 
     def choose(self, sequences: list[Sequence]) -> Sent:
         """The second half of `decode`, for sequences that count the token sent already."""
         if self.on_gpu:
             M = width_for(len(sequences))
-            self.replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
+            self._replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
         else:
             self._choose_next(len(sequences))
         return self.sent(sequences)
@@ -211,6 +177,10 @@ class Runner:
         if sent.done is not None:
             sent.done.synchronize()
         return chosen_tokens(sent, self._places)
+
+    def forget(self) -> None:
+        """Drop recorded steps."""
+        self._graphs = Graphs()
 
     def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
         """Those of the token at a position that has been read."""
@@ -228,81 +198,43 @@ class Runner:
 
     def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
         inputs = self.inputs[:, :M]
-        logits = self._logits_of(M, reach, spans, self._starts[: M + 1])
-        self._choose(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
-
-    def uncount(self, parts: list[Part], rights: list[int]) -> None:
-        """Take back from penalties what a round chose behind drafts that were wrong.
-
-        rights: drafts of each part that were right.
-        """
-        wrong: list[int] = []
-        first = 0
-        for part, right in zip(parts, rights, strict=True):
-            if part.ordered:
-                wrong += range(first + right + 1, first + len(part.ids))
-            first += len(part.ids)
-        if wrong:
-            columns = self.ints(wrong).long()
-            self.sampler.uncount(self.inputs[ROWS, columns], self.verified[columns])
-
-    def check_tokens(
-        self,
-        M: int,
-        reach: int,
-        B: int,
-        longest: int,
-        ordered: bool,
-        spans: tuple[Span, ...] = (),
-    ) -> None:
-        """Send a round of M tokens of B sequences.
-
-        ordered: choose place by place, so that penalties know what was chosen before.
-        """
-        inputs, starts = self.inputs[:, :M], self.draft_starts[: B + 1]
-        logits = self._logits_of(M, reach, spans, starts, longest)
-        rows, chosen = inputs[ROWS], self.verified[:M]
-        if not ordered:
-            self._choose(logits, rows, inputs[POSITIONS], chosen)
-            return
-        tokens = torch.empty_like(chosen)
-        for place in range(longest):
-            now = self.draft_places[:M] == place
-            self._choose(logits, rows.masked_fill(~now, SCRATCH), inputs[POSITIONS], tokens)
-            chosen.copy_(torch.where(now, tokens, chosen))
+        logits = self._logits_of(M, reach, spans)
+        self.choose_tokens(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
-        logits = self._logits_of(M, reach, spans, self._starts[: M + 1])
+        logits = self._logits_of(M, reach, spans)
         if self._logits is not None:
             self._logits[:M].copy_(logits[:, : self._logits.shape[1]])
 
     def _choose_next(self, M: int) -> None:
         inputs = self.inputs[:, :M]
         if self._logits is not None:
-            self._choose(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self.ids[:M])
+            self.choose_tokens(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
-    def _logits_of(
-        self, M: int, reach: int, spans: tuple[Span, ...], starts: Tensor, longest: int = 1
-    ) -> Tensor:
-        """Logits after every token of the inputs, of sequences that start there: [M, V or more]."""
+    def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
+        """Logits after a token of each sequence: [M, V or more]."""
         inputs = self.inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
             rows=inputs[ROWS],
-            starts=starts,
+            starts=self._starts[: M + 1],
             tables=self.tables,
-            read=inputs[READ, : len(starts) - 1],
+            read=inputs[READ],
             write=inputs[WRITE],
             reach=reach,
-            longest=longest,
+            longest=1,
             spans=spans,
         )
-        hidden = self.decoder.hidden(self.ids[:M], self.state, step)
+        return self.logits_of(self.ids[:M], step)
+
+    def logits_of(self, ids: Tensor, step: Step) -> Tensor:
+        """Logits after every token of a step that decodes: [M, V or more]."""
+        hidden = self.decoder.hidden(ids, self.state, step)
         if self.trail is not None:
             self.trail[step.rows.long(), step.positions.long() % TRAIL] = hidden
         return self.decoder.logits(hidden)
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
+    def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
         """Choose a token for each row; positions become those of the tokens."""
         ops = self.decoder.ops
         ops.choose(logits, self.sampler, rows, positions, token, self._places)
@@ -317,7 +249,11 @@ class Runner:
             )
 
     def replay(
-        self, key: Hashable, M: int, run: Callable[[], None], kept: Numbers[Tensor] = ()
+        self,
+        key: Hashable,
+        run: Callable[[], None],
+        inputs: Numbers[Tensor],
+        kept: Numbers[Tensor] = (),
     ) -> None:
         """Run a recorded part of a step, which is recorded first where there is none.
 
@@ -325,12 +261,11 @@ class Runner:
 
         Args:
             key: of the part.
-            M: tokens of the step.
             run: launches the part.
+            inputs: ids, positions, rows and slots of its tokens.
             kept: other tensors that it reads and changes.
         """
         if key not in self._graphs:
-            inputs = (self.ids[:M], self.inputs[:, :M])
             with aside():
                 before = [each.clone() for each in (*inputs, *kept)]
                 for each in inputs:
@@ -340,6 +275,10 @@ class Runner:
                     each.copy_(value)
             self._graphs.record(key, run)
         self._graphs.replay(key)
+
+    def _replay(self, key: Hashable, M: int, run: Callable[[], None]) -> None:
+        """Run a recorded part of a step of M sequences."""
+        self.replay(key, run, (self.ids[:M], self.inputs[:, :M]))
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""
@@ -352,17 +291,7 @@ class Runner:
         self.inputs.fill_(SCRATCH)  # so that tokens beyond these belong to nobody
         self.inputs[:, : len(rows)] = inputs[:4]
         self.ids[: len(rows)] = tokens[inputs[4].long()]
-        self.batch, self.linked = list(sequences), False
-
-    def compose_round(self, parts: list[Part], M: int) -> None:
-        """Put the inputs of a round in place, up to M tokens with padding."""
-        columns, starts = columns_of(parts, [part.span for part in parts], M)
-        block = self.ints(columns)
-        self.ids[:M] = block[0]
-        self.inputs[:, :M] = block[1:5]
-        self.draft_places[:M] = block[5]
-        self.draft_starts[: len(starts)] = self.ints(starts)
-        self.batch, self.linked = [], False  # a step without drafts finds its inputs changed
+        self.batch = list(sequences)
 
     def leave_rounds(self, sequences: list[Sequence]) -> None:
         """Leave tokens and states of sequences from a round where a step without drafts looks."""

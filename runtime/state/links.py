@@ -5,24 +5,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.posted import PLACES
+from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SCRATCH
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Inputs of a round of B sequences with k drafts each, and what it leaves for the next one.
+    """Inputs of a round, W = EXACT_TOKENS tokens at most, and what it leaves for the next one.
 
-    Token j of sequence b is number b * (k + 1) + j: the last token, then its drafts. All tensors
-    are on the device but `right`.
+    A round that follows another has B sequences with k drafts each: token j of sequence b is number
+    b * (k + 1) + j, the last token first, then its drafts. All tensors are on the device but
+    `right`.
 
     Attributes:
-        ids: [W] int64, the tokens.
-        positions: [W] int32 of them.
-        rows: [W] int32 of their sequences.
-        reads: [W] int32, slot with the recurrent state before the first token, by sequence.
-        writes: [W] int32, slot that takes the state after the token.
-        chosen: [W] int64, what the model chose behind each token.
+        block: [7, W + 1] int32: ids, positions, rows, reads, writes, places, starts.
+        ids: [W + 1] int32, the tokens.
+        positions: [W + 1] int32 of them.
+        rows: [W + 1] int32 of their sequences.
+        reads: [W + 1] int32, slot with the recurrent state before the first token, by sequence.
+        writes: [W + 1] int32, slot that takes the state after the token.
+        places: [W + 1] int32 of the tokens, counted from the first of each sequence.
+        starts: [W + 1] int32, the first token of each sequence, then their number.
+        chosen: [W] int64, what the model has chosen behind each token.
         seen: [W] int32, positions of the tokens in the round before.
         ends: [W] int64, number of the last of these that was right, by sequence.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
@@ -31,21 +36,43 @@ class Links:
             right, by the position of the first token of the round modulo PLACES.
     """
 
+    block: Tensor
     ids: Tensor
     positions: Tensor
     rows: Tensor
     reads: Tensor
     writes: Tensor
+    places: Tensor
+    starts: Tensor
     chosen: Tensor
     seen: Tensor
     ends: Tensor
     wrong: Tensor
     right: Tensor
 
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """Tensors that a round changes, beside ids and what a step changes anyway."""
-        return self.chosen, self.seen, self.ends
+
+def new_links(rows: int, device: torch.device) -> Links:
+    """Tensors for the rounds of so many rows, all zero."""
+    on_gpu = device.type == "cuda"
+    block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
+    chosen, ends = torch.zeros(2, EXACT_TOKENS, dtype=torch.int64, device=device)
+    seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
+    ids, positions, of_rows, reads, writes, places, starts = block
+    return Links(
+        block=block,
+        ids=ids,
+        positions=positions,
+        rows=of_rows,
+        reads=reads,
+        writes=writes,
+        places=places,
+        starts=starts,
+        chosen=chosen,
+        seen=seen,
+        ends=ends,
+        wrong=wrong,
+        right=new_places(rows, on_gpu),
+    )
 
 
 def accept(links: Links, B: int, k: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.head_rounds import HeadRounds
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
@@ -51,18 +52,24 @@ class Event:
         assert self.recorded
 
 
-def spans_of(
-    runner: Runner,
-    M: int,
-    reach: int,
-    B: int | None = None,
-    longest: int = 1,
-    ordered: bool = False,
-) -> tuple[Span, ...]:
-    """The sequences of a step as kernels find them on the device."""
+def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
+    """The sequences of a step without drafts as kernels find them on the device."""
     inputs = runner.inputs[:, :M].tolist()
-    starts = range(M + 1) if B is None else runner.draft_starts[: B + 1].tolist()
-    assert starts[-1] == M
+    return _spans(runner, reach, 1, list(range(M + 1)), inputs)
+
+
+def spans_of_round(
+    checks: Checks, M: int, reach: int, B: int, longest: int, ordered: bool
+) -> tuple[Span, ...]:
+    """The sequences of a round as kernels find them on the device."""
+    _, *inputs, _, starts = checks.links.block.tolist()
+    assert starts[B] == M
+    return _spans(checks.runner, reach, longest, starts[: B + 1], inputs)
+
+
+def _spans(
+    runner: Runner, reach: int, longest: int, starts: list[int], inputs: list[list[int]]
+) -> tuple[Span, ...]:
     spans = []
     for b, (m, end) in enumerate(pairwise(starts)):
         row, first = inputs[ROWS][m], inputs[POSITIONS][m]
@@ -80,17 +87,17 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send the steps of a model through stand-ins for graphs; other models run as ever."""
     recording: list[Graph] = []
 
-    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
+    def on_graphs(part: Callable[..., None], spans: Callable[..., Any]) -> Callable[..., None]:
         """A part of a step as it runs in a recording, and without one."""
 
-        def run(runner: Runner, M: int, *reach: Any) -> None:
-            if runner is not model.engine.runner:
-                return part(runner, M, *reach)
+        def run(owner: Any, *sizes: Any) -> None:
+            if getattr(owner, "runner", owner) is not model.engine.runner:
+                return part(owner, *sizes)
+
+            on_gpu = [size for size in sizes if size != ()]  # no sequences that the host knows
 
             def step() -> None:
-                sizes = reach[:4]  # what follows is no size: sequences of a step on the device
-                spans = (spans_of(runner, M, *sizes),) if reach else ()
-                part(runner, M, *sizes, *spans)
+                part(owner, *on_gpu, *spans(owner, *on_gpu))
 
             if not recording:
                 return step()
@@ -121,8 +128,13 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    for name in ("_decode", "check_tokens", "_forward", "_choose_next"):
-        monkeypatch.setattr(Runner, name, on_graphs(getattr(Runner, name)))
+    for owner, name, spans in (
+        (Runner, "_decode", lambda *sizes: (spans_of(*sizes),)),
+        (Runner, "_forward", lambda *sizes: (spans_of(*sizes),)),
+        (Runner, "_choose_next", lambda *sizes: ()),
+        (Checks, "check_tokens", lambda *sizes: (spans_of_round(*sizes),)),
+    ):
+        monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), spans))
     _rounds_through_graphs(model, recording, monkeypatch)
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
 

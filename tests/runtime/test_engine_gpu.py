@@ -70,7 +70,7 @@ def long_model(make: Make) -> lowbit.Model:
 def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on steps are launched kernel by kernel, and nothing is held."""
 
-    def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
+    def directly(runner: Runner, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
         run()
 
     monkeypatch.setattr(Runner, "replay", directly)

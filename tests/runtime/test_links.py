@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.accept import accept as accept_on_gpu
-from lowbit.runtime.state.links import Links
+from lowbit.runtime.state.links import Links, new_links
 from lowbit.runtime.state.posted import PLACES
 
 ROWS, WIDE = 20, 16
@@ -18,8 +18,8 @@ SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= WID
 def round_of(B: int, k: int, draw: random.Random) -> Links:
     """A round whose tokens have been chosen among three, so that drafts often meet them."""
 
-    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor([*values, *[0] * (WIDE - len(values))], dtype=dtype)
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor([*values, *[0] * (WIDE + 1 - len(values))])
 
     rows = draw.sample(range(1, ROWS), B)
     firsts = [draw.randrange(200) for _ in rows]
@@ -29,18 +29,15 @@ def round_of(B: int, k: int, draw: random.Random) -> Links:
         rows[1] = 0  # a row of nobody stays where it is
     moved = [first + place + (row > 0) for row, first in zip(rows, firsts, strict=True)
              for place in range(k + 1)]  # fmt: skip
-    return Links(
-        ids=ints(ids, torch.int64),
-        positions=ints(moved),
-        rows=ints([row for row in rows for _ in range(k + 1)]),
-        reads=ints([-1] * B),
-        writes=ints([100 + at for at in range(B * (k + 1))]),
-        chosen=ints(chosen, torch.int64),
-        seen=ints([]),
-        ends=ints([], torch.int64),
-        wrong=ints([]),
-        right=torch.full((PLACES, ROWS), -1),
-    )
+    links = new_links(ROWS, torch.device("cpu"))
+    links.ids[:] = ints(ids)
+    links.positions[:] = ints(moved)
+    links.rows[:] = ints([row for row in rows for _ in range(k + 1)])
+    links.reads[:] = ints([-1] * B)
+    links.writes[:] = ints([100 + at for at in range(B * (k + 1))])
+    links.chosen[:] = ints(chosen)[:WIDE]
+    links.right.fill_(-1)
+    return links
 
 
 def check(before: Links, after: Links, B: int, k: int) -> None:
@@ -70,10 +67,10 @@ def check(before: Links, after: Links, B: int, k: int) -> None:
 
 
 def moved_to(links: Links, device: str) -> Links:
-    names = [name for name in Links.__slots__ if name != "right"]
-    moved = {name: getattr(links, name).clone().to(device) for name in names}
-    right = links.right.clone()
-    return Links(**moved, right=right.pin_memory() if device == "cuda" else right)
+    moved = new_links(ROWS, torch.device(device))
+    for name in ("block", "chosen", "seen", "ends", "wrong", "right"):
+        getattr(moved, name).copy_(getattr(links, name))
+    return moved
 
 
 @pytest.mark.parametrize(("B", "k"), SIZES)

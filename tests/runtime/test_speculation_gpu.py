@@ -57,7 +57,9 @@ def test_drafts_change_nothing(
 ) -> None:
     if not graphs:
 
-        def directly(runner: Runner, key: Hashable, M: int, run: Callable[[], None]) -> None:
+        def directly(
+            runner: Runner, key: Hashable, run: Callable[[], None], *tensors: object
+        ) -> None:
             run()
 
         monkeypatch.setattr(Runner, "replay", directly)

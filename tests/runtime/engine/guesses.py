@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.head_rounds import new_head_rounds
 from lowbit.runtime.engine.runner import Runner
@@ -62,4 +63,5 @@ def guessers(
 
 def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
-    return Drafting(runner, most, new_drafter, new_head_rounds(runner), Costs(0.1, 0.1))
+    checks = Checks(runner)
+    return Drafting(checks, most, new_drafter, new_head_rounds(checks), Costs(0.1, 0.1))
