@@ -48,7 +48,7 @@ def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
     """The same for each of some captures."""
     times = []
     for _ in range(CAPTURES):
-        engine.runner._graphs = Graphs()
+        engine.runner.graphs = Graphs()
         gc.collect()
         token_us(engine, params)
         times.append(statistics.median(token_us(engine, params) for _ in range(RUNS)))
@@ -70,7 +70,7 @@ def step_us(engine: Engine, position: int) -> float:
 
 def cache_rates(engine: Engine, size: str) -> str:
     """What a step reads more of the cache at long contexts, by the time it takes longer."""
-    engine.runner._graphs = Graphs()
+    engine.runner.graphs = Graphs()
     config, short = read_config(config_of(size)), step_us(engine, PROMPT_TOKENS)
     rates = []
     for context in CONTEXTS:

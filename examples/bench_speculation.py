@@ -136,11 +136,7 @@ class Bench:
         return self.engine.runner.sampler.vocabulary
 
     def new_head(self, truth: Sequence[int], accepted: str) -> HeadRounds | None:
-        """Rounds by the head with forced acceptance; `own` accepts what is right.
-
-        Recorded steps are dropped, which draft for other rounds.
-        """
-        self.engine.runner.forget()
+        """Rounds by the head with forced acceptance; `own` accepts what is right."""
         rounds = new_head_rounds(Checks(self.engine.runner))
         if rounds is None or accepted == "own":
             return rounds

@@ -65,7 +65,7 @@ def fits(launch: AttentionLaunch, shared: int, D: int) -> bool:
 
 def tried_us(engine: Engine, position: int, launch: AttentionLaunch) -> float:
     """A step that attends so; infinite where the kernel does not fit the GPU."""
-    engine.runner._graphs = Graphs()
+    engine.runner.graphs = Graphs()
     with mock.patch.object(attention_decode, "attention_launch", return_value=launch):
         try:
             return step_us(engine, position)

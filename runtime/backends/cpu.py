@@ -146,6 +146,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
+def head_input(
+    ids: Tensor,
+    table: Tensor,
+    x: Tensor,
+    gains: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+) -> Tensor:
+    """Input of a head's first linear; see `Ops.head_input`."""
+    embedding_norm, norm, hidden_norm = gains
+    hidden = rms_norm(rms_norm(x, norm, eps), hidden_norm, eps)
+    return torch.cat((rms_norm(embed(ids, table), embedding_norm, eps), hidden), dim=1)
+
+
+def leave_rows(x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
+    """Leave hidden states in the trails of their rows; see `Ops.leave_rows`."""
+    trail[rows.long(), positions.long() % trail.shape[1]] = x
+
+
 def _rotate(x: Tensor, rope: Rope, step: Step) -> Tensor:
     """Rotate the first r dimensions of [H, M, D] by the tokens' positions, in FP32."""
     if len(step.spans) == 1:

@@ -18,6 +18,8 @@ from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode, delta_de
 from lowbit.runtime.kernels.delta_prefill import delta_prefill
 from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
 from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.head import head_input as head_input
+from lowbit.runtime.kernels.head import leave_rows as leave_rows
 from lowbit.runtime.kernels.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm as rms_norm

@@ -173,3 +173,28 @@ class Ops(Protocol[W]):
             B: sequences.
             k: drafts of each.
         """
+
+    def head_input(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        x: Tensor,
+        gains: tuple[Tensor, Tensor, Tensor],
+        eps: float,
+    ) -> Tensor:
+        """Input of the first linear of a head for multi-token prediction.
+
+        Args:
+            ids: [M], the token behind each position.
+            table: [V, h] embedding.
+            x: [M, h], hidden state of each position.
+            gains: [h] each: of the embedding's norm, of the norm that ends what x comes from, and
+                of the norm of that.
+            eps: of the norms.
+
+        Returns:
+            [M, 2 * h], the embedding's part first.
+        """
+
+    def leave_rows(self, x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
+        """Write x [M, h] to trail [R, T, h], each token at its row and its position modulo T."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.rounds import Part, columns_of
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
@@ -21,16 +23,19 @@ class Checks:
     Attributes:
         runner: of the model.
         links: inputs of a round.
+        graphs: recorded rounds.
         linked: they are those that the last round by the head has left.
     """
 
     runner: Runner
     links: Links = field(init=False)
+    graphs: Graphs = field(init=False)
     linked: bool = False
 
     def __post_init__(self) -> None:
         """Make room for inputs."""
         self.links = new_links(self.runner.sampler.rows, self.runner.state.device)
+        self.graphs = Graphs(self.runner.graphs)
 
     def verify(self, parts: list[Part]) -> Sent:
         """Send the last token of every sequence and drafts behind it, and choose after each.
@@ -49,7 +54,8 @@ class Checks:
         if runner.on_gpu:
             key = (M, B, longest, reach, runner.sampler.shape, ordered)
             inputs = (self.links.block[:5],)
-            runner.replay(key, lambda: self.check_tokens(M, reach, B, longest, ordered), inputs)
+            step = partial(self.check_tokens, M, reach, B, longest, ordered)
+            self.graphs.run(key, step, inputs)
         else:
             self.check_tokens(M, reach, B, longest, ordered, spans)
         return runner.sent([part.sequence for part in parts], [part.drafts for part in parts])

@@ -214,12 +214,7 @@ class Engine:
             self._stepping = False
 
     def advice(self, tokens: int, before: str = "") -> str:
-        """Words that ask for a larger context, empty where the model has too few positions.
-
-        Args:
-            tokens: the context that is needed.
-            before: the words.
-        """
+        """Words that ask for a context of so many tokens; empty where the model has too few."""
         possible = tokens <= self.decoder.config.max_position_embeddings
         return f"{before}ask for a larger --context" if possible else ""
 

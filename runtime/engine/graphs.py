@@ -1,10 +1,14 @@
 """Decode steps recorded as CUDA graphs."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from lowbit.runtime.state.pages import SCRATCH
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 
@@ -12,11 +16,18 @@ MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 class Graphs:
     """Recorded steps by key, in one pool of memory, since no two run at the same time.
 
-    The least recently used is dropped where there are too many.
+    The least recently used is dropped where there are too many. Tensors that a step reads and
+    writes must live as long as these.
     """
 
-    def __init__(self, most: int = MOST_GRAPHS) -> None:
-        """None is recorded yet."""
+    def __init__(self, beside: "Graphs | None" = None, most: int = MOST_GRAPHS) -> None:
+        """None is recorded yet.
+
+        Args:
+            beside: graphs whose memory these share.
+            most: that are kept.
+        """
+        self._beside = beside
         self._most = most
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
 
@@ -28,21 +39,51 @@ class Graphs:
         """Recorded steps."""
         return len(self._graphs)
 
-    def record(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Record a step, which has run before, so that its kernels are compiled."""
+    @property
+    def pool(self) -> Any:
+        """The memory of all recorded steps; None before the first."""
+        for graph in self._graphs.values():
+            return graph.pool()
+        return self._beside.pool if self._beside is not None else None
+
+    def run(
+        self,
+        key: Hashable,
+        step: Callable[[], None],
+        inputs: Sequence[Tensor],
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        """Run a recorded step, which is recorded first where there is none.
+
+        The host does not wait for it. Kernels are compiled before it is recorded, by a step of no
+        sequence: all its tokens belong to SCRATCH.
+
+        Args:
+            key: of the step.
+            step: launches it.
+            inputs: ids, positions, rows and slots of its tokens.
+            kept: other tensors that it reads and changes.
+        """
+        if key not in self._graphs:
+            with aside():
+                before = [each.clone() for each in (*inputs, *kept)]
+                for each in inputs:
+                    each.fill_(SCRATCH)
+                step()
+                for each, value in zip((*inputs, *kept), before, strict=True):
+                    each.copy_(value)
+            self._record(key, step)
+        self._graphs.move_to_end(key)
+        self._graphs[key].replay()
+
+    def _record(self, key: Hashable, step: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=self.pool):
             step()
         self._graphs[key] = graph
         if len(self._graphs) > self._most:
             torch.cuda.synchronize()
             self._graphs.popitem(last=False)
-
-    def replay(self, key: Hashable) -> None:
-        """Run a recorded step; the host does not wait for it."""
-        self._graphs.move_to_end(key)
-        self._graphs[key].replay()
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.rounds import rows_and_positions, starts_of
-from lowbit.runtime.engine.runner import TRAIL, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
+from lowbit.runtime.state.links import TRAIL
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
 
 MOST_BEHIND = TRAIL - 2 * EXACT_TOKENS  # positions; two rounds may be under way beyond them
@@ -66,7 +67,7 @@ class HeadCache:
         columns = torch.tensor(rows_and_positions([span]), dtype=torch.int32).to(hidden.device)
         tokens = torch.tensor(ids, dtype=torch.int64).to(hidden.device)
         step = self.step_of(columns[0], columns[1], self.runner.ints(starts_of([span])), [span])
-        self.head.hidden(tokens, self.head.after_trunk(hidden), self.runner.state, step)
+        self.head.hidden(tokens, hidden, self.runner.state, step)
 
     def step_of(
         self, rows: Tensor, positions: Tensor, starts: Tensor, spans: Numbers[Span]

@@ -14,11 +14,11 @@ from torch import Tensor
 from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.head_cache import HeadCache
 from lowbit.runtime.engine.rounds import Part, rows_and_positions, starts_of
-from lowbit.runtime.engine.runner import TRAIL, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Flight, Sent
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for, width_for
-from lowbit.runtime.state.links import Links
+from lowbit.runtime.state.links import TRAIL, Links
 from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.step import Span, Step
 
@@ -96,9 +96,10 @@ class HeadRounds:
         ordered = any(part.ordered for part in self._parts)
         if runner.on_gpu:
             key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
-            kept = (self.links.chosen, self.links.seen, self.links.ends)
+            links = self.links
+            kept = (links.chosen, links.seen, links.trails, links.ends)
             run = partial(self.round, M, B, k, reach, ordered)
-            runner.replay(key, run, (self.links.block[:5],), kept)
+            self.checks.graphs.run(key, run, (links.block[:5],), kept)
         else:
             self.round(M, B, k, reach, ordered)
         for each in self.batch:
@@ -131,7 +132,6 @@ class HeadRounds:
         makes the two meet more often than if each had its own.
         """
         runner, head, links = self.runner, self.cache.head, self.links
-        choose = runner.decoder.ops.choose
         hidden = self._first(B, k, reach)
         firsts = (
             each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (links.rows, links.positions)
@@ -141,26 +141,25 @@ class HeadRounds:
         moved = positions.clone()  # by choosing
         drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
         for ahead, token in enumerate(drafts):
-            logits = head.logits(hidden)
-            choose(logits, runner.sampler, rows, moved[ahead], token, self._places)
+            head.choose(hidden, runner.sampler, rows, moved[ahead], token, self._places)
             if ahead + 1 < k:
                 spans = [
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
                     for part in self._parts
                 ]
                 step = self._step(rows, positions[ahead], self._singles[: B + 1], reach, spans)
-                hidden = head.hidden(token, head.after_head(hidden), runner.state, step)
+                hidden = head.hidden(token, hidden, runner.state, step, own=True)
         return drafts.T
 
     def _first(self, B: int, k: int, reach: int) -> Tensor:
         """Bring the head up to the last token of each sequence: its output there, [B, h]."""
-        links, head = self.links, self.cache.head
-        count = B * (k + 1) if self.runner.on_gpu else sum(span.count for span in self._seen)
+        links, runner, embed = self.links, self.runner, self.runner.decoder.ops.embed
+        count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = self._seen_rows[:count], links.seen[:count]
-        hidden = self.cache.trail[rows.long(), seen.long() % TRAIL]
         step = self._step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
-        found = head.hidden(links.chosen[:count], head.after_trunk(hidden), self.runner.state, step)
-        return found[links.ends[:B]]
+        hidden = embed(links.trails[:count], self.cache.trail.flatten(0, 1))
+        found = self.cache.head.hidden(links.chosen[:count], hidden, runner.state, step)
+        return embed(links.ends[:B], found)
 
     def _step(
         self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: list[Span]
@@ -194,8 +193,10 @@ class HeadRounds:
             self._seen.append(Span(each.row, each.headed, count, tuple(each.pages)))
         count, starts = len(ids), starts_of(self._seen)
         rows, seen = rows_and_positions(self._seen)
-        block = self.runner.ints([rows, seen, ids])
-        self._seen_rows[:count], links.seen[:count], links.chosen[:count] = block
+        trails = [row * TRAIL + position % TRAIL for row, position in zip(rows, seen, strict=True)]
+        block = self.runner.ints([rows, seen, trails, ids])
+        self._seen_rows[:count], links.seen[:count] = block[:2]
+        links.trails[:count], links.chosen[:count] = block[2:]
         self._seen_starts[: len(starts)] = self.runner.ints(starts)
         links.ends[: len(ends)] = self.runner.ints(ends)
 

@@ -3,8 +3,9 @@
 import torch
 
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.runner import TRAIL, Runner
+from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.links import TRAIL
 from lowbit.runtime.state.pages import EXTRA, pages_for
 from lowbit.runtime.state.sampler_rows import new_sampler_rows
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.graphs import Graphs, aside
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.rounds import step_spans
 from lowbit.runtime.engine.sent import Flight, Sent, chosen_tokens
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
@@ -26,7 +26,6 @@ from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
 ALIGNED = 16  # logits
-TRAIL = 128  # positions
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 
@@ -43,10 +42,11 @@ class Runner:
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last decode step, in the order of its tokens.
-        trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL;
-            None where no head reads it.
+        trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL
+            (see `links`); None where no head reads it.
         ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
         inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
+        graphs: recorded steps.
     """
 
     decoder: Decoder
@@ -60,12 +60,12 @@ class Runner:
     trail: Tensor | None = None
     ids: Tensor = field(init=False)
     inputs: Tensor = field(init=False)
+    graphs: Graphs = field(default_factory=Graphs)
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
     _log_probabilities: LogProbabilities = field(init=False)
-    _graphs: Graphs = field(default_factory=Graphs)
 
     def __post_init__(self) -> None:
         """Make room for the inputs of the largest step."""
@@ -145,7 +145,7 @@ class Runner:
         reach = self._prepare(sequences)
         if self.on_gpu:
             M = width_for(len(sequences))
-            self._replay((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
+            self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
             self._decode(len(sequences), reach, step_spans(sequences))
         return self.sent(sequences)
@@ -158,7 +158,7 @@ class Runner:
             if self._logits is None:
                 shape = len(self.ids), _aligned(self.sampler.vocabulary, self.decoder)
                 self._logits = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
-            self._replay((M, reach), M, lambda: self._forward(M, reach))
+            self._run((M, reach), M, lambda: self._forward(M, reach))
         else:
             count = len(sequences)
             self._logits = self._logits_of(count, reach, step_spans(sequences))
@@ -167,7 +167,7 @@ class Runner:
         """The second half of `decode`, for sequences that count the token sent already."""
         if self.on_gpu:
             M = width_for(len(sequences))
-            self._replay((M, self.sampler.shape), M, lambda: self._choose_next(M))
+            self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
         else:
             self._choose_next(len(sequences))
         return self.sent(sequences)
@@ -177,10 +177,6 @@ class Runner:
         if sent.done is not None:
             sent.done.synchronize()
         return chosen_tokens(sent, self._places)
-
-    def forget(self) -> None:
-        """Drop recorded steps."""
-        self._graphs = Graphs()
 
     def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
         """Those of the token at a position that has been read."""
@@ -231,7 +227,7 @@ class Runner:
         """Logits after every token of a step that decodes: [M, V or more]."""
         hidden = self.decoder.hidden(ids, self.state, step)
         if self.trail is not None:
-            self.trail[step.rows.long(), step.positions.long() % TRAIL] = hidden
+            self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
         return self.decoder.logits(hidden)
 
     def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
@@ -248,37 +244,9 @@ class Runner:
                 self._log_probabilities,
             )
 
-    def replay(
-        self,
-        key: Hashable,
-        run: Callable[[], None],
-        inputs: Numbers[Tensor],
-        kept: Numbers[Tensor] = (),
-    ) -> None:
-        """Run a recorded part of a step, which is recorded first where there is none.
-
-        Kernels are compiled before, by a step of no sequence: all its tokens belong to SCRATCH.
-
-        Args:
-            key: of the part.
-            run: launches the part.
-            inputs: ids, positions, rows and slots of its tokens.
-            kept: other tensors that it reads and changes.
-        """
-        if key not in self._graphs:
-            with aside():
-                before = [each.clone() for each in (*inputs, *kept)]
-                for each in inputs:
-                    each.fill_(SCRATCH)
-                run()
-                for each, value in zip((*inputs, *kept), before, strict=True):
-                    each.copy_(value)
-            self._graphs.record(key, run)
-        self._graphs.replay(key)
-
-    def _replay(self, key: Hashable, M: int, run: Callable[[], None]) -> None:
+    def _run(self, key: Hashable, M: int, step: Callable[[], None]) -> None:
         """Run a recorded part of a step of M sequences."""
-        self.replay(key, run, (self.ids[:M], self.inputs[:, :M]))
+        self.graphs.run(key, step, (self.ids[:M], self.inputs[:, :M]))
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""

@@ -13,17 +13,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.state import links as links_module
 from lowbit.runtime.state import posted, sampler_rows
 from lowbit.runtime.state.links import Links
 
 SCRATCH = tl.constexpr(sampler_rows.SCRATCH)
 PLACES = tl.constexpr(posted.PLACES)
+TRAIL = tl.constexpr(links_module.TRAIL)
 
 
 @triton.jit
 def _accept_kernel(
-    ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, ends_ptr,
-    wrong_ptr, right_ptr, k, R, LANES: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, trails_ptr,
+    ends_ptr, wrong_ptr, right_ptr, k, R, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     place = tl.arange(0, LANES)
@@ -43,6 +45,8 @@ def _accept_kernel(
     tl.debug_barrier()  # all have read what is written now
     tl.store(right_ptr + (first % PLACES) * R + row, right.to(tl.int64))
     tl.store(seen_ptr + at, first + place, mask=place <= k)
+    trail = row.to(tl.int64) * TRAIL + (first + place) % TRAIL
+    tl.store(trails_ptr + at, trail, mask=place <= k)
     tl.store(ends_ptr + b, (start + right).to(tl.int64))
     tl.store(wrong_ptr + at, tl.where(place > right, row, SCRATCH), mask=place <= k)
     tl.store(reads_ptr + b, slot)
@@ -65,6 +69,7 @@ def accept(links: Links, B: int, k: int) -> None:
         links.writes,
         links.chosen,
         links.seen,
+        links.trails,
         links.ends,
         links.wrong,
         links.right,

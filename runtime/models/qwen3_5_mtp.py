@@ -18,6 +18,7 @@ from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.weights import Weights
@@ -60,30 +61,53 @@ class MtpHead(Generic[W]):
     norm: Tensor
     rows: DraftRows[W] | None = None
 
-    def hidden(self, ids: Tensor, after: Tensor, state: DeviceState, step: Step) -> Tensor:
+    def hidden(
+        self, ids: Tensor, x: Tensor, state: DeviceState, step: Step, own: bool = False
+    ) -> Tensor:
         """Run M positions through the head; its keys and values are written.
 
         Args:
-            ids: [M] int64, the token behind each position.
-            after: [M, h], from `after_trunk`, or `after_head` for the position behind a draft.
+            ids: [M], the token behind each position.
+            x: [M, h], hidden state of each position before its norm.
             state: of the model.
             step: sequence and position of every token.
+            own: x is the head's own, for positions behind a draft; else the trunk's.
 
         Returns:
             [M, h], before `mtp.norm`.
         """
         trunk, ops, eps = self.trunk, self.trunk.ops, self.trunk.config.rms_norm_eps
-        embedded = ops.rms_norm(ops.embed(ids, trunk.embedding), self.embedding_norm, eps)
-        joined = torch.cat((embedded, ops.rms_norm(after, self.hidden_norm, eps)), dim=1)
+        gains = self.embedding_norm, self.norm if own else trunk.norm, self.hidden_norm
+        joined = ops.head_input(ids, trunk.embedding, x, gains, eps)
         return trunk.run_layer(ops.linear(joined, self.fc), self.layer, state, step)
 
-    def after_trunk(self, hidden: Tensor) -> Tensor:
-        """Input of the head for the trunk's hidden states: [M, h]."""
-        return self.trunk.ops.rms_norm(hidden, self.trunk.norm, self.trunk.config.rms_norm_eps)
+    def choose(
+        self,
+        hidden: Tensor,
+        sampler: SamplerRows,
+        rows: Tensor,
+        positions: Tensor,
+        token: Tensor,
+        places: Tensor,
+    ) -> None:
+        """Choose a draft behind each of B positions; see `Ops.choose`.
 
-    def after_head(self, hidden: Tensor) -> Tensor:
-        """Input of the head for its own hidden states, behind a draft: [M, h]."""
-        return self.trunk.ops.rms_norm(hidden, self.norm, self.trunk.config.rms_norm_eps)
+        Args:
+            hidden: [B, h], of the head.
+            sampler: of the model.
+            rows: [B] int32.
+            positions: [B] int32 of the tokens behind which the drafts stand; one is added.
+            token: [B] int64, written.
+            places: for what `choose` leaves to the host.
+        """
+        ops, eps = self.trunk.ops, self.trunk.config.rms_norm_eps
+        if self.rows is None or sampler.shape.adjusted:  # these look at each token of the model
+            ops.choose(self.logits(hidden), sampler, rows, positions, token, places)
+            return
+        some = ops.norm_logits(hidden, self.norm, eps, self.rows.head)
+        ids = self.rows.ids  # ascending, so that of equal logits the lower token is chosen
+        ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, places)
+        token.copy_(ops.embed(token, ids[:, None])[:, 0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32; tokens that are no drafts get -inf."""

@@ -9,6 +9,8 @@ from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SCRATCH
 from lowbit.runtime.state.step import EXACT_TOKENS
 
+TRAIL = 128  # positions of a row whose hidden states are kept
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -29,6 +31,7 @@ class Links:
         starts: [W + 1] int32, the first token of each sequence, then their number.
         chosen: [W] int64, what the model has chosen behind each token.
         seen: [W] int32, positions of the tokens in the round before.
+        trails: [W] int64, where the hidden states of these are, in trails of TRAIL positions a row.
         ends: [W] int64, number of the last of these that was right, by sequence.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
             SCRATCH.
@@ -46,6 +49,7 @@ class Links:
     starts: Tensor
     chosen: Tensor
     seen: Tensor
+    trails: Tensor
     ends: Tensor
     wrong: Tensor
     right: Tensor
@@ -55,7 +59,7 @@ def new_links(rows: int, device: torch.device) -> Links:
     """Tensors for the rounds of so many rows, all zero."""
     on_gpu = device.type == "cuda"
     block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
-    chosen, ends = torch.zeros(2, EXACT_TOKENS, dtype=torch.int64, device=device)
+    chosen, trails, ends = torch.zeros(3, EXACT_TOKENS, dtype=torch.int64, device=device)
     seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
     ids, positions, of_rows, reads, writes, places, starts = block
     return Links(
@@ -69,6 +73,7 @@ def new_links(rows: int, device: torch.device) -> Links:
         starts=starts,
         chosen=chosen,
         seen=seen,
+        trails=trails,
         ends=ends,
         wrong=wrong,
         right=new_places(rows, on_gpu),
@@ -86,6 +91,7 @@ def accept(links: Links, B: int, k: int) -> None:
     first = positions[:, 0] - (rows[:, 0] != SCRATCH).int()  # choosing has moved them on
     links.right[first.long() % PLACES, rows[:, 0].long()] = right
     links.seen[:count] = (first[:, None] + places).flatten()
+    links.trails[:count] = rows.flatten().long() * TRAIL + links.seen[:count] % TRAIL
     links.ends[:B] = torch.arange(B) * (k + 1) + right
     links.wrong[:count] = torch.where(places > right[:, None], rows, SCRATCH).flatten()
     links.reads[:B] = writes[here]

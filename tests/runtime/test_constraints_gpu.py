@@ -13,7 +13,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine import scores
 from lowbit.runtime.engine.cuts import CHUNK
-from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import TokenRequest
 from tests.runtime.conftest import PackedModel
 
@@ -97,14 +97,14 @@ def test_masked_rows_in_graphs_choose_as_without(
     captured = [run(n) for n in (0, 1, 3)]
     assert [len(tokens) for tokens in captured] == [40, 41, 43]
     assert all(map(follows, captured))
-    keys: Any = model.engine.runner._graphs._graphs
+    keys: Any = model.engine.runner.graphs._graphs
     assert {len(key) for key in keys} == {2}  # halves of steps alone
     assert run(1) == captured[1]
 
-    def directly(runner: Runner, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
+    def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
         run()
 
-    monkeypatch.setattr(Runner, "replay", directly)
+    monkeypatch.setattr(Graphs, "run", directly)
     assert [run(n) for n in (0, 1, 3)] == captured
 
 
@@ -151,7 +151,7 @@ def test_a_released_request_goes_on_in_whole_steps(model: lowbit.Model) -> None:
     tokens = model.engine.submit(request).result()
     assert follows(tokens[:4])
     assert not follows(tokens)
-    keys: Any = model.engine.runner._graphs._graphs
+    keys: Any = model.engine.runner.graphs._graphs
     assert {len(key) for key in keys} == {2, 3}
 
 

@@ -70,16 +70,16 @@ def long_model(make: Make) -> lowbit.Model:
 def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on steps are launched kernel by kernel, and nothing is held."""
 
-    def directly(runner: Runner, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
+    def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
         run()
 
-    monkeypatch.setattr(Runner, "replay", directly)
+    monkeypatch.setattr(Graphs, "run", directly)
     model.engine.forget()
 
 
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and reach of the recorded steps."""
-    keys: Any = model.engine.runner._graphs._graphs
+    keys: Any = model.engine.runner.graphs._graphs
     return [(M, reach) for M, reach, _ in keys]
 
 
@@ -163,7 +163,7 @@ def test_an_interrupted_capture_is_forgotten(
     params = SAMPLED[2]
     expected = run(long_model, LONG[:tokens], params, 60)
     last = max(recorded(long_model))
-    long_model.engine.runner._graphs = Graphs()
+    long_model.engine.runner.graphs = Graphs()
     decode, calls = Runner._decode, [0]
 
     def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:

@@ -73,7 +73,7 @@ def run(
 
 def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
     """Tokens and reach of the recorded steps."""
-    keys: Any = model.engine.runner._graphs._graphs
+    keys: Any = model.engine.runner.graphs._graphs
     return [(key[0], key[1]) for key in keys if len(key) == 3]
 
 
@@ -106,7 +106,7 @@ def test_a_request_that_outgrows_its_graph_records_another(
     tokens = run(fresh(), prompt, params, 70)
     assert run(graphs, prompt, params, 70) == tokens
     assert recorded(graphs) == [(1, reach) for reach in expected]
-    kept = graphs.engine.runner._graphs._graphs
+    kept = graphs.engine.runner.graphs._graphs
     assert len({id(graph.pool()) for graph in kept.values()}) == 1
     assert run(graphs, prompt, params, 70) == tokens
     assert recorded(graphs) == [(1, reach) for reach in expected]
@@ -205,7 +205,7 @@ def test_the_least_recently_used_recordings_are_dropped(
     graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
 ) -> None:
     reaches(4)
-    graphs.engine.runner._graphs = Graphs(most=2)
+    graphs.engine.runner.graphs = Graphs(most=2)
     for _ in range(2):
         assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
         assert recorded(graphs) == [(1, 64), (1, 128)]
@@ -252,7 +252,7 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
         handles += [submit(graphs, number) for number in (2, 0, 3)]
         assert [handle.result() for handle in handles] == [expected[n] for n in (1, 2, 0, 3)]
         assert begun == [expected[1][0]]
-    keys: Any = graphs.engine.runner._graphs._graphs
+    keys: Any = graphs.engine.runner.graphs._graphs
     assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
     assert {key[0] for key in keys if len(key) == 2} == {2, 4}
 
@@ -313,7 +313,6 @@ def test_drafts_are_checked_by_graphs_of_their_number(
         handles += [graphs.engine.generate(*each) for each in asked[1:]]
         assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
         assert [handle.tally.rounds > 0 for handle in handles] == [True] * 4
-    keys: Any = graphs.engine.runner._graphs._graphs
-    rounds = [key for key in keys if len(key) == 6]
+    rounds: Any = graphs.engine.drafting.checks.graphs._graphs
     assert len(rounds) > 5
     assert all(M <= 16 for M, *_ in rounds)

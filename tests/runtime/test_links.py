@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.accept import accept as accept_on_gpu
-from lowbit.runtime.state.links import Links, new_links
+from lowbit.runtime.state.links import TRAIL, Links, new_links
 from lowbit.runtime.state.posted import PLACES
 
 ROWS, WIDE = 20, 16
@@ -53,6 +53,8 @@ def check(before: Links, after: Links, B: int, k: int) -> None:
         assert after.right[first % PLACES, row] == right
         part = slice(start, start + k + 1)
         assert after.seen[part].tolist() == list(range(first, first + k + 1))
+        trails = [row * TRAIL + place % TRAIL for place in range(first, first + k + 1)]
+        assert after.trails[part].tolist() == trails
         assert after.ends[b] == start + right
         assert after.wrong[part].tolist() == [0] * (right + 1) + [row] * (k - right)
         assert after.reads[b] == 100 + start + right
@@ -68,7 +70,7 @@ def check(before: Links, after: Links, B: int, k: int) -> None:
 
 def moved_to(links: Links, device: str) -> Links:
     moved = new_links(ROWS, torch.device(device))
-    for name in ("block", "chosen", "seen", "ends", "wrong", "right"):
+    for name in ("block", "chosen", "seen", "trails", "ends", "wrong", "right"):
         getattr(moved, name).copy_(getattr(links, name))
     return moved
 

@@ -17,6 +17,8 @@ from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.state.posted import new_places
+from lowbit.runtime.state.sampler_rows import new_sampler_rows
 from lowbit.runtime.state.step import lone_step
 
 if TYPE_CHECKING:
@@ -78,20 +80,13 @@ def test_the_head_is_that_of_the_checkpoint(
         step = lone_step(count, "cpu", first, prompt=count > 16)
         found.append(head.hidden(IDS[part], hidden[part], state, step))
         first += count
-    expected = head_of_transformers(packed, IDS, hidden)
-    normed = head.after_head(torch.cat(found))
+    norm, eps = decoder.ops.rms_norm, decoder.config.rms_norm_eps
+    expected = head_of_transformers(packed, IDS, norm(hidden, decoder.norm, eps))
+    normed = norm(torch.cat(found), head.norm, eps)
     assert (normed - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = expected @ decoder.embedding.T if decoder.config.tie_word_embeddings else None
     if logits is not None:
         assert (head.logits(torch.cat(found)) - logits).abs().max() < 1e-4 * logits.abs().max()
-
-
-def test_the_head_takes_the_trunk_after_its_norm(trained: dict[str, lowbit.Model]) -> None:
-    decoder = trained["mtp"].engine.decoder
-    hidden = torch.randn(3, decoder.config.hidden_size)
-    head: Any = decoder.mtp
-    scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + decoder.config.rms_norm_eps)
-    assert torch.allclose(head.after_trunk(hidden), hidden * scale * decoder.norm, rtol=1e-6)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -186,12 +181,23 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
     rows = dequantize(unpack(draft.packed, 4, head.trunk.config.hidden_size), draft.scale)
     hidden = torch.randn(3, head.trunk.config.hidden_size)
     logits = head.logits(hidden)
-    expected = head.after_head(hidden) @ rows.float().T
+    normed = head.trunk.ops.rms_norm(hidden, head.norm, head.trunk.config.rms_norm_eps)
+    expected = normed @ rows.float().T
     ids = draft.ids.long()
     assert len(ids) == 1500
     assert (logits[:, ids] - expected).abs().max() < 1e-4 * expected.abs().max()
     others = torch.ones(logits.shape[1], dtype=torch.bool).index_fill(0, ids, False)
     assert bool((logits[:, others] == -torch.inf).all())
+    sampler, rows_of = new_sampler_rows(2, logits.shape[1], "cpu"), torch.ones(3, dtype=torch.int32)
+    for params in (GREEDY, HOT, STRICT):  # from the rows alone, and among all tokens
+        sampler.configure_row(1, params, ())
+        chosen = torch.zeros(2, 3, dtype=torch.int64)
+        places, positions = new_places(2, False), torch.arange(6, dtype=torch.int32).view(2, 3) % 3
+        head.choose(hidden, sampler, rows_of, positions[0], chosen[0], places)
+        head.trunk.ops.choose(logits, sampler, rows_of, positions[1], chosen[1], places)
+        assert params is STRICT or torch.equal(chosen[0], chosen[1])
+        assert torch.isin(chosen, ids).all()
+        assert positions.tolist() == [[1, 2, 3]] * 2
 
 
 def test_a_draft_head_changes_nothing_and_is_right_nearly_as_often(small_draft: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
-from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.speculation.modes import Mode
 from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
@@ -57,12 +57,10 @@ def test_drafts_change_nothing(
 ) -> None:
     if not graphs:
 
-        def directly(
-            runner: Runner, key: Hashable, run: Callable[[], None], *tensors: object
-        ) -> None:
+        def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: Any) -> None:
             run()
 
-        monkeypatch.setattr(Runner, "replay", directly)
+        monkeypatch.setattr(Graphs, "run", directly)
     for number in (0, 1):
         request = request_of(model, number)
         model.engine.drafting = None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.head import head_input, head_input_ref, leave_rows
 from lowbit.runtime.kernels.rows import (
     embed,
     embed_ref,
@@ -54,3 +55,27 @@ def test_rms_norm_with_an_fp32_gain(randn: Randn, bf16_error: float) -> None:
     x, gain = randn(3, 500), 1 + 0.1 * randn(500).float() ** 2
     y, ref = rms_norm(x, gain, 1e-6).double(), rms_norm_ref(x, gain, 1e-6)
     assert bool(((y - ref).abs() <= bf16_error * ref.abs()).all())
+
+
+@pytest.mark.parametrize(("M", "h"), [(1, 64), (5, 300), (3, 2560)])
+def test_head_input(randn: Randn, bf16_error: float, M: int, h: int) -> None:
+    table, x, gains = randn(50, h), 30 * randn(M, h), (randn(h), 1 + 0.1 * randn(h), randn(h))
+    ids = torch.tensor([49, 0, 7, 7, 1], device=x.device)[:M]
+    y = head_input(ids, table, x, gains, 1e-6).double()
+    ref = head_input_ref(ids, table, x, gains, 1e-6)
+    assert y.shape == (M, 2 * h)
+    # the state is rounded before its second norm as well
+    assert bool(((y - ref).abs() <= 3 * bf16_error * ref.abs()).all())
+    one_by_one = rms_norm(rms_norm(x, gains[1], 1e-6), gains[2], 1e-6)
+    assert torch.equal(y[:, h:], one_by_one.double())
+    assert torch.equal(y[:, :h], rms_norm(embed(ids, table), gains[0], 1e-6).double())
+
+
+def test_leave_rows(randn: Randn) -> None:
+    x, trail = randn(4, 1500), randn(3, 8, 1500)
+    rows, positions = torch.tensor([[2, 0, 2, 1], [7, 0, 8, 21]], dtype=torch.int32).to(x.device)
+    expected = trail.clone()
+    for token, (row, place) in enumerate([(2, 7), (0, 0), (2, 0), (1, 5)]):
+        expected[row, place] = x[token]
+    leave_rows(x, rows, positions, trail)
+    assert torch.equal(trail, expected)
