@@ -8,6 +8,7 @@ server has a process of its own. `engine` is the same load without a server, in 
 """
 
 import asyncio
+import gc
 import json
 import signal
 import statistics
@@ -16,9 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 import torch
@@ -28,6 +29,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.loading import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenRequest
@@ -35,6 +37,9 @@ from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-qwen3"
 ROUNDS = 3  # of each client; one more before them warms up
+# From the end of an answer to the client's next request while others run, as it takes over HTTP.
+# Without it prompts come in step with the ends of answers, and none ever waits for another.
+PAUSE_S = 2e-3
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -73,41 +78,75 @@ def random_model(size: str, context: int, sequences: int) -> Model:
     )
 
 
+@dataclass(slots=True)
+class Client:
+    """Somebody who asks the engine one request after another.
+
+    Attributes:
+        left: requests that have not been asked.
+        due: time of the next one.
+        first_s: from the last request to its first token.
+        decode_s: from there to its end.
+    """
+
+    left: int
+    due: float = 0.0
+    first_s: float = 0.0
+    decode_s: float = 0.0
+    _handle: Handle | None = None
+    _asked: float = 0.0
+
+    def ask(self, engine: Engine, request: TokenRequest) -> None:
+        """Send the next request."""
+        self.left, self.first_s = self.left - 1, 0.0
+        self._handle, self._asked = engine.submit(request), time.perf_counter()
+
+    def take(self) -> bool:
+        """Take the tokens that are there; True behind the last one."""
+        assert self._handle is not None  # noqa: S101 - it has asked
+        found, now = self._handle.poll(), time.perf_counter()
+        if found and not self.first_s:
+            self.first_s = now - self._asked
+        if not self._handle.ended:
+            return False
+        self.decode_s, self.due = now - self._asked - self.first_s, now + PAUSE_S
+        return True
+
+
 def ids_of(count: int, number: int) -> list[int]:
     """Token ids that no other prompt begins with."""
     return [(7 * index * (number % 97 + 1) + 13 * number) % 3000 + 300 for index in range(count)]
 
 
 def engine_alone(engine: Engine, clients: int, prompt: int, new: int) -> dict[str, float]:
-    """The load of so many clients, without a server."""
+    """The load of so many clients, without a server; counted as `load_of` counts it."""
+    running: dict[int, Client] = {}
+    resting = [Client(ROUNDS + 1) for _ in range(clients)]
     first: list[float] = []
     decoding: list[float] = []
-    began: dict[int, float] = {}
     number, begun = 0, 0.0
-    left = [ROUNDS + 1] * clients
-    running: dict[int, Any] = {}
-    asked: dict[int, float] = {}
-    tokens = 0
-    while any(left) or running:
-        for client in range(clients):
-            if client not in running and left[client]:
-                number += 1
-                request = TokenRequest(tuple(ids_of(prompt, number)), GREEDY, new)
-                running[client], asked[client] = engine.submit(request), time.perf_counter()
-                left[client] -= 1
-        if not begun and all(count < ROUNDS for count in left):
-            begun, tokens, first, decoding = time.perf_counter(), 0, [], []
+    while running or resting:
+        now = time.perf_counter()
+        for client in [each for each in resting if each.due <= now or not running]:
+            if client.left == ROUNDS and not begun:
+                begun = now
+            number += 1
+            client.ask(engine, TokenRequest(tuple(ids_of(prompt, number)), GREEDY, new))
+            running[number] = client
+            resting.remove(client)
         engine.step()
-        for client, handle in list(running.items()):
-            found = len(handle.poll())
-            tokens += found
-            if found and client in asked:
-                began[client] = time.perf_counter()
-                first.append(began[client] - asked.pop(client))
-            if handle.ended:
-                decoding.append(time.perf_counter() - began[client])
-                del running[client]
-    return {"tok_s": tokens / (time.perf_counter() - begun), **times(first, decoding, new)}
+        for key, client in list(running.items()):
+            if client.take():
+                del running[key]
+                if client.left < ROUNDS:
+                    first.append(client.first_s)
+                    decoding.append(client.decode_s)
+                if client.left:
+                    resting.append(client)
+    return {
+        "tok_s": clients * ROUNDS * new / (time.perf_counter() - begun),
+        **times(first, decoding, new),
+    }
 
 
 def times(first: Sequence[float], decoding: Sequence[float], new: int) -> dict[str, float]:
@@ -138,6 +177,8 @@ def serve(size: str, clients: Sequence[int], prompt: int, new: int) -> None:
         engine_alone(model.engine, count, prompt, new)
         alone = engine_alone(model.engine, count, prompt, new)
         print(json.dumps({"clients": count, **alone}), flush=True)
+    gc.collect()
+    gc.freeze()  # as the command does
     service = Service(model, ServeSettings((size,), queue=2 * max(clients)))
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
