@@ -8,7 +8,7 @@ from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import End, Update
 from lowbit.runtime.serve.logprobs import of_chat
 from lowbit.runtime.serve.schemas.chat import ChatBody
-from lowbit.runtime.serve.sse import DONE, event
+from lowbit.runtime.serve.sse import DONE, compact, event
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.reasoning import Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class ChatEvents:
             "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
             "finish_reason": finish,
         }
-        text = json.dumps(choice, ensure_ascii=False, separators=(",", ":"))
+        text = compact(choice)
         return f'{self._head},"choices":[{text}]{self._tail}'.encode()
 
 

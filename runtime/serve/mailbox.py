@@ -22,11 +22,15 @@ class Mailbox:
     def put(self, update: Update) -> None:
         """Add an update and wake whoever waits."""
         self._updates.append(update)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever waits look for other news."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> Sequence[Update]:
-        """All updates since the last call, at least one."""
+        """All updates since the last call, at least one; none behind `wake`."""
         if not self._updates:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

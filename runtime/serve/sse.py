@@ -15,6 +15,8 @@ from lowbit.runtime.serve.job import Update
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PATIENCE_S = 10.0  # without an update, before a comment is sent
 LAST_S = 1.0  # for the error of a request that took too long
+# As `json.dumps` with these options, which makes an encoder for every call.
+compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -54,21 +56,25 @@ class EventStream(Response):
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """Send everything; ends early where the client leaves, or does not read in time."""
         with self._answers as answers, contextlib.suppress(ClientLeftError, TimeoutError):
-            try:
-                updates = await self._first(send)
-                data = self._writer.open()
-                while True:
-                    data += self._writer.write(updates)
-                    if answers.complete:
-                        data += self._writer.close()
-                        break
-                    await self._send(send, data)
-                    updates, data = await answers.take(), b""
-            except ApiError as error:
-                if not self._begun:
-                    raise
-                data = self._writer.fail(error)
-            await self._send(send, data, more=False)
+            async with asyncio.timeout(max(0.0, answers.left_s) + LAST_S):
+                try:
+                    data = await self._all_but_last(answers, send)
+                except ApiError as error:
+                    if not self._begun:
+                        raise
+                    data = self._writer.fail(error)
+                await self._send(send, data, more=False)
+
+    async def _all_but_last(self, answers: Answers, send: Send) -> bytes:
+        """Send what comes, up to the last update; its events are returned."""
+        updates = await self._first(send)
+        data = self._writer.open()
+        while True:
+            data += self._writer.write(updates)
+            if answers.complete:
+                return data + self._writer.close()
+            await self._send(send, data)
+            updates, data = await answers.take(), b""
 
     async def _first(self, send: Send) -> Sequence[Update]:
         """The first updates; the headers are sent before they are returned."""
@@ -89,21 +95,15 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send some of the body; waits while the client does not read.
-
-        Raises:
-            TimeoutError: it does not for too long.
-        """
+        """Send some of the body; waits while the client does not read."""
         if data or not more:
-            async with asyncio.timeout(max(self._answers.left_s, LAST_S)):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def event(content: Any, name: str | None = None) -> bytes:
     """One event, with a name where the API has names."""
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {data}\n\n".encode()
+    return f"{head}data: {compact(content)}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"

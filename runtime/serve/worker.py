@@ -59,6 +59,8 @@ class Worker:
             if self._running:
                 self._step()
                 self._collect()
+                self._wake()
+        self._wake()
 
     def _admit(self) -> bool:
         """Hand new jobs to the engine, waiting for one if there is nothing to do.
@@ -67,6 +69,8 @@ class Worker:
             False when the thread is to end.
         """
         while True:
+            if not self._running:
+                self._wake()
             try:
                 job = self._asked.get(block=not self._running)
             except Empty:
@@ -120,14 +124,17 @@ class Worker:
             self._running = [job for job in self._running if job.handle is not None]
 
     def _post(self, job: Job, update: Update) -> None:
-        """Tell the event loop, once for all that comes before it looks."""
+        """Keep an update for the event loop until `_wake`."""
         if update.last:
             found = None if job.handle is None else job.handle.speculation
             if found is not None:
                 self._metrics.count_drafts(found)
             job.handle = None
         self._outbox.append((job, update))
-        if not self._waking:
+
+    def _wake(self) -> None:
+        """Tell the event loop of all updates at once: it would take the interpreter in between."""
+        if self._outbox and not self._waking:
             self._waking = True
             try:
                 self.loop.call_soon_threadsafe(self._deliver)

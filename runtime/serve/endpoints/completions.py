@@ -25,7 +25,7 @@ from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.completions import CompletionBody
 from lowbit.runtime.serve.service import Service, service_of
-from lowbit.runtime.serve.sse import DONE, EventStream, event
+from lowbit.runtime.serve.sse import DONE, EventStream, compact, event
 from lowbit.runtime.serve.usage import usage_of
 from lowbit.runtime.text.reasoning import Piece
 
@@ -203,5 +203,5 @@ class CompletionEvents:
         self, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None
     ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        rendered = json.dumps(choice, ensure_ascii=False, separators=(",", ":"))
+        rendered = compact(choice)
         return f'{self._head},"choices":[{rendered}]{self._tail}'.encode()
