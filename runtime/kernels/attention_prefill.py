@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.rotate import rotated
@@ -28,8 +28,6 @@ from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 
-# Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LOG2E = math.log2(math.e)
 FEW_TOKENS = 128
 BLOCK_M = 16  # tokens of a program
@@ -228,9 +226,14 @@ def attention_prefill(
 
 
 def _attend_many(q: Tensor, keys: Tensor, values: Tensor, step: Step, span: Span) -> Tensor:
-    """PyTorch's causal attention of q [M, Hq, D] over a sequence's rows in one layer's pages."""
+    """PyTorch's causal attention of q [M, Hq, D] over a sequence's rows in one layer's pages.
+
+    Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
+    """
     k, v = (_rows(paged, step, span) for paged in (keys, values))
-    with sdpa_kernel(BACKENDS):
+    before = cudnn_sdp_enabled()  # `sdpa_kernel` takes 50 times as long
+    enable_cudnn_sdp(False)
+    try:
         out = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -239,6 +242,8 @@ def _attend_many(q: Tensor, keys: Tensor, values: Tensor, step: Step, span: Span
             is_causal=span.first == 0,
             enable_gqa=True,
         )
+    finally:
+        enable_cudnn_sdp(before)
     return out[0].transpose(0, 1)
 
 
