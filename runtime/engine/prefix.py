@@ -215,5 +215,8 @@ def new_prefix(
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Leading numbers that two arrays share."""
     count = min(len(a), len(b))
+    if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with
+        return 0
     different = a[:count] != b[:count]
-    return int(different.argmax()) if different.any() else count
+    first = int(different.argmax())
+    return first if different[first] else count

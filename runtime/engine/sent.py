@@ -3,7 +3,9 @@
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit.runtime.engine.sequence import Sequence
@@ -51,13 +53,16 @@ def chosen_tokens(sent: Sent, places: Tensor) -> list[list[int]]:
         sent: the step, which has been waited for.
         places: where it has left them, see `posted`.
     """
+    numbers = places.numpy()  # read one by one, for which a tensor takes 4 us each
     if sent.flight is not None:
-        return [_accepted(each, sent.flight, places) for each in sent.sequences]
-    drafts = sent.drafts or [()] * len(sent.sequences)
-    return [_tokens(*each, places) for each in zip(sent.sequences, drafts, strict=True)]
+        return [_accepted(each, sent.flight, numbers) for each in sent.sequences]
+    if not sent.drafts:
+        return [[int(numbers[(s.last + 1) % PLACES, s.row])] for s in sent.sequences]
+    pairs = zip(sent.sequences, sent.drafts, strict=True)
+    return [_tokens(*each, numbers) for each in pairs]
 
 
-def _tokens(sequence: Sequence, drafts: Numbers[int], places: Tensor) -> list[int]:
+def _tokens(sequence: Sequence, drafts: Numbers[int], places: NDArray[np.int64]) -> list[int]:
     """Tokens chosen behind a sequence's output, up to the first draft that was not chosen."""
     tokens = []
     for position, draft in enumerate((*drafts, None), sequence.last + 1):
@@ -67,7 +72,7 @@ def _tokens(sequence: Sequence, drafts: Numbers[int], places: Tensor) -> list[in
     return tokens
 
 
-def _accepted(sequence: Sequence, flight: Flight, places: Tensor) -> list[int]:
+def _accepted(sequence: Sequence, flight: Flight, places: NDArray[np.int64]) -> list[int]:
     """Tokens that a round has put behind a sequence's output."""
     first = sequence.last
     count = 1 + int(flight.right[first % PLACES, sequence.row])
