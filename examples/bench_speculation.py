@@ -9,6 +9,7 @@ Without any: 8B and 3.5-4B on a GPU, else the bundled models. One sequence, gree
               output of plain decoding, so that acceptance is forced
   head        the same with the drafts of the model's MTP head thrown away behind their making, and
               with those drafts themselves (`own`); a large random model has a draft head
+  auto        the head's drafts as `--speculate auto` tries them, all wrong
   copied      n-gram drafts of 60 lines that the output repeats: real searches, forced acceptance
   repeat      of a folder: a prompt that asks for 60 lines to be repeated, nothing forced
 `cost` is the time of a round against a plain step's. Output that is not that of plain decoding is
@@ -20,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ import torch
 from forced_drafts import ACCEPTED, Copied, Known, NoCosts, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import engine_of
+from speculation_table import Row, show
 
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
-from lowbit.formats.shell.tables import plain_table, results
 from lowbit.runtime.bench.bench import GREEDY, device_name, settle
 from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
@@ -86,31 +87,6 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Rounds with a number of drafts.
-
-    Attributes:
-        drafter: `known`, `head`, `copied` or `repeat`.
-        k: drafts of a round at most.
-        round_ms: median of a round, drafts included; None where other steps were among them.
-        plain_ms: of a step of plain decoding after the same prompt.
-        cost: of a round, in plain steps.
-        tokens_per_s: by what is accepted.
-        tokens_per_round: likewise.
-        same: the output is that of plain decoding.
-    """
-
-    drafter: str
-    k: int
-    round_ms: float | None
-    plain_ms: float
-    cost: float | None
-    tokens_per_s: dict[str, float]
-    tokens_per_round: dict[str, float]
-    same: bool
-
-
-@dataclass(frozen=True)
 class Bench:
     """A model under measurement.
 
@@ -130,6 +106,10 @@ class Bench:
     runs: int
     tokens: int
     model: Model | None = field(default=None, repr=False)
+    checks: Checks = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "checks", Checks(self.engine.runner))
 
     @property
     def vocabulary(self) -> int:
@@ -149,8 +129,7 @@ class Bench:
         costs = Speculation("ngram").costs(self.device)
         if head is not None:
             costs = NoCosts(costs.check, costs.head)
-        checks = Checks(self.engine.runner) if head is None else head.checks
-        return Drafting(checks, k, new_drafter, head, costs)
+        return Drafting(head.checks if head else self.checks, k, new_drafter, head, costs)
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
@@ -242,6 +221,20 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     return rows
 
 
+def auto_row(bench: Bench) -> Row:
+    """Drafts of the head, all wrong, as `auto` tries them, in a run longer than its first tries."""
+    settings, tokens = Speculation("auto"), bench.tokens * 6
+    most = settings.most_drafts(recurrent=True)
+    truth = known_output(bench, bench.prompt, tokens)
+    plain = bench.median(lambda: None, bench.prompt, tokens)
+    head = bench.new_head(truth, "none")
+    checks = head.checks if head else bench.checks
+    drafting = Drafting(checks, most, None, head, settings.costs(bench.device))
+    auto = bench.median(lambda: drafting, bench.prompt, tokens)
+    row = row_of(bench, "auto", most, plain, truth, {"plain": plain, "auto": auto})
+    return replace(row, round_ms=None, cost=None)
+
+
 def copied_row(bench: Bench) -> Row:
     """N-gram drafts of repeated lines, with forced acceptance."""
     lines = [(7 * index + 3) % bench.vocabulary for index in range(LINES * LINE)]
@@ -279,7 +272,10 @@ def rows_of(bench: Bench) -> tuple[Timed, list[Row]]:
     """A run of plain decoding, and all rows of a model."""
     plain = bench.median(lambda: None, bench.prompt, bench.tokens)
     truth = known_output(bench, bench.prompt, bench.tokens)
-    rows = [*known_rows(bench, plain, truth), *head_rows(bench, plain, truth), copied_row(bench)]
+    rows = [*known_rows(bench, plain, truth), *head_rows(bench, plain, truth)]
+    if bench.engine.decoder.mtp is not None:
+        rows.append(auto_row(bench))
+    rows.append(copied_row(bench))
     if bench.model is not None:
         rows.append(repeat_row(bench, bench.model))
     return plain, rows
@@ -316,35 +312,6 @@ def new_bench(name: str, device: str, quantize: Any, runs: int, tokens: int) -> 
     return Bench(name, model.engine, device, prompt, runs, tokens, model)
 
 
-def show(bench: Bench, plain: Timed, rows: Sequence[Row]) -> None:
-    """A table on stdout."""
-    ms = plain.seconds / plain.tokens * 1e3
-    title = (
-        f"{bench.name} on {device_name(bench.device)}: plain {plain.rate:,.0f} tok/s, {ms:.3f} ms"
-    )
-    figures = ("ms/round", "cost", *ACCEPTED, "unforced", "tokens/round", "x plain")
-    table = plain_table(title, ("drafts", "k"), figures)
-
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    for row in rows:
-        rates = row.tokens_per_s
-        free = next((name for name in ("own", "copied", "repeat") if name in rates), "")
-        gain = rates[free] / rates.get("plain", plain.rate) if free else None
-        table.add_row(
-            row.drafter + ("" if row.same else ", OTHER OUTPUT"),
-            str(row.k),
-            number(row.round_ms, ".3f"),
-            number(row.cost, ".2f"),
-            *(number(rates.get(accepted), ",.0f") for accepted in ACCEPTED),
-            number(rates.get(free), ",.0f"),
-            number(row.tokens_per_round.get(free), ".2f"),
-            number(gain, ".2f"),
-        )
-    results().print(table)
-
-
 @click.command(help=__doc__)
 @click.argument("models", nargs=-1)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]))
@@ -368,7 +335,9 @@ def main(
         bench = new_bench(name, device, quantize, runs, tokens)
         plain, rows = rows_of(bench)
         if not as_json:
-            show(bench, plain, rows)
+            ms, where = plain.seconds / plain.tokens * 1e3, device_name(bench.device)
+            title = f"{bench.name} on {where}: plain {plain.rate:,.0f} tok/s, {ms:.3f} ms"
+            show(title, plain.rate, rows)
         found.append(
             {
                 "name": bench.name,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -41,7 +41,12 @@ class Drafting:
     new_drafter: NewDrafter | None
     head: HeadRounds | None
     costs: Costs
+    _last_pace: PlacedPace = field(init=False)  # of the sequence whose drafts were checked last
     _read_at: float | None = None  # when the last round by the head was read, one more under way
+
+    def __post_init__(self) -> None:
+        """Nothing has been checked."""
+        self._last_pace = PlacedPace(HEAD_GUESSES[: self.most])
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
@@ -50,7 +55,7 @@ class Drafting:
         if self.new_drafter is not None:
             sequence.drafter = self.new_drafter(sequence.request.prompt)
         if self.head is not None:
-            sequence.head_pace = PlacedPace(HEAD_GUESSES[: self.most])
+            sequence.head_pace = self._last_pace.successor()
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Let the head see a part of a prompt, from a position on."""
@@ -99,8 +104,10 @@ class Drafting:
         return self.head.send()
 
     def take_down(self, sent: Sent) -> None:
-        """Note when a round by the head was read, for its cost."""
+        """Learn from a round by the head that has been read: its cost, and what was right."""
         now = time.perf_counter()
+        if sent.flight is not None and sent.sequences[0].head_pace is not None:
+            self._last_pace = sent.sequences[0].head_pace
         if sent.flight is not None and self._read_at is not None:
             drafts, sequences = sent.flight.drafts, len(sent.sequences)
             self.costs.note_head(drafts, sequences, now - self._read_at)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 NEWEST = 0.15  # weight of the newest draft among those that have been checked
 MARGIN = 1.05  # what drafts must promise to gain, so that a wrong guess of their cost loses little
 FORGET = 0.005  # part of the way back to the first guess, for every time that none was worth it
+RARELY = 20  # rounds in a row whose first draft was wrong, from which on drafts are tried rarely
 
 Cost = Callable[[int], float]  # of checking so many drafts, in steps of one token
 
@@ -61,24 +62,35 @@ class PlacedPace:
         guesses: chance that a draft is right behind right ones, by its place, before any has been
             checked.
         chances: the same after those that have been.
+        wrong: rounds in a row whose first draft was wrong.
     """
 
     guesses: tuple[float, ...]
-    chances: list[float] = field(init=False)
+    chances: list[float] = field(default_factory=list)
+    wrong: int = 0
 
     def __post_init__(self) -> None:
-        """Nothing has been checked."""
-        self.chances = list(self.guesses)
+        """Begin with the guesses where nothing else is given."""
+        self.chances = self.chances or list(self.guesses)
 
     def skip(self) -> None:
-        """Note that drafts could have been made and were not, so that they are tried again."""
+        """Note that drafts could have been made and were not, so that they are tried again.
+
+        The more often they have been in vain, the later.
+        """
+        part = FORGET / (1 + min(self.wrong, RARELY))
         for place, guess in enumerate(self.guesses):
-            self.chances[place] += FORGET * (guess - self.chances[place])
+            self.chances[place] += part * (guess - self.chances[place])
 
     def note(self, drafted: int, right: int) -> None:
         """Note how many drafts were right; those behind the first wrong one say nothing."""
+        self.wrong = 0 if right else self.wrong + 1
         for place in range(min(right + 1, drafted, len(self.chances))):
             self.chances[place] += NEWEST * ((place < right) - self.chances[place])
+
+    def successor(self) -> "PlacedPace":
+        """The pace of another sequence, which begins with these chances."""
+        return PlacedPace(self.guesses, list(self.chances), self.wrong)
 
 
 def best_plan(chances: Sequence[float], cost: Cost) -> Plan:
