@@ -27,7 +27,7 @@ from typing import Any
 
 import click
 import torch
-from forced_drafts import ACCEPTED, Copied, Known, NoCosts, forced_rounds
+from forced_drafts import ACCEPTED, Copied, Known, forced_rounds
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import engine_of
 from speculation_table import Row, show
@@ -42,6 +42,8 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
 from lowbit.runtime.engine.loading import choose_device, load
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.widths import width_for
+from lowbit.runtime.speculation.costs import Costs, Line
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
 from lowbit.runtime.speculation.modes import MOST_DRAFTS
 from lowbit.runtime.speculation.settings import Speculation
@@ -112,6 +114,11 @@ class Bench:
         object.__setattr__(self, "checks", Checks(self.engine.runner))
 
     @property
+    def width(self) -> Callable[[int], int] | None:
+        """Of a step, see `Costs`."""
+        return width_for if self.device == "cuda" else None
+
+    @property
     def vocabulary(self) -> int:
         return self.engine.runner.sampler.vocabulary
 
@@ -126,9 +133,9 @@ class Bench:
         self, k: int, new_drafter: NewDrafter | None, head: HeadRounds | None = None
     ) -> Drafting:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
-        costs = Speculation("ngram").costs(self.device)
+        costs = Speculation("ngram").costs(self.device, self.width)
         if head is not None:
-            costs = NoCosts(costs.check, costs.head)
+            costs = Costs(Line(0.0, 0.0), Line(-0.1, -0.05))  # as many as there may be
         return Drafting(head.checks if head else self.checks, k, new_drafter, head, costs)
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
@@ -229,7 +236,7 @@ def auto_row(bench: Bench) -> Row:
     plain = bench.median(lambda: None, bench.prompt, tokens)
     head = bench.new_head(truth, "none")
     checks = head.checks if head else bench.checks
-    drafting = Drafting(checks, most, None, head, settings.costs(bench.device))
+    drafting = Drafting(checks, most, None, head, settings.costs(bench.device, bench.width))
     auto = bench.median(lambda: drafting, bench.prompt, tokens)
     row = row_of(bench, "auto", most, plain, truth, {"plain": plain, "auto": auto})
     return replace(row, round_ms=None, cost=None)

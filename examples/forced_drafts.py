@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.head_rounds import HeadRounds
-from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.pace import Cost
 
 ACCEPTED = ("none", "half", "all")
-
-
-class NoCosts(Costs):
-    """Costs by which a model's head always makes as many drafts as it may."""
-
-    def drafting(self, sequences: int) -> Cost:
-        return lambda drafts: 1 / (1 + drafts)
 
 
 @dataclass

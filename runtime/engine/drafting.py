@@ -13,6 +13,7 @@ from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.widths import width_for
 from lowbit.runtime.speculation.costs import Costs
 from lowbit.runtime.speculation.drafter import NewDrafter
 from lowbit.runtime.speculation.pace import PlacedPace, common_plan
@@ -93,7 +94,7 @@ class Drafting:
         """
         if self.head is None or not self.head.goes_on(sequences, drafts):
             return None
-        return self.head.send()
+        return self._send(self.head)
 
     def begin_rounds(self, sequences: list[Sequence], drafts: int) -> Sent | None:
         """Send the first round by the head, of sequences all of whose tokens have been read."""
@@ -101,7 +102,7 @@ class Drafting:
         if self.head is None:
             return None
         self.head.enter(sequences, drafts)
-        return self.head.send()
+        return self._send(self.head)
 
     def take_down(self, sent: Sent) -> None:
         """Learn from a round by the head that has been read: its cost, and what was right."""
@@ -129,12 +130,21 @@ class Drafting:
 
     def check(self, parts: list[Part]) -> list[list[int]]:
         """Send a round and wait for it: the next tokens of each sequence."""
-        started = time.perf_counter()
+        started, recorded = time.perf_counter(), len(self.checks.graphs)
         chosen = self.checks.runner.read(self.checks.verify(parts))
-        tokens = sum(len(part.ids) for part in parts)
-        self.costs.note_round(tokens, time.perf_counter() - started)
+        if len(self.checks.graphs) == recorded:
+            tokens = sum(len(part.ids) for part in parts)
+            self.costs.note_round(tokens, time.perf_counter() - started)
         self.checks.uncount(parts, [len(some) - 1 for some in chosen])
         return chosen
+
+    def _send(self, head: HeadRounds) -> Sent:
+        """Send a round; the time that its recording takes is no cost of rounds."""
+        recorded = len(self.checks.graphs)
+        sent = head.send()
+        if len(self.checks.graphs) != recorded:
+            self._read_at = None
+        return sent
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
         """Drafts of a sequence for which a step of all of them has places."""
@@ -145,7 +155,7 @@ class Drafting:
         if sequence.head_pace is not None:
             sequence.head_pace.skip()
         if sequence.behind >= MOST_BEHIND:
-            head.cache.catch_up(sequence, most=1)
+            head.cache.catch_up(sequence, most=MOST_BEHIND // 2)
 
 
 def new_drafting(
@@ -160,5 +170,5 @@ def new_drafting(
         most=drafts,
         new_drafter=speculation.new_drafter(),
         head=new_head_rounds(checks),
-        costs=speculation.costs(device),
+        costs=speculation.costs(device, width_for if runner.on_gpu else None),
     )

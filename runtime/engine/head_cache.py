@@ -6,21 +6,24 @@ a trail, from which the head catches up now and then, so that steps without draf
 
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
-from lowbit.runtime.engine.rounds import rows_and_positions, starts_of
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.rounds import rows_and_positions
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
-from lowbit.runtime.state.links import TRAIL
+from lowbit.runtime.state.links import TRAIL, trail_of
+from lowbit.runtime.state.sampler_rows import SCRATCH
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
 
-MOST_BEHIND = TRAIL - 2 * EXACT_TOKENS  # positions; two rounds may be under way beyond them
+MOST_BEHIND = 2 * EXACT_TOKENS  # positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,17 @@ class HeadCache:
         runner: of the model.
         head: of the model.
         trail: of the runner.
+        graphs: recorded steps.
+        block: [4, W] int32, rows, positions, places in the trails and ids of such a step.
+        starts: [2] int32, 0 and W.
     """
 
     runner: Runner
     head: MtpHead[CpuLinear] | MtpHead[GpuLinear]
     trail: Tensor
+    graphs: Graphs
+    block: Tensor
+    starts: Tensor
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
         """Run a part of a prompt through the head, whose last token waits for the one behind it.
@@ -45,34 +54,60 @@ class HeadCache:
             first: position of the part.
             hidden: [M, h] of the part, before the final norm.
         """
-        count, prompt = len(hidden), sequence.request.prompt
+        count, prompt, ints = len(hidden), sequence.request.prompt, self.runner.ints
         stop = min(first + count, len(prompt) - 1)
         self.trail[sequence.row, (first + count - 1) % TRAIL] = hidden[-1]
         if stop > first:
-            self._run(sequence, first, prompt[first + 1 : stop + 1], hidden[: stop - first])
+            span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
+            rows, positions = ints(rows_and_positions([span]))
+            reach = reach_for(stop, self.runner.context)
+            step = self.step(rows, positions, ints([0, span.count]), reach, [span])
+            ids = ints(prompt[first + 1 : stop + 1])
+            self.head.hidden(ids, hidden[: span.count], self.runner.state, step)
         sequence.headed = stop
 
     def catch_up(self, sequence: Sequence, most: int) -> None:
-        """Bring the head up to `most` positions before the last token that the host knows."""
-        first, stop = sequence.headed, sequence.last - most
-        if stop > first:
-            places = torch.arange(first, stop, device=self.trail.device) % TRAIL
-            ids = [sequence.id_at(position + 1) for position in range(first, stop)]
-            self._run(sequence, first, ids, self.trail[sequence.row, places])
-            sequence.headed = stop
+        """Bring the head up to `most` positions before the last token that the host knows.
 
-    def _run(self, sequence: Sequence, first: int, ids: Numbers[int], hidden: Tensor) -> None:
-        """Run positions of a sequence through the head, given the tokens behind them."""
-        span = Span(sequence.row, first, len(ids), tuple(sequence.pages))
-        columns = torch.tensor(rows_and_positions([span]), dtype=torch.int32).to(hidden.device)
-        tokens = torch.tensor(ids, dtype=torch.int64).to(hidden.device)
-        step = self.step_of(columns[0], columns[1], self.runner.ints(starts_of([span])), [span])
-        self.head.hidden(tokens, hidden, self.runner.state, step)
+        On a GPU by recorded steps of W positions, the last of which may belong to nobody.
+        """
+        wide = self.block.shape[1]
+        while (count := min(wide, sequence.last - most - sequence.headed)) > 0:
+            first = sequence.headed
+            span = Span(sequence.row, first, count, tuple(sequence.pages))
+            rows, positions = rows_and_positions([span])
+            trails = [trail_of(sequence.row, position) for position in positions]
+            ids = [sequence.id_at(position + 1) for position in positions]
+            columns = [
+                [*some, *[SCRATCH] * (wide - count)] for some in (rows, positions, trails, ids)
+            ]
+            self.block.copy_(
+                torch.tensor(columns, dtype=torch.int32, pin_memory=self.block.is_cuda),
+                non_blocking=True,
+            )
+            reach = reach_for(first + count, self.runner.context)
+            if self.runner.on_gpu:
+                self.graphs.run(("catch up", reach), partial(self.part, reach), (self.block,))
+            else:
+                self.part(reach, span)
+            sequence.headed += count
 
-    def step_of(
-        self, rows: Tensor, positions: Tensor, starts: Tensor, spans: Numbers[Span]
+    def part(self, reach: int, span: Span | None = None) -> None:
+        """Run the positions of the block through the head, or so many of them as the host knows."""
+        count = self.block.shape[1] if span is None else span.count
+        rows, positions, trails, ids = self.block[:, :count]
+        starts = self.starts if span is None else self.runner.ints([0, count])
+        step = self.step(rows, positions, starts, reach, [span or Span(SCRATCH, 0, count)])
+        hidden = self.runner.decoder.ops.embed(trails, self.trail.flatten(0, 1))
+        self.head.hidden(ids, hidden, self.runner.state, step)
+
+    def step(
+        self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: Numbers[Span]
     ) -> Step:
-        """A step of the head, whose layer has no recurrent state."""
+        """A step of the head, whose layer has no recurrent state.
+
+        spans: of the sequences; a recorded step has as many tokens of each, whoever they belong to.
+        """
         return Step(
             positions=positions,
             rows=rows,
@@ -80,8 +115,17 @@ class HeadCache:
             tables=self.runner.tables,
             read=rows,
             write=rows,
-            reach=reach_for(max(each.first + each.count for each in spans), self.runner.context),
-            longest=max(each.count for each in spans),
+            reach=reach,
+            longest=max(span.count for span in spans),
             spans=tuple(spans),
             prompt=len(spans) == 1 and len(rows) > EXACT_TOKENS,
         )
+
+
+def new_head_cache(runner: Runner, graphs: Graphs) -> HeadCache | None:
+    """The head of a runner's model, where it was read; its steps are recorded with others."""
+    head, trail = runner.decoder.mtp, runner.trail
+    if head is None or trail is None:
+        return None
+    block = torch.zeros(4, EXACT_TOKENS, dtype=torch.int32, device=trail.device)
+    return HeadCache(runner, head, trail, graphs, block, runner.ints([0, EXACT_TOKENS]))

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.checks import Checks
-from lowbit.runtime.engine.head_cache import HeadCache
+from lowbit.runtime.engine.head_cache import HeadCache, new_head_cache
 from lowbit.runtime.engine.rounds import Part, rows_and_positions, starts_of
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Flight, Sent
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for, width_for
-from lowbit.runtime.state.links import TRAIL, Links
+from lowbit.runtime.state.links import Links, trail_of
 from lowbit.runtime.state.posted import new_places
-from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.state.step import Span
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class HeadRounds:
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
                     for part in self._parts
                 ]
-                step = self._step(rows, positions[ahead], self._singles[: B + 1], reach, spans)
+                step = self.cache.step(rows, positions[ahead], self._singles[: B + 1], reach, spans)
                 hidden = head.hidden(token, hidden, runner.state, step, own=True)
         return drafts.T
 
@@ -156,25 +156,10 @@ class HeadRounds:
         links, runner, embed = self.links, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
         rows, seen = self._seen_rows[:count], links.seen[:count]
-        step = self._step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
+        step = self.cache.step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
         hidden = embed(links.trails[:count], self.cache.trail.flatten(0, 1))
         found = self.cache.head.hidden(links.chosen[:count], hidden, runner.state, step)
         return embed(links.ends[:B], found)
-
-    def _step(
-        self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: list[Span]
-    ) -> Step:
-        return Step(
-            positions=positions,
-            rows=rows,
-            starts=starts,
-            tables=self.runner.tables,
-            read=rows,
-            write=rows,
-            reach=reach,
-            longest=max(span.count for span in spans),
-            spans=() if self.runner.on_gpu else tuple(spans),
-        )
 
     def _compose_head(self, sequences: list[Sequence], drafts: int) -> None:
         """Put in place what the head reads first: positions that it has not seen.
@@ -193,7 +178,7 @@ class HeadRounds:
             self._seen.append(Span(each.row, each.headed, count, tuple(each.pages)))
         count, starts = len(ids), starts_of(self._seen)
         rows, seen = rows_and_positions(self._seen)
-        trails = [row * TRAIL + position % TRAIL for row, position in zip(rows, seen, strict=True)]
+        trails = [trail_of(*each) for each in zip(rows, seen, strict=True)]
         block = self.runner.ints([rows, seen, trails, ids])
         self._seen_rows[:count], links.seen[:count] = block[:2]
         links.trails[:count], links.chosen[:count] = block[2:]
@@ -207,7 +192,5 @@ class HeadRounds:
 
 def new_head_rounds(checks: Checks) -> HeadRounds | None:
     """Rounds by the head of a runner's model, where it was read."""
-    head, trail = checks.runner.decoder.mtp, checks.runner.trail
-    if head is None or trail is None:
-        return None
-    return HeadRounds(HeadCache(checks.runner, head, trail), checks)
+    cache = new_head_cache(checks.runner, checks.graphs)
+    return None if cache is None else HeadRounds(cache, checks)

@@ -1,77 +1,108 @@
 """Costs of steps with drafts: a guess, which measured steps correct where they are to."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lowbit.runtime.speculation.pace import Cost
 
-# What a token after the first adds to a step, and what a draft of the model's head takes, in steps
-# of one token. On a GPU, and where somebody asks for drafts whatever they cost:
-CHECK, HEAD = 0.1, 0.07
-CHECK_CPU, HEAD_CPU = 0.4, 0.4
-FASTER, SLOWER = 0.1, 0.05  # weight of a measurement below and above what was thought
-LEAST, MOST = 0.01, 1.0  # what a token or a draft can cost
+LEARN = 0.15  # part of an error that a measurement corrects
 OUTLIER = 2.0  # times what was thought: a step counts for no more
+FASTER, SLOWER = 0.1, 0.05  # weight of a measured step without drafts, below and above the others
+LEAST = 0.01  # what anything can cost
+
+
+@dataclass(slots=True)
+class Line:
+    """A cost that grows with the number of tokens or drafts, in steps of one token.
+
+    Attributes:
+        start: of a round beyond a step, whatever it checks.
+        each: of every further token or draft.
+    """
+
+    start: float
+    each: float
+
+    def at(self, count: int) -> float:
+        """Cost of a round with so many of them."""
+        return 1 + self.start + self.each * count
+
+    def learn(self, count: int, cost: float) -> None:
+        """Correct the line by a measured cost, which counts for little where it is far off.
+
+        Something else may have held a step up, such as the recording of a graph.
+        """
+        thought = self.at(count)
+        error = min(cost, OUTLIER * thought) - thought
+        part = LEARN * error / (1 + count * count)
+        self.start = max(0.0, self.start + part)
+        self.each = max(LEAST, self.each + part * count)
 
 
 @dataclass(slots=True)
 class Costs:
-    """Costs in steps of one token.
-
-    A measurement that is faster counts for more than one that is slower: something else may have
-    held that one up, such as the recording of a graph.
+    """Costs of steps with drafts, against steps of as many sequences without.
 
     Attributes:
-        check: of every token of a step after the first.
-        head: of every draft that the model's head makes.
+        given: by tokens beyond one, of rounds whose drafts come from the host.
+        head: by drafts, of rounds whose drafts the model's head makes.
         measured: learn from the steps; else the first guess stays.
+        width: tokens that a step of so many takes, padding included.
         step_s: seconds of a step of one token; None before the first.
     """
 
-    check: float
-    head: float
+    given: Line
+    head: Line
     measured: bool = False
+    width: Callable[[int], int] = field(default=lambda tokens: tokens)
     step_s: float | None = None
 
     def checking(self, sequences: int) -> Cost:
         """Cost of checking so many drafts of each of several sequences in a step."""
-        return self._linear(sequences, 0.0)
+        plain = self._plain(sequences)
+        return lambda k: self.given.at(self.width(sequences * (1 + k)) - 1) / plain
 
     def drafting(self, sequences: int) -> Cost:
         """The same, where the model's head makes the drafts first."""
-        return self._linear(sequences, self.head)
+        plain, width = self._plain(sequences), self.width
+        return lambda k: self.head.at(width(sequences * (1 + k)) - sequences) / plain
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Take down how long a step without drafts took, of a token of each sequence."""
         if self.measured:
-            one = seconds / (1 + self.check * (tokens - 1))
+            one = seconds / self._plain(tokens)
             known = one if self.step_s is None else self.step_s
-            self.step_s = _nearer(known, min(one, OUTLIER * known))
+            found = min(one, OUTLIER * known)
+            self.step_s = known + (FASTER if found < known else SLOWER) * (found - known)
 
     def note_round(self, tokens: int, seconds: float) -> None:
-        """Take down how long a step with drafts took, of so many tokens in all."""
-        if self.measured and self.step_s is not None and tokens > 1:
-            found = (seconds / self.step_s - 1) / (tokens - 1)
-            self.check = _nearer(self.check, min(max(found, LEAST), MOST))
+        """Take down how long a step with given drafts took, of so many tokens in all."""
+        if self.measured and self.step_s is not None:
+            self.given.learn(self.width(tokens) - 1, seconds / self.step_s)
 
     def note_head(self, drafts: int, sequences: int, seconds: float) -> None:
         """Take down how long a step took in which the head made drafts of each sequence first."""
         if self.measured and self.step_s is not None:
-            checked = 1 + self.check * (sequences * (1 + drafts) - 1)
-            found = (seconds / self.step_s - checked) / drafts
-            self.head = _nearer(self.head, min(max(found, LEAST), MOST))
+            beyond = self.width(sequences * (1 + drafts)) - sequences
+            self.head.learn(beyond, seconds / self.step_s)
 
-    def _linear(self, sequences: int, each: float) -> Cost:
-        plain = 1 + self.check * (sequences - 1)
-        slope = (self.check * sequences + each) / plain
-        return lambda drafts: 1 + slope * drafts
+    def _plain(self, sequences: int) -> float:
+        """Cost of a step without drafts."""
+        return 1 + self.given.each * (self.width(sequences) - 1)
 
 
-def new_costs(device: str, measured: bool) -> Costs:
-    """The guess for `cpu` or `cuda`, to be corrected by what is measured or not."""
+def new_costs(device: str, measured: bool, width: Callable[[int], int] | None = None) -> Costs:
+    """The guess for `cpu` or `cuda`, to be corrected by what is measured or not.
+
+    On a GPU, and where somebody asks for drafts whatever they cost: those of an H200 with models of
+    4B to 9B. Small models have dearer rounds there, and a CPU takes tokens one by one.
+
+    Args:
+        device: of the model.
+        measured: whether they are corrected.
+        width: see `Costs`; None where a step takes no padding.
+    """
+    width = width or (lambda tokens: tokens)
     if measured and device == "cpu":
-        return Costs(CHECK_CPU, HEAD_CPU, measured)
-    return Costs(CHECK, HEAD, measured)
-
-
-def _nearer(value: float, found: float) -> float:
-    return value + (FASTER if found < value else SLOWER) * (found - value)
+        return Costs(Line(0.0, 0.4), Line(0.0, 0.8), measured, width)
+    return Costs(Line(0.15, 0.08), Line(0.05, 0.18), measured, width)

@@ -1,5 +1,6 @@
 """Settings of speculation, and what they come to for a model and a device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowbit.formats.errors import RequestError
@@ -49,6 +50,6 @@ class Speculation:
         """Makes what proposes the tokens of a sequence, beside the head."""
         return NgramDrafter if self.mode in ("ngram", "auto") else None
 
-    def costs(self, device: str) -> Costs:
-        """What drafts cost on `cpu` or `cuda`; `auto` measures it."""
-        return new_costs(device, measured=self.mode == "auto")
+    def costs(self, device: str, width: Callable[[int], int] | None = None) -> Costs:
+        """What drafts cost on `cpu` or `cuda`, see `new_costs`; `auto` measures it."""
+        return new_costs(device, self.mode == "auto", width)

@@ -12,6 +12,11 @@ from lowbit.runtime.state.step import EXACT_TOKENS
 TRAIL = 128  # positions of a row whose hidden states are kept
 
 
+def trail_of(row: int, position: int) -> int:
+    """Where the hidden state of a position is, in trails of TRAIL positions a row."""
+    return row * TRAIL + position % TRAIL
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Inputs of a round, W = EXACT_TOKENS tokens at most, and what it leaves for the next one.
@@ -31,7 +36,7 @@ class Links:
         starts: [W + 1] int32, the first token of each sequence, then their number.
         chosen: [W] int64, what the model has chosen behind each token.
         seen: [W] int32, positions of the tokens in the round before.
-        trails: [W] int64, where the hidden states of these are, in trails of TRAIL positions a row.
+        trails: [W] int64, where the hidden states of these are, see `trail_of`.
         ends: [W] int64, number of the last of these that was right, by sequence.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
             SCRATCH.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.checks import Checks
+from lowbit.runtime.engine.head_cache import HeadCache
 from lowbit.runtime.engine.head_rounds import HeadRounds
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
@@ -144,30 +145,39 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 def _rounds_through_graphs(
     model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for rounds by the head, whose steps find their sequences on the device."""
-    real, real_step = HeadRounds.round, HeadRounds._step
+    """The same for steps of the head, which find their sequences on the device."""
+    step = HeadCache.step
 
-    def run(rounds: HeadRounds, *sizes: Any) -> None:
-        if recording:
-            recording.pop().replay = lambda: real(rounds, *sizes)
-        else:
-            real(rounds, *sizes)
+    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
+        def run(owner: Any, *sizes: Any) -> None:
+            if recording:
+                recording.pop().replay = lambda: part(owner, *sizes)
+            else:
+                part(owner, *sizes)
 
-    def step(
-        rounds: HeadRounds, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
+        return run
+
+    def step_on_device(
+        cache: HeadCache, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
     ) -> Step:
-        found = real_step(rounds, rows, positions, starts, *rest)
-        if rounds.runner is not model.engine.runner:
+        found = step(cache, rows, positions, starts, *rest)
+        if cache.runner is not model.engine.runner or found.prompt:
             return found
         spans = []
+        tokens = list(zip(rows.tolist(), positions.tolist(), strict=True))
         for m, end in pairwise(starts.tolist()):
-            row, first = int(rows[m]), int(positions[m])
-            assert rows[m:end].tolist() == [row] * (end - m)
-            assert positions[m:end].tolist() == list(range(first, first + end - m))
-            pages = tuple(rounds.runner.tables[row, : pages_for(first + end - m)].tolist())
-            spans.append(Span(row, first, end - m, pages))
-        assert spans[-1].first + spans[-1].count <= found.reach
+            row, first = tokens[m]
+            own = [token for token in tokens[m:end] if token[0] == row != SCRATCH]
+            assert own == [(row, first + place) for place in range(len(own))]
+            nobodys = tokens[m + len(own) : end]
+            assert nobodys == [(SCRATCH, 0)] * len(nobodys) or row == SCRATCH
+            if own:
+                pages = tuple(cache.runner.tables[row, : pages_for(first + len(own))].tolist())
+                spans.append(Span(row, first, len(own), pages))
+            spans += [Span(SCRATCH, 0, 1, (SCRATCH,))] * len(nobodys)
+        assert max(span.first + span.count for span in spans) <= found.reach
         return replace(found, spans=tuple(spans))
 
-    monkeypatch.setattr(HeadRounds, "round", run)
-    monkeypatch.setattr(HeadRounds, "_step", step)
+    monkeypatch.setattr(HeadRounds, "round", on_graphs(HeadRounds.round))
+    monkeypatch.setattr(HeadCache, "part", on_graphs(HeadCache.part))
+    monkeypatch.setattr(HeadCache, "step", step_on_device)

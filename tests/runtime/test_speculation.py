@@ -7,7 +7,7 @@ from itertools import takewhile
 import pytest
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.speculation.costs import Costs, new_costs
+from lowbit.runtime.speculation.costs import Costs, Line, new_costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
 from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace, best_plan, common_plan
@@ -118,29 +118,34 @@ def test_places_are_told_apart() -> None:
 
 
 def test_costs_are_learnt_from_steps() -> None:
-    """Steps that take 10 ms for the first token, 2 for each further one and 1 for a draft."""
-    costs = Costs(check=0.5, head=0.5, measured=True)
-    for number in range(200):
+    """A token takes 10 ms, each further one 2; a round 5 more, and by the head 3 a draft."""
+    costs = Costs(Line(0.5, 0.5), Line(0.5, 0.5), measured=True)
+    for number in range(400):
         late = 50.0 if number % 10 == 0 else 1.0  # something held the device up
+        drafts = 1 + number % 4
         costs.note_step(1, 0.010 * late)
-        costs.note_round(5, 0.018 * late)
-        costs.note_head(4, 1, 0.022 * late)
-    assert costs.check == pytest.approx(0.2, rel=0.35)
-    assert costs.head == pytest.approx(0.1, rel=0.6)
-    assert costs.checking(1)(4) == 1 + 4 * costs.check
-    assert costs.drafting(1)(4) == pytest.approx(1 + 4 * (costs.check + costs.head))
-    # three sequences with two drafts each: nine tokens against three
-    expected = (1 + 8 * costs.check) / (1 + 2 * costs.check)
-    assert costs.checking(3)(2) == pytest.approx(expected)
+        costs.note_round(1 + drafts, (0.015 + 0.002 * drafts) * late)
+        costs.note_head(drafts, 1, (0.010 + 0.003 * drafts) * late)
+    for drafts in (1, 4):
+        assert costs.checking(1)(drafts) == pytest.approx(1.5 + 0.2 * drafts, rel=0.2)
+        assert costs.drafting(1)(drafts) == pytest.approx(1 + 0.3 * drafts, rel=0.2)
+
+
+def test_costs_of_several_sequences_are_those_of_their_tokens() -> None:
+    costs = Costs(Line(0.5, 0.2), Line(0.1, 0.3), width=lambda tokens: -(-tokens // 4) * 4)
+    # three with two drafts each: nine tokens that take twelve, against three that take four
+    assert costs.checking(3)(2) == pytest.approx((1.5 + 11 * 0.2) / (1 + 3 * 0.2))
+    assert costs.drafting(3)(2) == pytest.approx((1.1 + 9 * 0.3) / (1 + 3 * 0.2))
+    assert costs.checking(1)(1) == costs.checking(1)(3) < costs.checking(1)(4)
 
 
 def test_costs_stay_where_nobody_measures() -> None:
     costs = new_costs("cpu", measured=False)
-    first = (costs.check, costs.head)
+    first = (costs.checking(1)(4), costs.drafting(1)(4))
     costs.note_step(1, 1.0)
     costs.note_round(4, 9.0)
     costs.note_head(4, 1, 9.0)
-    assert (costs.check, costs.head) == first
+    assert (costs.checking(1)(4), costs.drafting(1)(4)) == first
 
 
 def test_copies_are_proposed_and_random_text_is_left_alone() -> None:

@@ -8,7 +8,7 @@ from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.head_rounds import new_head_rounds
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.speculation.costs import Costs
+from lowbit.runtime.speculation.costs import Costs, Line
 from lowbit.runtime.speculation.drafter import NewDrafter
 from lowbit.runtime.speculation.pace import Cost
 
@@ -64,4 +64,6 @@ def guessers(
 def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
     checks = Checks(runner)
-    return Drafting(checks, most, new_drafter, new_head_rounds(checks), Costs(0.1, 0.1))
+    return Drafting(
+        checks, most, new_drafter, new_head_rounds(checks), Costs(Line(0.0, 0.1), Line(0.0, 0.2))
+    )
