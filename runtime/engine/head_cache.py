@@ -72,6 +72,8 @@ class HeadCache:
         On a GPU by recorded steps of W positions, the last of which may belong to nobody.
         """
         wide = self.block.shape[1]
+        # What the trail has lost stays unseen. Two rounds may be under way beyond the last token.
+        sequence.headed = max(sequence.headed, sequence.last + 2 * EXACT_TOKENS - TRAIL)
         while (count := min(wide, sequence.last - most - sequence.headed)) > 0:
             first = sequence.headed
             span = Span(sequence.row, first, count, tuple(sequence.pages))

@@ -28,7 +28,7 @@ def tokens_of_round(parts: Numbers[Part], chosen: Numbers[Numbers[int]]) -> NewT
     """The new tokens of a round that has been read, see `new_tokens`."""
     for part, tokens in zip(parts, chosen, strict=True):
         sequence = part.sequence
-        sequence.note(len(part.drafts), len(tokens) - 1)
+        sequence.note(len(part.drafts), _right(sequence, tokens))
         for slot, token in zip(part.writes, tokens, strict=False):
             if not sequence.ended:
                 sequence.go_on(slot)
@@ -46,7 +46,7 @@ def _of_flight(
     under_way = sequence.due > 0
     if not sequence.ended:
         sequence.headed = sequence.last
-        sequence.note_head(flight.drafts, len(tokens) - 1)
+        sequence.note_head(flight.drafts, _right(sequence, tokens))
     for place, token in enumerate(tokens):
         if sequence.ended:
             return
@@ -56,3 +56,9 @@ def _of_flight(
         else:
             sequence.go_on(writes[place])
         yield sequence, token
+
+
+def _right(sequence: Sequence, tokens: Numbers[int]) -> int:
+    """Drafts of a round that were right; those behind the end of the output do not count."""
+    ends = (place for place, token in enumerate(tokens) if token in sequence.request.stop_ids)
+    return next(ends, len(tokens) - 1)

@@ -33,6 +33,7 @@ class GrowingText:
         """The text begins with these ids."""
         self._ids: NDArray[np.int64] = np.array(ids, dtype=np.int64)
         self._length = len(ids)
+        self._found: tuple[int, Match | None] = (0, None)  # by length of the text
 
     def __len__(self) -> int:
         """Tokens."""
@@ -47,6 +48,11 @@ class GrowingText:
 
     def match(self) -> Match | None:
         """The place that ends as the text does with the most tokens; None below LEAST_MATCH."""
+        if self._found[0] != self._length:
+            self._found = self._length, self._search()
+        return self._found[1]
+
+    def _search(self) -> Match | None:
         ids = self._ids[: self._length]
         places = np.flatnonzero(ids[:-1] == ids[-1])  # of the last token that is the same
         length = 1
