@@ -1,9 +1,10 @@
 """Families of models, found by `model_type`."""
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
-from lowbit.formats.architectures import dense, qwen3_5
+from lowbit.formats.architectures import dense, qwen3_5, qwen3_5_moe, qwen3_moe
 from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
@@ -32,7 +33,12 @@ __all__ = [
 
 ARCHITECTURES: Mapping[str, Architecture[Any]] = {
     model_type: family
-    for family in (dense.ARCHITECTURE, qwen3_5.ARCHITECTURE)
+    for family in (
+        dense.ARCHITECTURE,
+        qwen3_moe.ARCHITECTURE,
+        qwen3_5.ARCHITECTURE,
+        qwen3_5_moe.ARCHITECTURE,
+    )
     for model_type in family.model_types
 }
 SUPPORTED = tuple(ARCHITECTURES)
@@ -123,7 +129,8 @@ def never_quantized(config: Mapping[str, Any], names: Collection[str]) -> tuple[
     if found is None or not found.unquantized:
         return ()
     present = {"decoder", *(part_of(config, name) for name in names)}
-    return tuple(pattern for part, pattern in found.unquantized.items() if part in present)
+    patterns = (listed for part, listed in found.unquantized.items() if part in present)
+    return tuple(chain.from_iterable(patterns))
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

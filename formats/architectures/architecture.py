@@ -51,7 +51,7 @@ class Architecture(Generic[C]):
         is_tied: tells from config.json if the head shares the embedding's weight.
         parts: prefixes of the tensors beside the decoder's.
         mtp_layers: key of config.json that counts the layers of the MTP head; None without one.
-        unquantized: for each part, a pattern of module names that no recipe quantizes.
+        unquantized: for each part, patterns of module names that no recipe quantizes.
         float32_roles: roles of tensors that engines keep in FP32.
         stream: linears at the residual stream; None where it cannot be rotated.
     """
@@ -63,6 +63,6 @@ class Architecture(Generic[C]):
     is_tied: Callable[[Mapping[str, Any]], bool] = plain_tied
     parts: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
     mtp_layers: str | None = None
-    unquantized: Mapping[Part, str] = field(default_factory=dict)
+    unquantized: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
     float32_roles: tuple[Role, ...] = ()
     stream: Stream | None = None

@@ -40,10 +40,28 @@ class LinearLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Sizes of a mixture of experts, which is in every layer.
+
+    Attributes:
+        count: experts of a layer.
+        chosen: how many of them every token passes through.
+        inner: width of an expert.
+        shared_inner: width of the expert that all tokens pass through; None without one.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    shared_inner: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Sizes of a decoder; h = hidden_size, I = intermediate_size, D = head_dim.
 
     Attributes:
+        intermediate_size: width of the MLP, or of an expert where there are experts.
         eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
@@ -73,4 +91,9 @@ class Config:
     @property
     def linear_layers(self) -> LinearLayers | None:
         """Layers with a recurrent state; None in a family without them."""
+        return None
+
+    @property
+    def experts(self) -> Experts | None:
+        """Sizes of the experts; None in a family with a dense MLP in every layer."""
         return None

@@ -17,14 +17,15 @@ OLDER_KINDS = {"attention": FULL, "mamba": LINEAR}  # names that transformers st
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 4096
+MAX_EXPERTS = 4096
 TIED = "tie_word_embeddings"
 TEXT = "text_config"  # key of the decoder's config where it is nested in a larger one
 
 VOCABULARY = Field("vocab_size", least=1, most=2**22)
-SIZES = (
+INNER = Field("intermediate_size", least=1, most=2**22)
+SIZES = (  # INNER aside, which mixtures of experts do not have
     VOCABULARY,
     Field("hidden_size", least=1, most=2**20),
-    Field("intermediate_size", least=1, most=2**22),
     Field("num_hidden_layers", least=1, most=MAX_LAYERS),
     Field("num_attention_heads", least=1, most=MAX_HEADS),
     Field("max_position_embeddings", least=1, most=MAX_POSITIONS),
@@ -61,18 +62,23 @@ def text_part(config: Mapping[str, Any]) -> Any:
     return config.get(TEXT, config)
 
 
-def check_features(config: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]]) -> None:
+def check_features(
+    config: Mapping[str, Any],
+    more: Mapping[str, tuple[Any, ...]],
+    read: Collection[str] = (),
+) -> None:
     """Refuse keys that ask for a feature which is not implemented.
 
     Args:
         config: config.json or its text_config.
         more: keys of the family, in the form of NEUTRAL.
+        read: keys that the family implements.
 
     Raises:
         UnsupportedModelError: naming the key and its value.
     """
     for key, neutral in {**NEUTRAL, **more}.items():
-        if key not in config:
+        if key not in config or key in read:
             continue
         value = config[key]
         if not any(type(value) is type(one) and value == one for one in neutral):

@@ -13,6 +13,7 @@ from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import (
     FULL,
     HEAD_DIM,
+    INNER,
     KV_HEADS,
     SIZES,
     TEXT,
@@ -22,6 +23,7 @@ from lowbit.formats.architectures.decoder import (
     read_layer_types,
     read_token_ids,
 )
+from lowbit.formats.architectures.experts import mlp_layer
 from lowbit.formats.architectures.rope import (
     LLAMA3,
     PLAIN,
@@ -35,7 +37,7 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import REQUIRED, Field, read_field, read_fields, shown
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
-QK_NORM = ("qwen3",)  # model types with an RMS norm on every q and k head
+QK_NORM = ("qwen3", "qwen3_moe")  # model types with an RMS norm on every q and k head
 QKV_BIAS = ("qwen2",)  # model types with a bias on q, k and v
 EXPLICIT_HEAD_DIM = ("qwen3",)  # others may leave it out: hidden_size // heads
 WINDOW = Field("sliding_window", least=0, most=2**31, default=None, nullable=True)  # not in use
@@ -67,22 +69,31 @@ class DenseConfig(Config):
             UnsupportedModelError: a key is missing, out of range or names a feature that is not
                 implemented, or two keys disagree.
         """
-        model_type = config.get("model_type")
-        llama = model_type == "llama"
+        llama = config.get("model_type") == "llama"
         check_features(config, LLAMA_FEATURES if llama else FEATURES)
-        values = read_fields(config, (*SIZES, TIED_FIELD))
-        read_field(config, WINDOW)
-        values |= _heads(config, values)
-        read_layer_types(config, values["num_hidden_layers"], (FULL,))
-        rope = _rope(config, values["max_position_embeddings"], LLAMA_THETA if llama else REQUIRED)
-        return cls(
-            **values,
-            rope_theta=rope.theta,
-            qk_norm=model_type in QK_NORM,
-            qkv_bias=model_type in QKV_BIAS,
-            rope_scaling=rope.scaling,
-            eos_token_ids=read_token_ids(config, values["vocab_size"]),
-        )
+        return cls(intermediate_size=read_field(config, INNER), **read_values(config))
+
+
+def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what a DenseConfig holds beside the width of its MLP.
+
+    Raises:
+        UnsupportedModelError: a key is missing or out of range, or two keys disagree.
+    """
+    model_type = config.get("model_type")
+    values = read_fields(config, (*SIZES, TIED_FIELD))
+    read_field(config, WINDOW)
+    values |= _heads(config, values)
+    read_layer_types(config, values["num_hidden_layers"], (FULL,))
+    theta = LLAMA_THETA if model_type == "llama" else REQUIRED
+    rope = _rope(config, values["max_position_embeddings"], theta)
+    return values | {
+        "rope_theta": rope.theta,
+        "qk_norm": model_type in QK_NORM,
+        "qkv_bias": model_type in QKV_BIAS,
+        "rope_scaling": rope.scaling,
+        "eos_token_ids": read_token_ids(config, values["vocab_size"]),
+    }
 
 
 def _heads(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -112,18 +123,15 @@ def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfi
 
 def tensor_table(config: DenseConfig, prefix: str) -> list[TensorSpec]:
     """All tensors of the checkpoint, in the order of the forward pass."""
-    h, inner = config.hidden_size, config.intermediate_size
+    h = config.hidden_size
     table = [TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding")]
     for i in range(config.num_hidden_layers):
         p = f"{prefix}layers.{i}"
-        gate_up = f"{p}.mlp.gate_up"
         table += [
             TensorSpec(f"{p}.input_layernorm.weight", (h,), "norm"),
             *_attention(config, f"{p}.self_attn"),
             TensorSpec(f"{p}.post_attention_layernorm.weight", (h,), "norm"),
-            TensorSpec(f"{p}.mlp.gate_proj.weight", (inner, h), "mlp", gate_up),
-            TensorSpec(f"{p}.mlp.up_proj.weight", (inner, h), "mlp", gate_up),
-            TensorSpec(f"{p}.mlp.down_proj.weight", (h, inner), "mlp"),
+            *mlp_layer(config, f"{p}.mlp"),
         ]
     table += [
         TensorSpec(f"{prefix}norm.weight", (h,), "norm"),

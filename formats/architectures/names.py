@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 _LAYER = re.compile(r"^((?:.*\.)?)layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MODEL = re.compile(r"^model\.(?:language_model\.)?")
 MTP_PREFIX = "mtp."  # of the multi-token-prediction head, which has layers of its own
 
@@ -43,3 +44,22 @@ def without_model(name: str) -> str:
     'norm.weight'
     """
     return _MODEL.sub("", name)
+
+
+def expert_of(name: str) -> int | None:
+    """Number of the expert that a tensor or module belongs to; None for others.
+
+    >>> expert_of("model.layers.0.mlp.experts.17.up_proj")
+    17
+    """
+    match = _EXPERT.search(name)
+    return None if match is None else int(match[1])
+
+
+def any_expert(name: str) -> str:
+    """A name with `*` for the number of its expert; the same for all experts of a layer.
+
+    >>> any_expert("model.layers.0.mlp.experts.17.up_proj")
+    'model.layers.0.mlp.experts.*.up_proj'
+    """
+    return _EXPERT.sub(".experts.*.", name)

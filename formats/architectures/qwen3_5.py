@@ -13,6 +13,7 @@ from lowbit.formats.architectures.config import Config, LinearLayers
 from lowbit.formats.architectures.decoder import (
     FULL,
     HEAD_DIM,
+    INNER,
     KV_HEADS,
     LINEAR,
     MAX_HEAD_DIM,
@@ -26,6 +27,7 @@ from lowbit.formats.architectures.decoder import (
     read_layer_types,
     read_token_ids,
 )
+from lowbit.formats.architectures.experts import mlp_layer
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.architectures.rope import SHARE, check_sections, read_rope
 from lowbit.formats.architectures.table import TensorSpec
@@ -33,6 +35,7 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field, read_fields, shown
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")  # with nested config, text-only
+TEXT_ONLY = "_text"  # ends the model_type of a config that is not nested
 NESTED_PREFIX = "model.language_model."  # on the Hub; text-only checkpoints have `model.`
 VISION_PREFIXES = ("model.visual.", "visual.")
 VISION_PATTERN = "re:.*visual.*"
@@ -111,21 +114,30 @@ class Qwen35Config(Config):
         """
         text = text_of(config)
         check_features(text, FEATURES)
-        values = read_fields(text, FIELDS)
-        check_multiple(values, "num_attention_heads", "num_key_value_heads")
-        check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
-        check_sections(text)
-        rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
-        _check_rotary(values["head_dim"], rope.share)
-        return cls(
-            **values,
-            rope_theta=rope.theta,
-            rotary_share=rope.share,
-            layer_types=_layer_types(text, values["num_hidden_layers"]),
-            tie_word_embeddings=is_tied(config),
-            mtp_layers=read_field(text, MTP_FIELD),
-            eos_token_ids=read_token_ids(text, values["vocab_size"]),
-        )
+        return cls(intermediate_size=read_field(text, INNER), **read_values(config))
+
+
+def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what a Qwen35Config holds beside the width of its MLP.
+
+    Raises:
+        UnsupportedModelError: a key is missing or out of range, or two keys disagree.
+    """
+    text = text_of(config)
+    values = read_fields(text, FIELDS)
+    check_multiple(values, "num_attention_heads", "num_key_value_heads")
+    check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
+    check_sections(text)
+    rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
+    _check_rotary(values["head_dim"], rope.share)
+    return values | {
+        "rope_theta": rope.theta,
+        "rotary_share": rope.share,
+        "layer_types": _layer_types(text, values["num_hidden_layers"]),
+        "tie_word_embeddings": is_tied(config),
+        "mtp_layers": read_field(text, MTP_FIELD),
+        "eos_token_ids": read_token_ids(text, values["vocab_size"]),
+    }
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,18 +146,19 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         UnsupportedModelError: there is none where transformers looks for it.
     """
-    model_type, text = config.get("model_type"), config.get(TEXT)
-    if model_type == MODEL_TYPES[1]:
+    model_type, text = str(config.get("model_type", MODEL_TYPES[0])), config.get(TEXT)
+    nested = model_type.removesuffix(TEXT_ONLY)
+    if model_type != nested:
         if TEXT in config:
             raise UnsupportedModelError(
                 f"config.json: `{TEXT}` beside model_type `{model_type}`, which has none",
-                hint=f"the model_type of a nested config is `{MODEL_TYPES[0]}`",
+                hint=f"the model_type of a nested config is `{nested}`",
             )
         return config
     if not isinstance(text, dict):
         raise UnsupportedModelError(
             f"config.json: `{TEXT}` must be an object, got {shown(text)}",
-            hint=f"the model_type of a config without it is `{MODEL_TYPES[1]}`",
+            hint=f"the model_type of a config without it is `{nested}{TEXT_ONLY}`",
         )
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) and config[key] != text.get(key):
@@ -153,8 +166,8 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"config.json: `{key}` beside `{TEXT}`, where transformers does not read it",
                 hint=f"move it into `{TEXT}`",
             )
-    inner = text.get("model_type", MODEL_TYPES[1])
-    if inner not in MODEL_TYPES:
+    inner = text.get("model_type", nested)
+    if inner not in (nested, nested + TEXT_ONLY):
         raise UnsupportedModelError(
             f"config.json: `{TEXT}.model_type` {shown(inner)} beside model_type `{model_type}`"
         )
@@ -224,16 +237,13 @@ def tensor_table(config: Qwen35Config, prefix: str) -> list[TensorSpec]:
 
 
 def _layer(config: Qwen35Config, p: str, kind: str) -> list[TensorSpec]:
-    h, inner = config.hidden_size, config.intermediate_size
-    gate_up = f"{p}.mlp.gate_up"
+    h = config.hidden_size
     mixer = _attention if kind == FULL else _delta_net
     return [
         TensorSpec(f"{p}.input_layernorm.weight", (h,), "norm"),
         *mixer(config, p),
         TensorSpec(f"{p}.post_attention_layernorm.weight", (h,), "norm"),
-        TensorSpec(f"{p}.mlp.gate_proj.weight", (inner, h), "mlp", gate_up),
-        TensorSpec(f"{p}.mlp.up_proj.weight", (inner, h), "mlp", gate_up),
-        TensorSpec(f"{p}.mlp.down_proj.weight", (h, inner), "mlp"),
+        *mlp_layer(config, f"{p}.mlp"),
     ]
 
 
@@ -296,6 +306,6 @@ ARCHITECTURE = Architecture(
     is_tied=is_tied,
     parts={"vision": VISION_PREFIXES, "mtp": (MTP_PREFIX,)},
     mtp_layers=MTP_LAYERS,
-    unquantized={"vision": VISION_PATTERN, "decoder": GATES_PATTERN},
+    unquantized={"vision": (VISION_PATTERN,), "decoder": (GATES_PATTERN,)},
     float32_roles=("norm", "delta_state"),
 )

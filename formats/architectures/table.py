@@ -5,13 +5,16 @@ from typing import Literal
 
 # Roles of a gated DeltaNet: delta_in is its qkv and z, delta_out its output, delta_gate the two
 # projections of its gates, delta_state the convolution and parameters of its recurrence.
-# mtp: multi-token prediction. bias: bias of a linear.
+# mtp: multi-token prediction. bias: bias of a linear. expert: an expert that tokens are routed to;
+# the one that all tokens pass through is an mlp. router: chooses experts, or weighs the shared one.
 Role = Literal[
     "embedding",
     "norm",
     "bias",
     "attention",
     "mlp",
+    "expert",
+    "router",
     "head",
     "delta_in",
     "delta_out",
@@ -20,7 +23,7 @@ Role = Literal[
     "mtp",
 ]
 QUANTIZABLE: frozenset[str] = frozenset(
-    {"attention", "mlp", "head", "delta_in", "delta_out", "mtp"}
+    {"attention", "mlp", "expert", "head", "delta_in", "delta_out", "mtp"}
 )
 
 

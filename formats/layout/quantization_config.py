@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
+from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, expert_of, split_layer
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.scheme import Scheme
 
@@ -160,7 +160,9 @@ def write_quantization_config(
     Raises:
         FormatError: modules of different schemes that suffix patterns cannot tell apart.
     """
-    used = sorted({s for s in schemes.values() if s is not None}, key=str)
+    experts = {s for module, s in schemes.items() if _is_decoders_expert(module)}
+    # transformers takes the scheme of all experts from the first group that names some.
+    used = sorted({s for s in schemes.values() if s}, key=lambda s: (s not in experts, str(s)))
     targets = {scheme: _patterns(schemes, scheme) for scheme in used}
     ignore = [*never, *_patterns(schemes, None)]
     written = QuantizationConfig(
@@ -173,6 +175,11 @@ def write_quantization_config(
                 f"`{module}`: no suffix pattern tells it from a module of another scheme"
             )
     return section_of(targets, ignore)
+
+
+def _is_decoders_expert(module: str) -> bool:
+    """Tell if a module is part of an expert, and not one of multi-token prediction."""
+    return expert_of(module) is not None and not module.startswith(MTP_PREFIX)
 
 
 def section_of(
@@ -221,15 +228,16 @@ def _patterns(schemes: Mapping[str, Scheme | None], wanted: Scheme | None) -> li
 
 def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start: str) -> list[str]:
     """Patterns for the modules of one scheme, one for each kind of linear, after `start`."""
-    layers: dict[str, list[int]] = {}  # kind of linear -> layers with the wanted scheme
+    # Kind of linear, the same for all experts of a layer -> layers with the wanted scheme.
+    layers: dict[str, dict[int, None]] = {}
     others: set[str] = set()  # kinds that have another scheme somewhere
     plain = []
     for module, scheme in schemes.items():
-        _, layer, kind = split_layer(module)
+        _, layer, kind = split_layer(any_expert(module))
         if layer is None:
             plain += [module] if scheme == wanted else []
         elif scheme == wanted:
-            layers.setdefault(kind, []).append(layer)
+            layers.setdefault(kind, {})[layer] = None
         else:
             others.add(kind)
     patterns = []
@@ -240,7 +248,8 @@ def _suffixes(schemes: Mapping[str, Scheme | None], wanted: Scheme | None, start
 
 
 def _quote(name: str) -> str:
-    return name.replace(".", "[.]")
+    """A pattern for a name, in which `*` stands for the number of an expert."""
+    return name.replace(".", "[.]").replace("*", r"\d+")
 
 
 def unserved(scheme: Scheme, served_bits: Collection[int]) -> str | None:

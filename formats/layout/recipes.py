@@ -14,10 +14,13 @@ GROUP_SIZE = 128  # default
 
 # Bits by recipe and role. By published sensitivities the output of a gated DeltaNet suffers most,
 # then attention, then MLP. Multi-token prediction only drafts: its errors cost speed alone.
+_ATTENTION = ("attention", "delta_in")
+_MLP = ("mlp", "expert")
+_ALWAYS = {"delta_out": 8, "head": 8, "mtp": 4}
 BITS_BY_ROLE: dict[Base, dict[str, int]] = {
-    "int4": {"attention": 4, "delta_in": 4, "delta_out": 8, "mlp": 4, "head": 8, "mtp": 4},
-    "int8": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 8, "head": 8, "mtp": 4},
-    "mixed": {"attention": 8, "delta_in": 8, "delta_out": 8, "mlp": 4, "head": 8, "mtp": 4},
+    "int4": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 4)},
+    "int8": {**_ALWAYS, **dict.fromkeys((*_ATTENTION, *_MLP), 8)},
+    "mixed": {**_ALWAYS, **dict.fromkeys(_ATTENTION, 8), **dict.fromkeys(_MLP, 4)},
 }
 
 

@@ -18,23 +18,10 @@ from torch import Tensor
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, reopen
 from lowbit.formats.files.strict_json import loads, object_of
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from lowbit.formats.safetensors.fused import split_experts
+from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES as DTYPE_NAMES
+from lowbit.formats.safetensors.tensor_info import DTYPES as DTYPES
+from lowbit.formats.safetensors.tensor_info import TensorInfo as TensorInfo
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,37 +30,6 @@ MAX_CONFIG_BYTES = 5_000_000  # bound of config.json, which may list 50,000 dens
 MAX_HEADER_BYTES = 64_000_000  # the safetensors library allows 100 MB, which take 2 GB when parsed
 MAX_SIZE = 2**63 - 1  # bound of a dimension or an offset
 MAX_DIMENSIONS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Dtype, shape and position of one stored tensor.
-
-    Attributes:
-        name: as in the header.
-        dtype: torch dtype of the stored values.
-        shape: size of every dimension.
-        file: name of the shard inside the folder.
-        offset: position of the first byte in the file.
-        nbytes: length of the data.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    nbytes: int
-
-    @property
-    def dtype_name(self) -> str:
-        """The safetensors name of the dtype, `BF16` for instance."""
-        return DTYPE_NAMES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, which is everything below the first dimension."""
-        return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 DerivedRows = Callable[[int, int, torch.device], Tensor]  # start, stop, device
@@ -211,8 +167,12 @@ def join_headers(
 ) -> dict[str, TensorInfo]:
     """Join the tensors of all shards by name, and check them against the index.
 
+    Returns:
+        Headers by name; fused experts appear one by one.
+
     Raises:
-        CheckpointError: a tensor is in two shards, or index and shards disagree.
+        CheckpointError: a tensor is in two shards, index and shards disagree, or a layer holds
+            experts fused and one by one.
     """
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
@@ -224,7 +184,7 @@ def join_headers(
             tensors[name] = info
     if index is not None:
         _check_index(index, tensors)
-    return tensors
+    return split_experts(tensors)
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:

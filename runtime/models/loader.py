@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lowbit.formats.architectures import (
 )
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import DraftHead, open_draft_head
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.layout.packing import SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
@@ -118,6 +119,7 @@ def open_model(
         source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
+    _check_built(config)
     parts = {spec: part_of(config, spec.name) for spec in packed.specs}
     head &= "mtp" in parts.values()
     wanted = ("decoder", "mtp") if head else ("decoder",)
@@ -129,6 +131,16 @@ def open_model(
         head=head,
         draft=open_draft_head(folder, config) if head and quantize is None else None,
     )
+
+
+def _check_built(config: Mapping[str, Any]) -> None:
+    """Refuse a family that can be converted but has no model here."""
+    if config["model_type"] not in BUILD:
+        raise UnsupportedModelError(
+            f"config.json: model_type `{config['model_type']}` can be converted, lowbit-run cannot "
+            "run it yet",
+            hint="serve the folder with vLLM or transformers",
+        )
 
 
 def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: int) -> Decoder:

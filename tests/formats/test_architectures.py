@@ -132,7 +132,7 @@ def refused(changes: dict[str, Any], words: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen3_moe", "phi3", "", None, 3, ["qwen3"]])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2_moe", "phi3", "", None, 3, ["qwen3"]])
 def test_unknown_model_type_is_named(model_type: Any) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         tensor_table({**QWEN3["8B"], "model_type": model_type})

@@ -14,7 +14,6 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from transformers import Qwen3_5TextConfig as TheirTextConfig
 
 from lowbit.formats.architectures import (
-    SUPPORTED,
     is_carried,
     is_tied,
     never_quantized,
@@ -177,16 +176,6 @@ def test_later_dense_models_have_the_same_table() -> None:
     later = MODELS["Qwen3.6-27B"]["config"]
     assert tensor_table(later) == tensor_table(config("27B"))
     assert Qwen35Config.from_hf(later) == Qwen35Config.from_hf(config("27B"))
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-30B-A3B"])
-def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
-    content = MODELS[name]["config"]
-    with pytest.raises(UnsupportedModelError) as caught:
-        tensor_table(content)
-    message = f"config.json: model_type `{content['model_type']}` is not supported"
-    assert str(caught.value) == message
-    assert "qwen3_5" in SUPPORTED
 
 
 def test_defaults_of_absent_keys() -> None:

@@ -90,7 +90,7 @@ def test_broken_config(refuse: Refuse, small: Path, content: str) -> None:
     refuse(small, ".*config.json` (is not valid JSON|does not hold a JSON object).*", None)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen3_moe", None, 7])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2_moe", None, 7])
 def test_unknown_architecture(refuse: Refuse, small: Path, model_type: object) -> None:
     set_config(small, model_type=model_type)
     message = f"config.json: model_type `{model_type}` is not supported"
