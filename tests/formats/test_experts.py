@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig as TheirConfig
 from transformers import Qwen3MoeForCausalLM
 
@@ -158,3 +158,16 @@ def test_an_absent_norm_of_the_chosen_weights_is_false() -> None:
     del content["norm_topk_prob"]
     with pytest.raises(UnsupportedModelError, match="norm_topk_prob"):
         tensor_table(content)
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-qwen3.5-moe"])
+def test_bundled_models_have_exactly_the_tensors_of_the_table(kind: str) -> None:
+    folder = ROOT / "examples/models" / kind
+    checkpoint = open_checkpoint(folder)
+    table = tensor_table(checkpoint.config, checkpoint.tensors)
+    expected = {spec.name: spec.shape for spec in table if spec.role != "head"}  # tied
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == expected
+    stored = load_file(folder / "model.safetensors")
+    fused = [name for name in stored if name.endswith("experts.gate_up_proj")]
+    assert len(fused) == (4 if kind == "tiny-qwen3.5-moe" else 0)
+    assert (folder / "model.safetensors").stat().st_size <= 12_000_000
