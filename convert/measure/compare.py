@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowbit.convert.measure.pair import open_pair
-from lowbit.convert.measure.weights import WeightQuality, WeightSums
+from lowbit.convert.measure.weights import WeightQuality, WeightSums, quality_rows
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied
@@ -19,7 +19,7 @@ def measure_weights(
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WeightQuality, ...]:
-    """One row a packed linear, in the order of the file.
+    """One row a packed linear, or for all experts of a layer, in the order of the file.
 
     Args:
         source: folder of the original checkpoint.
@@ -39,7 +39,7 @@ def measure_weights(
         raise CheckpointError(f"`{packed}` holds no packed linear")
     sizes = {module: _size(quantized, module) for module in schemes}
     total, done = sum(sizes.values()), 0
-    rows = []
+    found = []
     for module, scheme in schemes.items():
         name = _source_name(originals, module)
         if originals.shape(name) != quantized.shape(f"{module}.weight"):
@@ -52,11 +52,11 @@ def measure_weights(
         blocks = quantized.packed_rows(module, count, place)
         for (_, w), (_, p, scale) in zip(originals.rows(name, count, place), blocks, strict=True):
             sums.add(w, p, scale, scheme)
-        rows.append(sums.finish(module, scheme))
+        found.append((module, scheme, sums))
         done += sizes[module]
         if progress is not None:
             progress(done, total)
-    return tuple(rows)
+    return quality_rows(found)
 
 
 def _size(weights: Weights, module: str) -> int:

@@ -1,15 +1,17 @@
 """Differences between two packed checkpoints: configuration, recipe, and every tensor."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.draft_head import DRAFT_FILE
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.layout.packing import PACKED, SCALE, unpack
@@ -34,15 +36,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LinearDifference:
-    """A linear whose weights differ.
+    """A linear whose weights differ, or all experts of a layer that do.
 
     Attributes:
-        module: its name.
+        module: its name; `*` stands for the numbers of experts.
         a: scheme in the first folder, `BF16` and the like where it is not packed.
         b: same in the second.
         codes: share of codes that differ; None where the schemes do.
         scales: share of scales that differ; None where the schemes do.
         distance: |A - B| / |A| of the weights that a reader sees.
+        linears: how many differ; the other figures are of these.
     """
 
     module: str
@@ -51,6 +54,7 @@ class LinearDifference:
     codes: float | None
     scales: float | None
     distance: float
+    linears: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,19 @@ class Difference:
         return not (self.config or self.only_a or self.only_b or self.linears or self.others)
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The difference of one linear; `error` and `power` are sums of squares."""
+
+    module: str
+    a: str
+    b: str
+    codes: float | None
+    scales: float | None
+    error: float
+    power: float
+
+
 def difference(a: Path, b: Path, progress: Progress) -> Difference:
     """Compare two folders, reading both in blocks.
 
@@ -96,7 +113,8 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
     carried = [{info.name for info in side.carried} for side in packed]
     both = [name for name in names[0] if name in names[1]]
     shared = sorted(carried[0] & carried[1])
-    linears, others, equal = [], [], 0
+    found: list[_Change] = []
+    others, equal = [], 0
     for place, name in enumerate(both + shared):
         progress("compare", place, len(both) + len(shared))
         spec = names[0].get(name)
@@ -106,11 +124,11 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
             else:
                 others.append(name)
             continue
-        found = _compare(packed, weights, spec.module, name)
-        if found is None:
+        change = _compare(packed, weights, spec.module, name)
+        if change is None:
             equal += 1
         else:
-            linears.append(found)
+            found.append(change)
     progress("compare", 1, 1)
     drafts = [_hash_if_there(folder / DRAFT_FILE) for folder in (a, b)]
     if None not in drafts and drafts[0] != drafts[1]:
@@ -127,7 +145,7 @@ def difference(a: Path, b: Path, progress: Progress) -> Difference:
         else (),
         only_a=tuple(sorted(everything[0] - everything[1])),
         only_b=tuple(sorted(everything[1] - everything[0])),
-        linears=tuple(linears),
+        linears=_rows(found),
         others=tuple(others),
         equal=equal,
         other_basis=len({is_rotated(side.manifest) for side in packed}) > 1,
@@ -169,7 +187,7 @@ def _compare(
     weights: tuple[Weights, Weights],
     module: str,
     name: str,
-) -> LinearDifference | None:
+) -> _Change | None:
     """The difference of a linear; None where there is none."""
     schemes = [side.schemes.get(module) for side in packed]
     scheme = schemes[0] if schemes[0] == schemes[1] else None
@@ -188,14 +206,45 @@ def _compare(
         error += float((x - y).square_().sum(dtype=torch.float64))
         power += float(x.square().sum(dtype=torch.float64))
     codes, scales = (None, None) if scheme is None else _changed(weights, module, scheme, N, K)
-    return LinearDifference(
+    return _Change(
         module=module,
         a=_scheme_text(schemes[0], weights[0], name),
         b=_scheme_text(schemes[1], weights[1], name),
         codes=codes,
         scales=scales,
-        distance=math.sqrt(error / power) if power else math.inf if error else 0.0,
+        error=error,
+        power=power,
     )
+
+
+def _rows(found: Sequence[_Change]) -> tuple[LinearDifference, ...]:
+    """A row of every linear, one for all experts of a layer with the same schemes."""
+    groups: dict[tuple[str, str, str], list[_Change]] = {}
+    for change in found:
+        groups.setdefault((any_expert(change.module), change.a, change.b), []).append(change)
+    return tuple(
+        LinearDifference(
+            module=module,
+            a=a,
+            b=b,
+            codes=_mean(change.codes for change in members),
+            scales=_mean(change.scales for change in members),
+            distance=_distance(sum(c.error for c in members), sum(c.power for c in members)),
+            linears=len(members),
+        )
+        for (module, a, b), members in groups.items()
+    )
+
+
+def _distance(error: float, power: float) -> float:
+    return math.sqrt(error / power) if power else math.inf if error else 0.0
+
+
+def _mean(shares: Iterable[float | None]) -> float | None:
+    """Mean over linears of one size; None where the share of one is not known."""
+    values = list(shares)
+    known = [share for share in values if share is not None]
+    return fmean(known) if len(known) == len(values) else None
 
 
 def _changed(

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.metrics import LogitSums, TokenFigures
-from lowbit.convert.measure.outputs import Call, output_error, recorded_linears
+from lowbit.convert.measure.outputs import (
+    Call,
+    Squares,
+    output_error,
+    recorded_linears,
+    squares,
+)
+from lowbit.convert.measure.routing import Routes, Routing, RoutingSums
 from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import (
@@ -26,6 +33,7 @@ from lowbit.convert.original.walk import (
     load_layer,
     pass_through,
 )
+from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import CheckpointError
 
 SUM_TOKENS = {"cpu": 32, "cuda": 2048}  # of a block at a time, so that FP64 stays in cache
@@ -41,15 +49,17 @@ class Comparison:
     Attributes:
         figures: of the packed model against the original.
         noise: of the original in BF16 against itself; None where no window was asked for.
-        output_errors: relative, of the packed linears in decoder layers, by module; empty where no
-            window was asked for.
+        output_errors: relative, of the packed linears in decoder layers, by module, or by all
+            experts of a layer; empty where no window was asked for.
         states: [windows, T - 1, h] inputs of both heads on the windows asked for, original first.
+        routing: of tokens to experts in both models; None without experts.
     """
 
     figures: TokenFigures
     noise: TokenFigures | None
     output_errors: Mapping[str, float]
     states: tuple[Tensor, Tensor]
+    routing: Routing | None
 
 
 def compare(
@@ -74,24 +84,29 @@ def compare(
     """
     original, packed = models
     schemes = packed.weights.packed_schemes()
-    errors: dict[str, float] = {}
+    errors: dict[str, list[Squares]] = {}
+    routing = RoutingSums(original.weights.checkpoint.config)
     with block_map(device) as each:
         hidden = [embed(model, windows, device) for model in models]
         rounded = hidden[0][:noisy].to(torch.bfloat16)
         for number in range(len(original.layers)):
-            calls = _original_layer(original, number, hidden[0], rounded, watched, each)
+            routes = routing.new(windows, noisy)
+            calls = _original_layer(original, number, hidden[0], rounded, watched, each, routes)
             layer = load_layer(packed, number, device)
             for name in calls:
                 module = f"{packed.prefix}layers.{number}.{name}"
                 if module in schemes and calls[name]:
-                    errors[module] = output_error(layer.get_submodule(name), calls[name])
+                    found = squares(layer.get_submodule(name), calls[name])
+                    errors.setdefault(any_expert(module), []).extend(found)
             calls.clear()
-            pass_through(layer, packed.arguments[number], hidden[1], each)
+            pass_through(layer, packed.arguments[number], hidden[1], each, routes.packed)
+            routing.add(routes)
             advance(_weights(layer) * (2 * windows.numel() + windows[:noisy].numel()))
         figures, noise = _compare_heads(models, windows, hidden, rounded, each, advance)
     count, T = windows.shape
     a, b = (states.view(count, T - 1, -1)[list(drafted)] for states in hidden)
-    return Comparison(figures, noise, errors, (a, b))
+    outputs = {module: output_error(found) for module, found in errors.items()}
+    return Comparison(figures, noise, outputs, (a, b), routing.finish())
 
 
 def work(model: LayeredModel, windows: Tensor, noisy: int = 0) -> int:
@@ -102,16 +117,24 @@ def work(model: LayeredModel, windows: Tensor, noisy: int = 0) -> int:
 
 
 def _original_layer(
-    model: LayeredModel, number: int, hidden: Tensor, rounded: Tensor, watched: int, each: BlockMap
+    model: LayeredModel,
+    number: int,
+    hidden: Tensor,
+    rounded: Tensor,
+    watched: int,
+    each: BlockMap,
+    routes: Routes,
 ) -> dict[str, list[Call]]:
     """Pass all windows through a layer of the original; what its linears saw of those watched."""
     layer = load_layer(model, number, hidden.device)
     arguments = model.arguments[number]
+    first, rest = routes.cut(watched)
     with recorded_linears(layer) as calls:
-        pass_through(layer, arguments, hidden[:watched], each)
-    pass_through(layer, arguments, hidden[watched:], each)
+        pass_through(layer, arguments, hidden[:watched], each, first)
+    pass_through(layer, arguments, hidden[watched:], each, rest)
     if len(rounded):
-        pass_through(layer.to(torch.bfloat16), _rounded(arguments), rounded, each)
+        layer = layer.to(torch.bfloat16)
+        pass_through(layer, _rounded(arguments), rounded, each, routes.rounded)
     return calls
 
 

@@ -110,7 +110,9 @@ def measure_logits(
             _check_finite(figures, source, packed)
             far = positions(figures, long.shape[1])
     flips = find_flips(source, cut, found.figures)
-    logits = replace(_summarize(found, cut, far, flips, place), drafting=drafting)
+    logits = replace(
+        _summarize(found, cut, far, flips, place), drafting=drafting, routing=found.routing
+    )
     return Measured(logits, found.output_errors)
 
 

@@ -1,7 +1,7 @@
 """Output error of linears: the packed weights on the inputs that the original's get."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Call = tuple[Tensor, Tensor]  # input, output
+Squares = tuple[float, float]  # of the error, of the output
 
 
 @contextmanager
@@ -36,14 +37,15 @@ def _note(
     calls.append((inputs[0], output))
 
 
-def output_error(linear: torch.nn.Module, calls: Iterable[Call]) -> float:
-    """|x P^T - y| / |y| over the calls of the original linear, with P the weights of this one."""
-    errors, norms = [], []
-    for x, y in calls:
-        errors.append(_square(linear(x) - y))
-        norms.append(_square(y))
+def squares(linear: torch.nn.Module, calls: Iterable[Call]) -> list[Squares]:
+    """|x P^T - y|^2 and |y|^2 of the original linear's calls, with P the weights of this one."""
+    return [(_square(linear(x) - y), _square(y)) for x, y in calls]
+
+
+def output_error(found: Sequence[Squares]) -> float:
+    """|x P^T - y| / |y| over all calls, of one linear or of several."""
     # Threads record calls in any order, and fsum gives one sum for all orders.
-    error, norm = math.fsum(errors), math.fsum(norms)
+    error, norm = (math.fsum(column) for column in zip(*found, strict=True))
     if norm == 0:
         return 0.0 if error == 0 else math.inf
     return math.sqrt(error / norm)

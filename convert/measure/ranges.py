@@ -18,6 +18,8 @@ COSINE = (-1.001, INF)  # infinite: a figure that was not finite
 RANGES: Mapping[str, tuple[float, float]] = {
     "top1_agreement": SHARE,
     **dict.fromkeys(("clipped_share", "agreement", "accepted", "covered"), SHARE),
+    **dict.fromkeys(("same_set", "same_experts", "same_set_bf16", "by_layer"), SHARE),
+    **dict.fromkeys(("experts", "chosen"), COUNT),
     **dict.fromkeys(("reached", "drafted_windows"), COUNT),
     **dict.fromkeys(("right", "draft_rows"), POSITIVE),
     "tokens_a_round": (1.0, INF),
@@ -34,6 +36,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("prompt_tokens", "new_tokens", "context"), COUNT),
     **dict.fromkeys(("weight_bytes", "peak_bytes", "first_token_s"), POSITIVE),
     "decode_tokens_per_s": POSITIVE,
+    **dict.fromkeys(("worst_expert", "worst_expert_l2"), POSITIVE),
     "held_out_excess": (-1.0, INF),
     "window": (2, INF),
     "stop": COUNT,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowbit.convert.measure.ranges import check_ranges
+from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.uncertainty import mean_error
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.errors import FormatError
@@ -208,6 +209,7 @@ class LogitQuality:
         flips: at most 12 examples, the largest KL first, at most one a window.
         kl_error: standard error of `kl_mean` over windows; None if they are too few.
         drafting: of the head for multi-token prediction; None without one.
+        routing: of tokens to experts, on all texts; None without experts.
     """
 
     text_name: str
@@ -237,6 +239,7 @@ class LogitQuality:
     flips: tuple[Flip, ...] = ()
     kl_error: float | None = None
     drafting: Drafting | None = None
+    routing: Routing | None = None
 
     @property
     def perplexity_change(self) -> float:
@@ -318,6 +321,8 @@ def read_quality(folder: Path) -> QualityReport | None:
     _add_missing(content, ("held_out_excess",))
     if schema == 2:
         _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
+    for row in rows if isinstance(rows := content.get("weights"), list) else ():
+        _add_missing(row, ("worst_expert", "worst_expert_l2"))
     content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
     content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
     if content.get("logits") is not None:
@@ -331,7 +336,7 @@ def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     if not isinstance(content, dict):
         raise FormatError(f"`{where}` is not an object")
     parsed = dict(content)
-    _add_missing(parsed, ("drafting",))
+    _add_missing(parsed, ("drafting", "routing"))
     if schema == 2:
         _add_missing(parsed, ("kl_error",))
         for key, missing in (("positions", ("kl_error",)), ("kinds", ("kl_p99", "kl_error"))):
@@ -349,6 +354,8 @@ def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     )
     if content.get("noise") is not None:
         parsed["noise"] = record(Noise, content["noise"], f"{where}: noise")
+    if parsed["routing"] is not None:
+        parsed["routing"] = record(Routing, parsed["routing"], f"{where}: routing")
     if parsed["drafting"] is not None:
         parsed["drafting"] = _drafting(parsed["drafting"], f"{where}: drafting")
     if schema == 2:

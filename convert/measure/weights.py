@@ -1,20 +1,22 @@
 """Error of packed weights against their source, accumulated block by block."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.layout.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)
 class WeightQuality:
-    """One quantized tensor against its source.
+    """One quantized tensor, or one of every expert of a layer, against its source.
 
     Attributes:
-        name: of the module, without `.weight`.
+        name: of the module, without `.weight`; `*` stands for the numbers of experts.
         bits: of a code.
         group_size: weights that share a scale; None for a whole row.
         weights: number of weights.
@@ -23,7 +25,9 @@ class WeightQuality:
         sqnr_db: -20 log10(relative_l2).
         clipped_share: share of weights that lie more than half a step beyond the code range.
         output_error: |x (W - P)^T| / |x W^T| on inputs x that the original gets from the evaluation
-            text; None where it was not measured.
+            text; None where it was not measured. Of experts, over the tokens routed to them.
+        worst_expert: number of the expert with the largest relative error; None for one tensor.
+        worst_expert_l2: its relative error.
     """
 
     name: str
@@ -35,6 +39,8 @@ class WeightQuality:
     sqnr_db: float
     clipped_share: float
     output_error: float | None = None
+    worst_expert: int | None = None
+    worst_expert_l2: float | None = None
 
 
 @dataclass(slots=True)
@@ -80,9 +86,14 @@ class WeightSums:
         self.clipped += other.clipped
         self.weights += other.weights
 
+    @property
+    def relative_l2(self) -> float:
+        """The error's norm over the source's; an all-zero tensor that stays zero is perfect."""
+        return math.sqrt(self.error / self.source) if self.source else 0.0
+
     def finish(self, name: str, scheme: Scheme) -> WeightQuality:
-        """The figures of the tensor; an all-zero tensor that stays zero is perfect."""
-        relative = math.sqrt(self.error / self.source) if self.source else 0.0
+        """The figures of the tensor."""
+        relative = self.relative_l2
         norms = math.sqrt(self.source * self.packed)
         return WeightQuality(
             name=name,
@@ -94,6 +105,29 @@ class WeightSums:
             sqnr_db=-20 * math.log10(relative) if relative else math.inf,
             clipped_share=self.clipped / self.weights if self.weights else 0.0,
         )
+
+
+def quality_rows(found: Iterable[tuple[str, Scheme, WeightSums]]) -> tuple[WeightQuality, ...]:
+    """A row of every linear, one for all experts of a layer, in the given order.
+
+    Args:
+        found: module, scheme and sums of every linear.
+    """
+    groups: dict[tuple[str, Scheme], dict[str, WeightSums]] = {}
+    for module, scheme, sums in found:
+        groups.setdefault((any_expert(module), scheme), {})[module] = sums
+    rows = []
+    for (name, scheme), members in groups.items():
+        total = WeightSums()
+        for sums in members.values():
+            total.merge(sums)
+        row = total.finish(name, scheme)
+        worst = max(members, key=lambda module: members[module].relative_l2)
+        if (expert := expert_of(worst)) is not None:
+            error = members[worst].relative_l2
+            row = replace(row, worst_expert=expert, worst_expert_l2=error)
+        rows.append(row)
+    return tuple(rows)
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

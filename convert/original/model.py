@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied, prefix_of
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
@@ -75,6 +76,8 @@ def load_layered_model(weights: Weights, window: int, device: torch.device) -> L
 def without_storage(weights: Weights, dtype: torch.dtype) -> Any:
     """Transformers' `...ForCausalLM` of a checkpoint, its parameters on the meta device.
 
+    Experts are modules of their own.
+
     Raises:
         UnsupportedModelError: transformers has no causal language model for it.
         CheckpointError: config.json is not valid.
@@ -82,9 +85,11 @@ def without_storage(weights: Weights, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             _transformers_config(weights), attn_implementation="sdpa", dtype=dtype
         ).eval()
+    separate_experts(model, dtype)
+    return model
 
 
 def store_frequencies(decoder: Any, device: torch.device) -> None:

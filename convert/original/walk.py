@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.evaluation_text import WINDOW
+from lowbit.convert.original.experts import recorded_routes
 from lowbit.convert.original.model import LayeredModel
 from lowbit.formats.errors import CheckpointError
 
@@ -48,7 +49,11 @@ def load_layer(model: LayeredModel, number: int, device: torch.device) -> torch.
 
 
 def pass_through(
-    layer: torch.nn.Module, arguments: Mapping[str, Any], hidden: Tensor, each: BlockMap
+    layer: torch.nn.Module,
+    arguments: Mapping[str, Any],
+    hidden: Tensor,
+    each: BlockMap,
+    routes: Tensor | None = None,
 ) -> None:
     """Pass windows through a decoder layer, in place.
 
@@ -57,13 +62,19 @@ def pass_through(
         arguments: what the model passes it besides the hidden states.
         hidden: [windows, T, h], of the layer's dtype.
         each: calls a function on every batch.
+        routes: [windows, T, chosen], filled with the experts of every token; None without experts,
+            or where nobody asks.
     """
+    with recorded_routes(layer) as last_route:
 
-    def run(batch: slice) -> None:
-        hidden[batch] = layer(hidden[batch], **arguments)
+        def run(batch: slice) -> None:
+            hidden[batch] = layer(hidden[batch], **arguments)
+            found = None if routes is None else last_route()
+            if routes is not None and found is not None:
+                routes[batch] = found.view(routes[batch].shape)
 
-    count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
-    each(run, blocks(len(hidden), count))
+        count = max(1, BATCH_TOKENS[hidden.device.type] // hidden.shape[1])
+        each(run, blocks(len(hidden), count))
 
 
 def blocks(total: int, size: int) -> Iterator[slice]:

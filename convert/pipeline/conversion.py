@@ -11,7 +11,7 @@ from typing import Literal
 
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.calibrate.store import LayerError
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightQuality, quality_rows
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.calibration import begin_calibration
@@ -76,7 +76,7 @@ class Conversion:
         source: where the weights came from.
         plan: fate of every tensor.
         manifest: the content of lowbit.json.
-        weights: quality of every quantized tensor, in plan order.
+        weights: quality of every quantized tensor, in plan order; a row for a layer's experts.
         calibration: output errors of every calibrated layer; empty for round-to-nearest.
         resumed: steps that an interrupted run had already finished.
         seconds: wall time.
@@ -193,11 +193,22 @@ def convert(
         source=location,
         plan=plan,
         manifest=manifest,
-        weights=tuple(row.quality for row in finished if row.quality is not None),
+        weights=_weight_rows(plan, finished),
         calibration=() if calibrated is None else calibrated.errors,
         resumed=len(kept),
         seconds=time.monotonic() - started,
         undistilled=0 if calibrated is None else calibrated.undistilled,
+    )
+
+
+def _weight_rows(plan: Plan, finished: list[Finished]) -> tuple[WeightQuality, ...]:
+    """Quality of all quantized tensors."""
+    return quality_rows(
+        (step.module, step.scheme, row.sums)
+        for row in finished
+        if (step := plan.steps[row.step]).module is not None
+        and step.scheme is not None
+        and row.sums is not None
     )
 
 

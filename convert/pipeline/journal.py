@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
-from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.measure.weights import WeightSums
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.file_names import SOURCE_README
@@ -37,13 +37,13 @@ class Finished:
         step: its number in the plan.
         source_sha256: of the source tensor's bytes.
         tensors: those written, with hashes.
-        quality: None unless quantized.
+        sums: of the error; None unless quantized.
     """
 
     step: int
     source_sha256: str
     tensors: tuple[OutputTensor, ...]
-    quality: WeightQuality | None
+    sums: WeightSums | None
 
 
 class Journal:
@@ -191,5 +191,5 @@ def _finished(content: dict[str, Any]) -> Finished:
     tensors = tuple(
         OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
     )
-    quality = content["quality"] and WeightQuality(**content["quality"])
-    return Finished(content["step"], content["source_sha256"], tensors, quality)
+    sums = content["sums"] and WeightSums(**content["sums"])
+    return Finished(content["step"], content["source_sha256"], tensors, sums)

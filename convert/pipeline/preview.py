@@ -10,7 +10,8 @@ from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
 from lowbit.convert.pipeline.prospect import Prospect, look_ahead
 from lowbit.convert.plan.memory import block_elements, peak_estimate
-from lowbit.convert.plan.plan import Plan, runtime_verdict, vllm_verdict
+from lowbit.convert.plan.plan import Plan
+from lowbit.convert.plan.readers import runtime_verdict, vllm_verdict
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.formats.architectures import part_of, read_config
 from lowbit.formats.architectures.footprint import (

@@ -95,7 +95,8 @@ class Prospect:
         method = self.recipe.method
         if needs_no_calibration(self.plan.schemes) or self.recipe.rule == "absmax":
             return None
-        return gain_of(method, self.obstacle is None)
+        experts = read_config(self.plan.config).experts is not None
+        return gain_of(method, self.obstacle is None, experts)
 
     def of(self, method: Method) -> Estimate:
         """The estimate for one of the methods."""
@@ -132,7 +133,8 @@ def look_ahead(
     place = open_device(device)
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     shapes = shapes_of(tensor_table(config, tensors), plan.schemes)
-    context = read_config(config).max_position_embeddings
+    sizes = read_config(config)
+    context, experts = sizes.max_position_embeddings, sizes.experts is not None
     windows = expected_windows(request, context, place.type)
     rate = matmul_rate(place, *shapes.largest)
     rounding = _rounding_seconds(shapes, place.type)
@@ -147,9 +149,10 @@ def look_ahead(
 
     obstacle = why_not_rotated(config, plan.schemes, tensors)
     rotatable = obstacle is None
-    estimates = [estimate(method) for method in methods(rotatable)]
+    estimates = [estimate(method) for method in methods(rotatable, experts)]
     if automatic:
-        method = automatic_method(plan.schemes, place.type, estimate(GPTQ).seconds, rotatable)
+        seconds = estimate(GPTQ).seconds
+        method = automatic_method(plan.schemes, place.type, seconds, rotatable, experts)
         if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best_gptq(rotatable)):
             method = begun
         recipe = replace(recipe, method=method)

@@ -297,8 +297,8 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
                 scale_max=work.scale_max if is_scale else None,
             )
         )
-    quality = work.sums.finish(step.module or "", step.scheme) if step.scheme else None
-    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), quality)
+    sums = work.sums if step.scheme else None
+    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 
 WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
+WITH_EXPERTS = (RTN,)  # methods for mixtures of experts, best last
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8
@@ -46,23 +48,32 @@ def best_gptq(rotatable: bool) -> Method:
     return replace(GPTQ, rotate=rotatable)
 
 
-def methods(rotatable: bool) -> tuple[Method, ...]:
+def methods(rotatable: bool, experts: bool = False) -> tuple[Method, ...]:
     """The methods that estimates are shown for, best last.
 
     Args:
         rotatable: the checkpoint can be rotated.
+        experts: it is a mixture of experts.
     """
+    if experts:
+        return WITH_EXPERTS
     best = best_gptq(rotatable)
     return RTN, WEIGHTED, best, replace(best, autoround=True)
 
 
-def gain_of(method: Method, rotatable: bool) -> Gain | None:
+def gain_of(method: Method, rotatable: bool, experts: bool = False) -> Gain | None:
     """The step to a better method; None where none is measured.
 
     Args:
         method: the one to be used.
         rotatable: the checkpoint can be rotated.
+        experts: it is a mixture of experts.
     """
+    found = _gain_of(method, rotatable)
+    return None if found is None or (experts and found.method not in WITH_EXPERTS) else found
+
+
+def _gain_of(method: Method, rotatable: bool) -> Gain | None:
     if method == RTN:
         return Gain(WEIGHTED, TO_WEIGHTED)
     if method == WEIGHTED:
@@ -75,7 +86,11 @@ def gain_of(method: Method, rotatable: bool) -> Gain | None:
 
 
 def automatic_method(
-    schemes: Mapping[str, Scheme | None], device: str, gptq_seconds: float, rotatable: bool
+    schemes: Mapping[str, Scheme | None],
+    device: str,
+    gptq_seconds: float,
+    rotatable: bool,
+    experts: bool = False,
 ) -> Method:
     """The method that `auto` stands for.
 
@@ -84,12 +99,26 @@ def automatic_method(
         device: `cpu` or `cuda`.
         gptq_seconds: estimated time of gptq there.
         rotatable: the checkpoint can be rotated.
+        experts: it is a mixture of experts.
     """
     if needs_no_calibration(schemes):
         return RTN
-    if device == "cuda" or gptq_seconds <= LONGEST_SECONDS:
-        return best_gptq(rotatable)
-    return WEIGHTED
+    fast = device == "cuda" or gptq_seconds <= LONGEST_SECONDS
+    found = best_gptq(rotatable) if fast else WEIGHTED
+    return WITH_EXPERTS[-1] if experts and found not in WITH_EXPERTS else found
+
+
+def check_method(method: Method, experts: bool) -> None:
+    """Refuse a method that mixtures of experts do not have.
+
+    Raises:
+        QuantizationError: naming those that they have.
+    """
+    if experts and method not in WITH_EXPERTS:
+        raise QuantizationError(
+            f"method `{method}` is not implemented for mixtures of experts",
+            hint=f"implemented: {', '.join(map(str, WITH_EXPERTS))}",
+        )
 
 
 def needs_no_calibration(schemes: Mapping[str, Scheme | None]) -> bool:

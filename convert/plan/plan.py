@@ -3,8 +3,7 @@
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.parts import draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
@@ -36,11 +36,10 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
     method_of,
-    unserved,
     write_quantization_config,
 )
 from lowbit.formats.layout.rtn import SCALE_DTYPE
-from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.packed import FLOATS
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.safetensors.shards import Shard, lay_out
@@ -186,6 +185,7 @@ def make_plan(
             f"the source is already quantized (`{method}`)",
             hint="convert from the BF16 checkpoint",
         )
+    check_method(recipe.method, read_config(config).experts is not None)
     table = tensor_table(config, tensors)
     tied = is_tied(config)
     carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
@@ -254,13 +254,14 @@ def check_tensors(
     missing = [name for name in expected if name not in tensors and not (tied and name == HEAD)]
     if missing:
         raise CheckpointError(
-            f"the checkpoint lacks `{missing[0]}`{_more(missing)}",
+            f"the checkpoint lacks `{missing[0]}`{and_more(missing)}",
             hint="config.json and weights do not belong together, or the download is incomplete",
         )
     extra = [name for name in tensors if name not in expected]
     if extra:
         raise CheckpointError(
-            f"the checkpoint holds `{extra[0]}`{_more(extra)}, which its architecture does not have"
+            f"the checkpoint holds `{extra[0]}`{and_more(extra)}, which its architecture does not "
+            "have"
         )
     for name, info in tensors.items():
         if info.shape != expected[name].shape:
@@ -275,7 +276,8 @@ def check_tensors(
             )
 
 
-def _more(names: Sequence[str]) -> str:
+def and_more(names: Sequence[str]) -> str:
+    """Words after the first of some names."""
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
@@ -332,63 +334,3 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 def _drop(source: TensorInfo, part: str) -> Step:
     """A tensor of a part that the recipe leaves out."""
     return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
-
-
-def smaller_groups(plan: Plan) -> str | None:
-    """Sentence that counts the linears whose rows the recipe's group size does not divide."""
-    wanted = plan.recipe.group_size
-    if wanted is None:
-        return None
-    sizes = Counter(
-        step.scheme.group_size
-        for step in plan.steps
-        if step.scheme is not None and step.scheme.group_size and step.source.shape[1] % wanted
-    )
-    if not sizes:
-        return None
-    parts = [f"{count} get groups of {size}" for size, count in sizes.most_common()]
-    given = f"they get groups of {min(sizes)}" if len(sizes) == 1 else ", ".join(parts)
-    rows = f"{sizes.total()} linears" if sizes.total() > 1 else "1 linear"
-    return f"group size {wanted} does not divide the rows of {rows}: {given}"
-
-
-def vllm_verdict(plan: Plan) -> list[str]:
-    """Reasons why vLLM could not load the result; empty where it can."""
-    return vllm_reasons(
-        (step.module, step.source.shape, step.scheme)
-        for step in plan.steps
-        if step.scheme is not None and step.module is not None
-    )
-
-
-def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list[str]:
-    """Reasons why vLLM could not load packed linears; empty where it can.
-
-    vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
-    whole rows, N a multiple of 64 and K of 128.
-
-    Args:
-        linears: module, [N, K] and scheme of each.
-    """
-    reasons: dict[str, list[str]] = {}
-    for module, (N, K), scheme in linears:
-        if scheme.bits not in SERVED_BITS:
-            reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
-        if not scheme.symmetric:
-            reasons.setdefault("asymmetric weights", []).append(module)
-        if scheme.group_size not in (None, 32, 64, 128):
-            reasons.setdefault(f"group size {scheme.group_size}", []).append(module)
-        if N % 64:
-            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
-        if K % 128:
-            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
-    return [f"{reason}: `{names[0]}`{_more(names)}" for reason, names in reasons.items()]
-
-
-def runtime_verdict(plan: Plan) -> str | None:
-    """Reason why lowbit-run could not serve the result; None where it can."""
-    for module, scheme in plan.schemes.items():
-        reason = scheme and unserved(scheme, SERVED_BITS)
-        if reason:
-            return f"{reason}: `{module}`"
-    return None

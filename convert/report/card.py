@@ -7,7 +7,7 @@ from jinja2 import Environment, StrictUndefined
 
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.plan import vllm_reasons
+from lowbit.convert.plan.readers import vllm_reasons
 from lowbit.convert.report import words
 from lowbit.convert.report.html import recipe_facts
 from lowbit.convert.report.linears import kinds

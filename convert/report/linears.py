@@ -8,13 +8,15 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
 from lowbit.formats.layout.scheme import Scheme
 
+EXPERTS = ("experts", "shared_expert")  # modules whose linears are named like those of a plain MLP
+
 
 @dataclass(frozen=True, slots=True)
 class LinearKind:
     """The linears of one kind and scheme in all layers.
 
     Attributes:
-        name: last part of the module name, `q_proj`.
+        name: last part of the module name, `q_proj`; of experts the last two.
         scheme: short form, `INT4 g128`.
         rows: figures of each linear.
     """
@@ -53,10 +55,13 @@ def scheme_text(row: WeightQuality) -> str:
 
 def layer_of(name: str) -> tuple[int | None, str]:
     """Decoder layer of a linear, None outside of layers, and its kind."""
+    owner, _, last = name.replace(".*.", ".").rpartition(".")
+    owner = owner.rpartition(".")[2]
+    kind = f"{owner}.{last}" if owner in EXPERTS else last
     if name.startswith(MTP_PREFIX):  # its layers are no layers of the decoder
-        return None, MTP_PREFIX + name.rpartition(".")[2]
-    _, layer, rest = split_layer(name)
-    return layer, name if layer is None else rest.rpartition(".")[2]
+        return None, MTP_PREFIX + kind
+    layer = split_layer(name).layer
+    return layer, name if layer is None else kind
 
 
 def kinds(rows: Sequence[WeightQuality]) -> list[LinearKind]:

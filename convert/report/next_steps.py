@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowbit.convert.measure.record import QualityReport
-from lowbit.convert.plan.choice_of_method import RTN_TO_GPTQ, Gain, best_gptq, gain_of
+from lowbit.convert.plan.choice_of_method import (
+    RTN_TO_GPTQ,
+    WITH_EXPERTS,
+    Gain,
+    best_gptq,
+    gain_of,
+)
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.linears import main_bits
-from lowbit.formats.architectures import ROTATABLE
+from lowbit.formats.architectures import MIXTURES, ROTATABLE
 from lowbit.formats.errors import QuantizationError
 
 MORE_BITS = 1.0  # of the budget that is proposed
@@ -74,7 +80,11 @@ def _better_method(used: str, model_type: str | None) -> Gain | None:
         method = RTN if used == "absmax" else Method.parse(used)
     except QuantizationError:  # a report may come from anybody
         return None
-    return Gain(best_gptq(rotatable), RTN_TO_GPTQ) if method == RTN else gain_of(method, rotatable)
+    experts = model_type in MIXTURES
+    if method != RTN:
+        return gain_of(method, rotatable, experts)
+    best = best_gptq(rotatable)
+    return None if experts and best not in WITH_EXPERTS else Gain(best, RTN_TO_GPTQ)
 
 
 def used_options(command: str | None) -> Mapping[str, str] | None:

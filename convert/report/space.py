@@ -15,6 +15,8 @@ PARTS: dict[Role, str] = {
     "bias": "biases",
     "attention": "attention",
     "mlp": "MLP",
+    "expert": "experts",
+    "router": "routers",
     "head": "head",
     "delta_in": "DeltaNet",
     "delta_out": "DeltaNet",

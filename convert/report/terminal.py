@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
 from lowbit.convert.report.remarks import observations
@@ -73,6 +74,8 @@ def _summary(report: QualityReport) -> Table:
             "logit cosine",
             f"mean {words.cosine(logits.cosine_mean)}   p1 {words.cosine(logits.cosine_p1)}",
         )
+        if logits.routing is not None:
+            table.add_row("same experts", words.routing(logits.routing))
         if logits.drafting is not None:
             table.add_row("drafts of MTP", words.drafts(logits.drafting))
     table.add_row("size", size_text(report))
@@ -113,12 +116,20 @@ def _kinds(report: QualityReport) -> Table:
     return table
 
 
+def _name_of(row: WeightQuality) -> str:
+    """Name inside the decoder; of experts with the one that has the largest error."""
+    name = without_model(printable(row.name)).removeprefix("layers.")
+    if row.worst_expert is None or row.worst_expert_l2 is None:
+        return name
+    return f"{name}, expert {row.worst_expert} {words.percent(row.worst_expert_l2)}"
+
+
 def _worst(report: QualityReport, count: int) -> Table:
     figures = ("error", "cosine", "clipped")
     table = plain_table("largest relative errors", ("linear", "scheme"), figures)
     for row in worst(report.weights, count):
         table.add_row(
-            Text(without_model(printable(row.name)).removeprefix("layers.")),
+            Text(_name_of(row)),
             scheme_text(row),
             words.percent(row.relative_l2),
             words.cosine(row.cosine),

@@ -3,6 +3,7 @@
 import math
 
 from lowbit.convert.measure.record import Drafting, LogitQuality
+from lowbit.convert.measure.routing import Routing
 from lowbit.formats.printable import printable
 
 MISSING = "\N{EN DASH}"  # stands for a missing figure
@@ -71,6 +72,18 @@ def cosine(value: float) -> str:
 
 
 ORDINALS = ("first", "second", "third", "fourth")
+
+
+def routing(found: Routing) -> str:
+    """Share of tokens that keep their experts."""
+    layer = min(range(len(found.by_layer)), key=lambda number: found.by_layer[number])
+    beside = [f"least in layer {layer}: {percent(found.by_layer[layer])}"]
+    if found.same_set_bf16 is not None:
+        beside.append(f"BF16 alone: {percent(found.same_set_bf16)}")
+    return (
+        f"all {found.chosen} for {percent(found.same_set)} of tokens, "
+        f"{percent(found.same_experts)} one by one ({', '.join(beside)})"
+    )
 
 
 def drafts(drafting: Drafting) -> str:

@@ -14,6 +14,7 @@ from lowbit.formats.fields import MAX_SHOWN
 
 __all__ = [
     "ARCHITECTURES",
+    "MIXTURES",
     "ROTATABLE",
     "SUPPORTED",
     "Architecture",
@@ -42,6 +43,7 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
     for model_type in family.model_types
 }
 SUPPORTED = tuple(ARCHITECTURES)
+MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
 ROTATABLE = tuple(name for name, family in ARCHITECTURES.items() if family.stream is not None)
 
 

@@ -54,6 +54,7 @@ class Architecture(Generic[C]):
         unquantized: for each part, patterns of module names that no recipe quantizes.
         float32_roles: roles of tensors that engines keep in FP32.
         stream: linears at the residual stream; None where it cannot be rotated.
+        experts: every layer is a mixture of experts.
     """
 
     model_types: tuple[str, ...]
@@ -66,3 +67,4 @@ class Architecture(Generic[C]):
     unquantized: Mapping[Part, tuple[str, ...]] = field(default_factory=dict)
     float32_roles: tuple[Role, ...] = ()
     stream: Stream | None = None
+    experts: bool = False

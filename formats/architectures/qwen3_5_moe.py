@@ -65,4 +65,5 @@ ARCHITECTURE = Architecture(
         "decoder": (qwen3_5.GATES_PATTERN, ROUTERS_PATTERN),
     },
     float32_roles=qwen3_5.ARCHITECTURE.float32_roles,
+    experts=True,
 )

@@ -62,4 +62,5 @@ ARCHITECTURE = Architecture(
     read_config=Qwen3MoeConfig.from_hf,
     tensor_table=dense.tensor_table,
     unquantized={"decoder": (ROUTERS_PATTERN,)},
+    experts=True,
 )

@@ -13,13 +13,14 @@ from lowbit.convert.cli.tables.prospect import methods, prospect_json
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.preview import Preview
 from lowbit.convert.pipeline.verification import Verification
-from lowbit.convert.plan.plan import Plan, Step, runtime_verdict, smaller_groups, vllm_verdict
+from lowbit.convert.plan.plan import Plan, Step
+from lowbit.convert.plan.readers import runtime_verdict, smaller_groups, vllm_verdict
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import percent, size
 from lowbit.formats.architectures import Part, part_of
-from lowbit.formats.architectures.names import MTP_PREFIX, split_layer, without_model
+from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
@@ -231,7 +232,7 @@ class Kind(NamedTuple):
 
 
 def _kinds(plan: Plan) -> dict[Kind, list[Step]]:
-    """Steps that differ by layer number alone, together."""
+    """Steps that differ by the numbers of layer and expert alone, together."""
     kinds: dict[Kind, list[Step]] = {}
     for step in plan.steps:
         info = step.source
@@ -246,7 +247,7 @@ def _kind(part: Part, name: str, shape: tuple[int, ...], stored: str, dense: boo
     """`mlp.up_proj` for every layer's; parts beside the decoder in one row where they are dense."""
     if part == "vision" or (part == "mtp" and dense):
         return Kind(PARTS[part], None, stored)
-    short = without_model(split_layer(name).rest).removesuffix(".weight")
+    short = without_model(split_layer(any_expert(name)).rest).removesuffix(".weight")
     if part == "mtp":
         short = MTP_PREFIX + short.removeprefix(MTP_PREFIX)
     return Kind(short, shape, stored)

@@ -38,7 +38,8 @@ def difference(a: Path, b: Path, found: Difference) -> None:
         for line in found.linears:
             shares = ("" if x is None else percent(x) for x in (line.codes, line.scales))
             distance = percent(line.distance) if math.isfinite(line.distance) else "∞"
-            table.add_row(line.module, line.a, line.b, *shares, distance)
+            name = line.module if line.linears == 1 else f"{line.module} ({line.linears})"
+            table.add_row(name, line.a, line.b, *shares, distance)
         console.print(table)
     for what, names in (
         ("differ", found.others),

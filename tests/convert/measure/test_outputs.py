@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowbit.convert.measure.outputs import output_error, recorded_linears
+from lowbit.convert.measure.outputs import output_error, recorded_linears, squares
 
 
 @torch.no_grad()
@@ -23,12 +23,12 @@ def test_equal_to_fp64() -> None:
             layer(x)
     layer(batches[0])  # no longer recorded
     assert {name: len(made) for name, made in calls.items()} == {"0": 3, "2": 3}
-    found = output_error(packed, calls["2"])
+    found = output_error(squares(packed, calls["2"]))
     hidden = torch.cat([first(x).tanh() for x in batches]).double()
     exact, other = second.weight.double(), packed.weight.double()
     expected = (hidden @ (exact - other).T).norm() / (hidden @ exact.T).norm()
     assert found == pytest.approx(float(expected), rel=1e-5)
-    assert output_error(packed, calls["2"][::-1]) == found  # threads record in any order
+    assert output_error(squares(packed, calls["2"][::-1])) == found  # threads record in any order
 
 
 @torch.no_grad()
@@ -36,5 +36,5 @@ def test_a_linear_that_gives_nothing() -> None:
     zero, one = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     zero.weight.data.zero_()
     calls = [(torch.ones(2, 4), torch.zeros(2, 4))]
-    assert output_error(zero, calls) == 0.0
-    assert output_error(one, calls) == math.inf
+    assert output_error(squares(zero, calls)) == 0.0
+    assert output_error(squares(one, calls)) == math.inf

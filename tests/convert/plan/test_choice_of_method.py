@@ -8,11 +8,14 @@ from lowbit.convert.plan.choice_of_method import (
     GPTQ,
     LONGEST_SECONDS,
     WEIGHTED,
+    WITH_EXPERTS,
     automatic_method,
+    check_method,
     gain_of,
     methods,
 )
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 
 ROTATED = Method("gptq", rotate=True)
@@ -55,3 +58,14 @@ def test_plain_gptq_is_told_of_rotation() -> None:
     gain = gain_of(GPTQ, rotatable=True)
     assert gain is not None
     assert gain.method == ROTATED
+
+
+def test_mixtures_of_experts_have_methods_of_their_own() -> None:
+    assert methods(rotatable=False, experts=True) == WITH_EXPERTS
+    schemes = {"model.layers.0.mlp.experts.0.up_proj": Scheme(4, 128)}
+    assert automatic_method(schemes, "cuda", 1.0, rotatable=False, experts=True) in WITH_EXPERTS
+    assert gain_of(WITH_EXPERTS[-1], rotatable=False, experts=True) is None
+    check_method(WITH_EXPERTS[-1], experts=True)
+    check_method(Method.parse("gptq+autoround"), experts=False)
+    with pytest.raises(QuantizationError, match=r"`gptq\+autoround` is not implemented for mix"):
+        check_method(Method.parse("gptq+autoround"), experts=True)

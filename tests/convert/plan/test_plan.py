@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowbit.convert.plan.plan import (
-    Plan,
-    make_plan,
-    runtime_verdict,
-    smaller_groups,
-    vllm_verdict,
-)
+from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.readers import runtime_verdict, smaller_groups, vllm_verdict
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError

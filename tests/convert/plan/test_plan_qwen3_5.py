@@ -16,11 +16,13 @@ from lowbit.convert.pipeline.preview import Preview
 from lowbit.convert.pipeline.prospect import Estimate, Prospect
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
-from lowbit.convert.plan.plan import Plan, make_plan, vllm_verdict
+from lowbit.convert.plan.plan import Plan, make_plan
+from lowbit.convert.plan.readers import vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
-from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
+from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
+from lowbit.formats.safetensors.fused import split_experts
 
 DATA = Path(__file__).parents[2] / "data/qwen3.5.json.gz"
 MODELS: dict[str, Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -307,11 +309,22 @@ def test_tensor_of_another_layer_kind_is_named() -> None:
         make_plan(config("0.8B"), sources, Recipe())
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-30B-A3B"])
-def test_mixture_of_experts_is_refused_by_name(name: str) -> None:
-    content = MODELS[name]["config"]
-    with pytest.raises(UnsupportedModelError, match=f"model_type `{content['model_type']}`"):
-        make_plan(content, headers("0.8B"), Recipe())
+@pytest.mark.slow
+def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = split_experts(headers("35B-A3B"))
+    plan = make_plan(MODELS["Qwen3.5-35B-A3B"]["config"], tensors, Recipe())
+    assert plan.written_parameters == 35_951_822_704
+    assert (round(plan.output_bytes / 1e9, 1), round(plan.bits_per_weight, 2)) == (20.4, 4.54)
+    estimates = (Estimate(RTN, 40.0, None),)
+    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
+    render.plan(Preview("35B", ahead, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0))
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
+    row = ["512x2048", "INT4", "g128", str(40 * 256), "21.47", "GB", "5.54", "GB"]
+    assert rows["mlp.experts.*.up_proj"][1:] == row
+    assert rows["mtp.mlp.experts.*.up_proj"][4] == "256"
+    assert len(said.splitlines()) < 70
+    assert "vLLM: can load the result" in said
 
 
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

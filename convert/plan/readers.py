@@ -1,0 +1,85 @@
+"""Readers that could load a result, told from its plan, and group sizes that had to shrink."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from lowbit.convert.plan.plan import Plan, and_more
+from lowbit.formats.architectures import read_config
+from lowbit.formats.architectures.names import expert_of
+from lowbit.formats.layout.quantization_config import unserved
+from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
+
+
+def smaller_groups(plan: Plan) -> str | None:
+    """Sentence that counts the linears whose rows the recipe's group size does not divide."""
+    wanted = plan.recipe.group_size
+    if wanted is None:
+        return None
+    sizes = Counter(
+        step.scheme.group_size
+        for step in plan.steps
+        if step.scheme is not None and step.scheme.group_size and step.source.shape[1] % wanted
+    )
+    if not sizes:
+        return None
+    parts = [f"{count} get groups of {size}" for size, count in sizes.most_common()]
+    given = f"they get groups of {min(sizes)}" if len(sizes) == 1 else ", ".join(parts)
+    rows = f"{sizes.total()} linears" if sizes.total() > 1 else "1 linear"
+    return f"group size {wanted} does not divide the rows of {rows}: {given}"
+
+
+def vllm_verdict(plan: Plan) -> list[str]:
+    """Reasons why vLLM could not load the result; empty where it can."""
+    reasons = vllm_reasons(
+        (step.module, step.source.shape, step.scheme)
+        for step in plan.steps
+        if step.scheme is not None and step.module is not None
+    )
+    return [*reasons, *_mixed_experts(plan.schemes)]
+
+
+def _mixed_experts(schemes: Mapping[str, Scheme | None]) -> list[str]:
+    """Layers whose experts are not all of one scheme; vLLM computes them in one kernel."""
+    layers: dict[str, set[Scheme | None]] = {}
+    for module, scheme in schemes.items():
+        if expert_of(module) is not None:
+            layers.setdefault(module.partition(".experts.")[0], set()).add(scheme)
+    mixed = [f"{layer}.experts" for layer, found in layers.items() if len(found) > 1]
+    return (
+        [f"experts of one layer in several schemes: `{mixed[0]}`{and_more(mixed)}"] if mixed else []
+    )
+
+
+def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list[str]:
+    """Reasons why vLLM could not load packed linears; empty where it can.
+
+    vLLM serves `pack-quantized` through Marlin: symmetric 4 or 8 bits, groups of 32, 64 or 128 or
+    whole rows, N a multiple of 64 and K of 128.
+
+    Args:
+        linears: module, [N, K] and scheme of each.
+    """
+    reasons: dict[str, list[str]] = {}
+    for module, (N, K), scheme in linears:
+        if scheme.bits not in SERVED_BITS:
+            reasons.setdefault(f"{scheme.bits}-bit weights", []).append(module)
+        if not scheme.symmetric:
+            reasons.setdefault("asymmetric weights", []).append(module)
+        if scheme.group_size not in (None, 32, 64, 128):
+            reasons.setdefault(f"group size {scheme.group_size}", []).append(module)
+        if N % 64:
+            reasons.setdefault(f"N = {N} is not a multiple of 64", []).append(module)
+        if K % 128:
+            reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
+    return [f"{reason}: `{names[0]}`{and_more(names)}" for reason, names in reasons.items()]
+
+
+def runtime_verdict(plan: Plan) -> str | None:
+    """Reason why lowbit-run could not serve the result; None where it can."""
+    if read_config(plan.config).experts is not None:
+        return "mixtures of experts cannot be run yet"
+    for module, scheme in plan.schemes.items():
+        reason = scheme and unserved(scheme, SERVED_BITS)
+        if reason:
+            return f"{reason}: `{module}`"
+    return None

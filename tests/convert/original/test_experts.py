@@ -1,0 +1,50 @@
+"""Experts as modules of their own compute what transformers' fused ones do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.convert.original.experts import Experts, recorded_routes
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.walk import load_layer
+from lowbit.convert.original.weights import open_weights
+
+CPU = torch.device("cpu")
+MODELS = Path(__file__).parents[3] / "examples/models"
+
+
+def theirs(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tiny-qwen3-moe", "tiny-qwen3.5-moe"])
+@torch.no_grad()
+def test_a_layer_equals_transformers(kind: str) -> None:
+    folder, T = MODELS / kind, 16
+    model = load_layered_model(open_weights(folder), T, CPU)
+    original = theirs(folder).model.layers
+    hidden = torch.randn(2, T, model.hidden_size, generator=torch.Generator().manual_seed(3))
+    for number, layer in enumerate(original):
+        own = load_layer(model, number, CPU)
+        assert isinstance(own.get_submodule("mlp.experts"), Experts)
+        with recorded_routes(own) as last_route:
+            found = own(hidden, **model.arguments[number])
+            route = last_route()
+        expected = layer(hidden, **model.arguments[number])
+        assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
+        chosen = layer.mlp.gate(layer.post_attention_layernorm(hidden))[2]
+        assert route is not None
+        assert route.shape == chosen.shape == (2 * T, 2)
+
+
+def test_a_dense_layer_has_no_routes(tiny: Path) -> None:
+    model = load_layered_model(open_weights(tiny), 8, CPU)
+    layer = load_layer(model, 0, CPU)
+    with torch.no_grad(), recorded_routes(layer) as last_route:
+        layer(torch.randn(1, 8, model.hidden_size), **model.arguments[0])
+        assert last_route() is None
