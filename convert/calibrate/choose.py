@@ -10,6 +10,12 @@ from torch import Tensor
 
 from lowbit.convert.calibrate.autoround import learn_rounding
 from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
+from lowbit.convert.calibrate.experts import (
+    FEWEST_TOKENS,
+    choose_experts,
+    split,
+    tokens_of_experts,
+)
 from lowbit.convert.calibrate.gptq import Factor, factorize
 from lowbit.convert.calibrate.held_out import output_error
 from lowbit.convert.calibrate.learned import Learned
@@ -21,6 +27,7 @@ from lowbit.convert.original.layer import Layer, run, stages
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.precision import full_precision
 from lowbit.convert.plan.method import Method
+from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import Scheme
@@ -67,9 +74,9 @@ class Chooser:
         before = windows.original[windows.held].clone()
         alone = self.method.from_original
         if alone:
-            found = self._from_original(original, schemes, windows)
+            found, tokens = self._from_original(original, schemes, windows)
         else:
-            found = self._sequential(layer, original, schemes, windows)
+            found, tokens = self._sequential(layer, original, schemes, windows)
             run(original, windows.original, self.device, self.pool)
         after = windows.original[windows.held]
         added = _finite_power(number, before, after)
@@ -97,17 +104,21 @@ class Chooser:
             count = len(after)
             seen = error(found, windows.hidden[:count], windows.original[:count])
         layer.put({name: linear.weight for name, linear in found.items()})
-        return found, LayerError(number, rtn, chosen, seen)
+        return found, LayerError(number, rtn, chosen, seen, tokens)
 
     def _from_original(
         self, original: Layer, schemes: Mapping[str, Scheme], windows: Windows
-    ) -> dict[str, Chosen]:
+    ) -> tuple[dict[str, Chosen], tuple[int, ...]]:
         """Scales weighted by the inputs' power in the original, whose states are passed on."""
         power = input_power(original, list(schemes), windows.original, self.device, self.pool)
-        return {
-            name: weighted(original.weight(name).data, scheme, self.rule, power[name])
-            for name, scheme in schemes.items()
-        }
+        found = {}
+        for name, scheme in schemes.items():
+            w, seen = original.weight(name).data, power[name]
+            if expert_of(name) is not None and seen.tokens < FEWEST_TOKENS:
+                found[name] = nearest(w, scheme, self.rule)
+            else:
+                found[name] = weighted(w, scheme, self.rule, seen.mean)
+        return found, tokens_of_experts({name: seen.tokens for name, seen in power.items()})
 
     def _learned(
         self,
@@ -131,18 +142,32 @@ class Chooser:
         original: Layer,
         schemes: Mapping[str, Scheme],
         windows: Windows,
-    ) -> dict[str, Chosen]:
+    ) -> tuple[dict[str, Chosen], tuple[int, ...]]:
         """All linears of a layer, each put in place before those that read its output."""
         found: dict[str, Chosen] = {}
         if self.method.codes == "rtn":
-            return {n: nearest(layer.weight(n).data, s, self.rule) for n, s in schemes.items()}
+            found = {n: nearest(layer.weight(n).data, s, self.rule) for n, s in schemes.items()}
+            return found, ()
         window = windows.hidden[:1].to(self.device)
-        for names in stages(layer, window, list(schemes)):
+        common, experts = split(list(schemes))
+        for names in stages(layer, window, common):
             moments = measure(layer, original, names[0], windows, self.device, self.pool)
             weights = {name: layer.weight(name).data for name in names}
             found |= self.linears(weights, schemes, *moments)
             layer.put({name: found[name].weight for name in names})
-        return found
+        if not experts:
+            return found, ()
+        chosen, tokens = choose_experts(
+            layer,
+            original,
+            {name: schemes[name] for name in experts},
+            windows,
+            lambda weights, moments, held: self.linears(weights, schemes, moments, held),
+            self.rule,
+            self.device,
+            self.pool,
+        )
+        return found | chosen, tokens
 
     def linears(
         self,

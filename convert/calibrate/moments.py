@@ -132,6 +132,22 @@ def quieted(x: Tensor) -> Tensor:
     return (loud.median() / power.clamp(min=LEAST_POWER)).clamp(max=1).sqrt()
 
 
+def paired(x: Tensor, y: Tensor, linear: str) -> Moments:
+    """Moments of inputs that are at hand.
+
+    Args:
+        x: [tokens, K] float32, in the model quantized so far.
+        y: the same tokens in the original.
+        linear: name, for messages.
+
+    Raises:
+        QuantizationError: activations are not finite.
+    """
+    factors = quieted(y)
+    x, y = x * factors, y * factors
+    return _means((x.T @ x, y.T @ x), linear, len(x))
+
+
 def head_moments(windows: Windows, device: torch.device) -> Moments:
     """The moments of what the head sees: the windows' states after the final norm."""
     hidden, wanted = windows.hidden[: windows.learned], windows.original[: windows.learned]
@@ -185,14 +201,27 @@ def _check_finite(total: Tensor, linear: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Power of a linear's input.
+
+    Attributes:
+        mean: mean square of each channel, [K] float32.
+        tokens: over which it is taken.
+    """
+
+    mean: Tensor
+    tokens: int
+
+
 def input_power(
     layer: Layer,
     linears: Sequence[str],
     hidden: Tensor,
     device: torch.device,
     pool: ThreadPoolExecutor | None,
-) -> dict[str, Tensor]:
-    """Mean square of each input channel of some linears, [K] float32 by name.
+) -> dict[str, Power]:
+    """Power of the inputs of some linears, by name; zero where no token reaches one.
 
     Passes all windows through the layer, in place.
 
@@ -206,16 +235,22 @@ def input_power(
     Raises:
         QuantizationError: activations are not finite.
     """
-    totals: dict[str, Tensor] = {}
+    totals = {name: torch.zeros(layer.weight(name).shape[1], device=device) for name in linears}
+    tokens = dict.fromkeys(linears, 0)
     parts = batches(hidden, device)
-    with recorded(layer, linears, lambda x: x.flatten(0, -2).square().sum(0)) as call:
+    with recorded(layer, linears, _power) as call:
         results = ordered(pool, lambda part: call(hidden[part].to(device)), parts)
-        for part, (out, squares) in zip(parts, results, strict=True):
+        for part, (out, found) in zip(parts, results, strict=True):
             hidden[part] = out.to(hidden.device)
-            for name, square in squares.items():
-                totals[name] = totals[name].add_(square) if name in totals else square
-    tokens = hidden.shape[0] * hidden.shape[1]
+            for name, (square, count) in found.items():
+                totals[name] += square
+                tokens[name] += count
     for name, total in totals.items():
         _check_finite(total, name)
-        total /= tokens
-    return totals
+    return {n: Power(total / max(1, tokens[n]), tokens[n]) for n, total in totals.items()}
+
+
+def _power(x: Tensor) -> tuple[Tensor, int]:
+    """Sum of the squares of each channel of an input [..., K], and its tokens."""
+    flat = x.flatten(0, -2)
+    return flat.square().sum(0), len(flat)

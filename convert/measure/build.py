@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.convert.measure.command import command_of
+from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
@@ -28,6 +29,7 @@ def build_report(
     source: Path | None = None,
     original: str | None = None,
     held_out_excess: float | None = None,
+    coverage: tuple[Coverage, ...] = (),
 ) -> QualityReport:
     """The report of a finished packed folder.
 
@@ -39,6 +41,7 @@ def build_report(
             from the manifest.
         original: Hub id of the original; the manifest's where it is None.
         held_out_excess: of the calibration, where it is known.
+        coverage: of experts in the calibration, where it is known.
 
     Raises:
         CheckpointError: a folder that cannot be read.
@@ -61,6 +64,7 @@ def build_report(
         model_type=str(config.get("model_type")),
         parameters=parameters(config),
         held_out_excess=held_out_excess,
+        coverage=coverage,
     )
 
 

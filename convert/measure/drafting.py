@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.convert.measure.record import MOST_DRAFTS, Draft, Drafting
+from lowbit.convert.measure.drafts import MOST_DRAFTS, Draft, Drafting
 from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.mtp import (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.measure.drafting import drafted_windows, measure_drafting
+from lowbit.convert.measure.drafts import Drafting
 from lowbit.convert.measure.flips import find_flips
 from lowbit.convert.measure.logits import Comparison, Models, compare, work
 from lowbit.convert.measure.metrics import (
@@ -22,7 +23,7 @@ from lowbit.convert.measure.metrics import (
 )
 from lowbit.convert.measure.pair import open_pair
 from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
-from lowbit.convert.measure.record import Drafting, Flip, LogitQuality, Position, TextKind
+from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize

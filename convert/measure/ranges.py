@@ -20,6 +20,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("clipped_share", "agreement", "accepted", "covered"), SHARE),
     **dict.fromkeys(("same_set", "same_experts", "same_set_bf16", "by_layer"), SHARE),
     **dict.fromkeys(("experts", "chosen"), COUNT),
+    **dict.fromkeys(("least", "middle", "few"), POSITIVE),
     **dict.fromkeys(("reached", "drafted_windows"), COUNT),
     **dict.fromkeys(("right", "draft_rows"), POSITIVE),
     "tokens_a_round": (1.0, INF),

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lowbit.convert.measure.coverage import Coverage
+from lowbit.convert.measure.drafts import Drafting, read_drafting
 from lowbit.convert.measure.ranges import check_ranges
 from lowbit.convert.measure.routing import Routing
 from lowbit.convert.measure.uncertainty import mean_error
@@ -22,7 +24,6 @@ from lowbit.formats.layout.records import load_versioned, record, records
 
 SCHEMA = 3
 READ = (2, 3)  # schemas
-MOST_DRAFTS = 4  # of a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,47 +136,6 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """One of the drafts of a round, made by the head for multi-token prediction.
-
-    Attributes:
-        reached: rounds that came so far, all drafts before it being right.
-        right: those of them in which it is the token that the trunk ranks first.
-        agreement: right over reached.
-        accepted: share of all rounds in which it is accepted: the product of the agreements up to
-            here.
-        tokens_a_round: expected, with this as the last draft: one and the sum of those shares.
-    """
-
-    reached: int
-    right: int
-    agreement: float
-    accepted: float
-    tokens_a_round: float
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Quality of the head for multi-token prediction, of rounds of speculative decoding.
-
-    Attributes:
-        drafted_windows: of the texts, in which rounds begin at every token.
-        packed: first to fourth draft of the packed head, against the packed trunk.
-        original: same for the original's head and trunk.
-        few: same for the packed head with drafts chosen from the draft head; empty without one.
-        draft_rows: tokens of the draft head; 0 without one.
-        covered: share of the packed trunk's first choices that are among them; 0 without one.
-    """
-
-    drafted_windows: int
-    packed: tuple[Draft, ...]
-    original: tuple[Draft, ...]
-    few: tuple[Draft, ...] = ()
-    draft_rows: int = 0
-    covered: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class LogitQuality:
     """The packed model against the original on a text, per scored token.
 
@@ -279,6 +239,7 @@ class QualityReport:
         parameters: of the original's decoder; None in older files.
         held_out_excess: share by which errors of the calibration's layers on held-out windows are
             above those on windows it learned from; None where that is not known.
+        coverage: tokens that experts were calibrated on, by layer; empty where they were not.
     """
 
     lowbit_version: str
@@ -292,6 +253,7 @@ class QualityReport:
     model_type: str | None = None
     parameters: int | None = None
     held_out_excess: float | None = None
+    coverage: tuple[Coverage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object that quality.json holds."""
@@ -324,6 +286,7 @@ def read_quality(folder: Path) -> QualityReport | None:
     for row in rows if isinstance(rows := content.get("weights"), list) else ():
         _add_missing(row, ("worst_expert", "worst_expert_l2"))
     content["weights"] = records(WeightQuality, content.get("weights"), f"{where}: weights")
+    content["coverage"] = records(Coverage, content.get("coverage", []), f"{where}: coverage")
     content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
     if content.get("logits") is not None:
         content["logits"] = _logits(content["logits"], schema, f"{where}: logits")
@@ -357,27 +320,12 @@ def _logits(content: Any, schema: int, where: str) -> LogitQuality:
     if parsed["routing"] is not None:
         parsed["routing"] = record(Routing, parsed["routing"], f"{where}: routing")
     if parsed["drafting"] is not None:
-        parsed["drafting"] = _drafting(parsed["drafting"], f"{where}: drafting")
+        parsed["drafting"] = read_drafting(parsed["drafting"], f"{where}: drafting")
     if schema == 2:
         # The series holds every window of a text of at most 256, else means of neighbours.
         series = [window.kl for window in parsed["window_series"]]
         parsed["kl_error"] = mean_error(torch.tensor(series, dtype=torch.float64))
     return record(LogitQuality, parsed, where)
-
-
-def _drafting(content: Any, where: str) -> Drafting:
-    if not isinstance(content, dict):
-        raise FormatError(f"`{where}` is not an object")
-    parsed = dict(content)
-    for key in ("packed", "original", "few"):
-        parsed[key] = records(Draft, content.get(key), f"{where}: {key}")
-        if len(parsed[key]) > MOST_DRAFTS:
-            raise FormatError(
-                f"`{where}`: {len(parsed[key])} drafts in `{key}`, expected at most {MOST_DRAFTS}"
-            )
-    if not parsed["packed"]:
-        raise FormatError(f"`{where}`: `packed` has no draft")
-    return record(Drafting, parsed, where)
 
 
 def _add_missing(row: Any, keys: tuple[str, ...]) -> None:

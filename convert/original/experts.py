@@ -27,9 +27,14 @@ class Expert(torch.nn.Module):
         self.down_proj = torch.nn.Linear(inner, hidden, bias=False)
         self.activation = activation
 
+    def inner(self, x: Tensor) -> Tensor:
+        """Input of the down projection: [tokens, h] to [tokens, I]."""
+        out: Tensor = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, h] to [tokens, h]."""
-        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.inner(x))
         return out
 
 

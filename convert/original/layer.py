@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lowbit.convert.original.threads import ordered
 
+Summary = TypeVar("Summary")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # through a layer at a time
 
 
@@ -130,9 +131,11 @@ class Probe:
 
 @contextmanager
 def recorded(
-    layer: Layer, linears: Sequence[str], summary: Callable[[Tensor], Tensor]
-) -> Iterator[Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    layer: Layer, linears: Sequence[str], summary: Callable[[Tensor], Summary]
+) -> Iterator[Callable[[Tensor], tuple[Tensor, dict[str, Summary]]]]:
     """A function that runs the layer and sums up what some of its linears are called with.
+
+    Those that are not called, as experts may be, are left out.
 
     Args:
         layer: any.
@@ -152,7 +155,7 @@ def recorded(
         for name in linears
     ]
 
-    def call(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def call(hidden: Tensor) -> tuple[Tensor, dict[str, Summary]]:
         here.found = {}
         return layer(hidden), here.found
 

@@ -16,7 +16,7 @@ from lowbit.convert.plan.calibration_cost import (
     shapes_of,
 )
 from lowbit.convert.plan.plan import Plan
-from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
 from lowbit.formats.safetensors.checkpoint import Checkpoint
 from lowbit.formats.text.tokenizer import TOKENIZER_FILE
@@ -44,7 +44,8 @@ def begin_calibration(
     check_can_run(checkpoint.folder, checkpoint.config)
     text = request.read(checkpoint.folder, device)
     windows = Windows(*text.samples.shape)
-    shapes = shapes_of(tensor_table(checkpoint.config, checkpoint.tensors), plan.schemes)
+    table = tensor_table(checkpoint.config, checkpoint.tensors)
+    shapes = shapes_of(table, plan.schemes, read_config(checkpoint.config).experts)
     threads = torch.get_num_threads()
     need = calibration_memory(shapes, plan.recipe.method, windows, device.type, threads)
     check_memory(need, windows, device.type)

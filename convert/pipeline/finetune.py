@@ -16,8 +16,8 @@ from torch import Tensor
 from lowbit.convert.calibrate.mtp_training import Grid, Lesson, Trained, TrainingState, train
 from lowbit.convert.calibrate.store import PREFIX as CALIBRATED
 from lowbit.convert.measure.drafting import count_drafts
+from lowbit.convert.measure.drafts import Draft
 from lowbit.convert.measure.logits import scored_states
-from lowbit.convert.measure.record import Draft
 from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device

@@ -132,8 +132,8 @@ def look_ahead(
     """
     place = open_device(device)
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
-    shapes = shapes_of(tensor_table(config, tensors), plan.schemes)
     sizes = read_config(config)
+    shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
     context, experts = sizes.max_position_embeddings, sizes.experts is not None
     windows = expected_windows(request, context, place.type)
     rate = matmul_rate(place, *shapes.largest)

@@ -3,7 +3,8 @@
 Operations, two for each multiplication and addition, with T tokens and W weights in the linears of
 the decoder's layers:
 
-    passes      2 W T PASSES        layers passed through, originals and quantized ones
+    passes      2 W T PASSES        layers passed through, originals and quantized ones; of experts
+                                    W counts those that a token is routed to
     moments     4 K^2 T             gptq: E[x x^T] and E[x~ x^T] of every input of K values
     solve       SOLVE N K^2         gptq: factor, codes, scales and sweeps of a linear [N, K]
     autoround   6 W B STEPS         forward and backward, STEPS batches of B tokens a layer
@@ -24,13 +25,16 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from lowbit.convert.original.layer import BATCH_TOKENS
 from lowbit.convert.original.walk import HEAD_TOKENS
 from lowbit.convert.plan.method import Method
+from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.layout.scheme import Scheme
@@ -94,10 +98,12 @@ class Shapes:
 
     Attributes:
         layers: of each decoder layer, every matrix [N, K].
-        inputs: of each decoder layer, K of every input that a quantized linear reads.
+        inputs: of each decoder layer, K of every input that a quantized linear reads; of experts
+            as often as a token is routed to one.
         solved: [N, K] of each quantized linear, the head included.
         vocabulary: rows of the head.
         hidden: its columns.
+        active: weights of the matrices of all layers that a token passes through.
     """
 
     layers: tuple[tuple[tuple[int, int], ...], ...]
@@ -105,6 +111,7 @@ class Shapes:
     solved: tuple[tuple[int, int], ...]
     vocabulary: int
     hidden: int
+    active: int
 
     @cached_property
     def weights(self) -> int:
@@ -117,15 +124,21 @@ class Shapes:
         return max((shape for layer in self.layers for shape in layer), key=math.prod)
 
 
-def shapes_of(table: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None]) -> Shapes:
+def shapes_of(
+    table: Sequence[TensorSpec],
+    schemes: Mapping[str, Scheme | None],
+    experts: Experts | None = None,
+) -> Shapes:
     """The matrices of a model.
 
     Args:
         table: of its tensors, the embedding first.
         schemes: of its linears.
+        experts: sizes of its experts; None without any.
     """
+    passed = Fraction(0)
     layers: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    inputs: dict[str, dict[str, int]] = defaultdict(dict)
+    inputs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     solved = []
     for spec in table:
         match = LAYER.match(spec.name)
@@ -136,16 +149,21 @@ def shapes_of(table: Sequence[TensorSpec], schemes: Mapping[str, Scheme | None])
         if scheme is not None:
             solved.append((N, K))
         if match is not None:
+            chosen, count = 1, 1
+            if experts is not None and spec.role == "expert":
+                chosen, count = experts.chosen, experts.count
             layers[match[1]].append((N, K))
+            passed += Fraction(N * K * chosen, count)
             if scheme is not None:
-                inputs[match[1]][spec.fused_set or spec.module] = K
+                inputs[match[1]][spec.fused_set or spec.module] = (K,) * chosen
     vocabulary, hidden = table[0].shape
     return Shapes(
         layers=tuple(map(tuple, layers.values())),
-        inputs=tuple(tuple(inputs[number].values()) for number in layers),
+        inputs=tuple(tuple(chain.from_iterable(inputs[n].values())) for n in layers),
         solved=tuple(solved),
         vocabulary=vocabulary,
         hidden=hidden,
+        active=int(passed),
     )
 
 
@@ -161,7 +179,7 @@ def calibration_flops(
         together: weights that distill learns in a phase.
     """
     W, T = shapes.weights, windows.tokens
-    flops = 2.0 * W * T * PASSES[method.codes]
+    flops = 2.0 * shapes.active * T * PASSES[method.codes]
     if method.codes == "gptq":
         flops += MOMENTS * T * sum(K * K for layer in shapes.inputs for K in layer)
         flops += SOLVE * sum(N * K * K for N, K in shapes.solved)

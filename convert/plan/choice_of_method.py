@@ -12,7 +12,7 @@ from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 
 WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
-WITH_EXPERTS = (RTN,)  # methods for mixtures of experts, best last
+WITH_EXPERTS = (RTN, WEIGHTED, GPTQ)  # methods for mixtures of experts, best last
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8

@@ -10,7 +10,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from lowbit.convert.measure.record import Draft, Drafting, LogitQuality, QualityReport
+from lowbit.convert.measure.drafts import Draft, Drafting
+from lowbit.convert.measure.record import LogitQuality, QualityReport
 from lowbit.convert.measure.speed import Speed
 from lowbit.convert.report import limits, linears, plots, remarks, verdict, words
 from lowbit.convert.report.heat import heat_maps

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from lowbit.convert.calibrate.store import LayerError
+from lowbit.convert.measure.coverage import few_tokens
 from lowbit.convert.measure.flips import BEFORE
 from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import LogitQuality, QualityReport
@@ -54,7 +55,7 @@ def observations(report: QualityReport) -> list[str]:
             f"{row.name}{others}: {words.percent(row.clipped_share)} of the weights are clipped, "
             f"more than the scale search does on ordinary weights."
         )
-    found.append(_overfitting(report.held_out_excess))
+    found += [_overfitting(report.held_out_excess), few_tokens(report.coverage) or ""]
     if report.logits is not None:
         found += [_lower_perplexity(report.logits), _quoted(report.logits)]
     return [sentence for sentence in found if sentence]

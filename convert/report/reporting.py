@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.compare import measure_weights
+from lowbit.convert.measure.coverage import Coverage, coverage_of
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
 from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import QualityReport
@@ -96,9 +97,14 @@ def read_texts(paths: Sequence[Path]) -> tuple[Text, ...]:
 def write_weight_report(conversion: Conversion) -> Reported:
     """Report a fresh conversion without logits, in files beside it."""
     source = conversion.source.folder
-    excess = _excess(conversion)
+    excess, coverage = _of_calibration(conversion)
     report = build_report(
-        conversion.folder, conversion.weights, None, source, held_out_excess=excess
+        conversion.folder,
+        conversion.weights,
+        None,
+        source,
+        held_out_excess=excess,
+        coverage=coverage,
     )
     return _save(conversion.folder, report)
 
@@ -110,17 +116,29 @@ def write_logit_report(
     source = conversion.source.folder
     found = request.measure(source, conversion.folder, progress)
     weights = _with_outputs(conversion.weights, found.output_errors)
-    excess = _excess(conversion)
-    report = build_report(conversion.folder, weights, found.logits, source, held_out_excess=excess)
+    excess, coverage = _of_calibration(conversion)
+    report = build_report(
+        conversion.folder,
+        weights,
+        found.logits,
+        source,
+        held_out_excess=excess,
+        coverage=coverage,
+    )
     return _save(conversion.folder, report)
 
 
-def _excess(conversion: Conversion) -> float | None:
-    """Overfitting of a calibration: of this run, else as an earlier report of the folder says."""
+def _of_calibration(conversion: Conversion) -> tuple[float | None, tuple[Coverage, ...]]:
+    """Overfitting and coverage: of this run, else as an earlier report of the folder says."""
     if conversion.calibration:
-        return held_out_excess(conversion.calibration)
-    known = current_quality(conversion.folder)
-    return None if known is None else known.held_out_excess
+        return held_out_excess(conversion.calibration), coverage_of(conversion.calibration)
+    return _known(conversion.folder)
+
+
+def _known(folder: Path) -> tuple[float | None, tuple[Coverage, ...]]:
+    """Overfitting and coverage as an earlier report of a folder says."""
+    known = current_quality(folder)
+    return (None, ()) if known is None else (known.held_out_excess, known.coverage)
 
 
 def prepare_report(
@@ -202,9 +220,7 @@ def write_full_report(
     )
     found = request.measure(original, folder, progress)
     weights = _with_outputs(weights, found.output_errors)
-    known = current_quality(folder)
-    excess = None if known is None else known.held_out_excess
-    report = build_report(folder, weights, found.logits, original, origin.repo, excess)
+    report = build_report(folder, weights, found.logits, original, origin.repo, *_known(folder))
     return _save(folder, report, place)
 
 

@@ -2,7 +2,8 @@
 
 import math
 
-from lowbit.convert.measure.record import Drafting, LogitQuality
+from lowbit.convert.measure.drafts import Drafting
+from lowbit.convert.measure.record import LogitQuality
 from lowbit.convert.measure.routing import Routing
 from lowbit.formats.printable import printable
 

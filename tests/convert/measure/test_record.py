@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from lowbit.convert.measure.drafts import Draft, Drafting
 from lowbit.convert.measure.record import (
-    Draft,
-    Drafting,
     Flip,
     Histogram,
     LogitQuality,
