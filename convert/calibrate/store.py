@@ -46,14 +46,14 @@ class LayerError:
         chosen: with the codes chosen.
         learned: as `chosen`, on as many windows that were learned from; None with `weighted`, and
             where the windows are too few to hold any out: the others are of all windows then.
-        tokens: that every expert learned from; empty without experts.
+        expert_tokens: that every expert learned from; empty without experts.
     """
 
     layer: int
     rtn: float
     chosen: float
     learned: float | None = None
-    tokens: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ class Store:
             files |= dict.fromkeys(facts["columns"], path)
             if facts["error"] is not None:
                 error = facts["error"]
-                errors.append(LayerError(**{**error, "tokens": tuple(error["tokens"])}))
+                errors.append(
+                    LayerError(**{**error, "expert_tokens": tuple(error["expert_tokens"])})
+                )
         return Calibrated(files, tuple(errors), undistilled)
 
     def _path(self, name: str) -> Path:

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from lowbit.convert.export import awq, gguf, gptq, mlx
+from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.gguf_file import Value, read_places, write_gguf
 from lowbit.convert.export.gguf_metadata import metadata
 from lowbit.convert.export.layout import Layout
@@ -32,7 +33,7 @@ from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.errors import ResourceError, UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
@@ -74,6 +75,15 @@ class Export:
     dequantized: tuple[Dequantized, ...] = ()
 
 
+def _check_family(source: PackedSource) -> None:
+    """Refuse mixtures of experts, which each container holds in a way of its own."""
+    if source.model_type not in EXPORTED:
+        raise UnsupportedModelError(
+            f"config.json: model_type `{source.model_type}` cannot be exported yet",
+            hint=f"exported are: {', '.join(EXPORTED)}",
+        )
+
+
 @disk_errors()
 def export(
     folder: str | Path,
@@ -110,6 +120,7 @@ def export(
     check_output(place, overwrite=False)
     check_apart(Path(folder), place)
     source = open_source(Path(folder))
+    _check_family(source)
     layout = LAYOUTS.get(target)
     keys: dict[str, Value] = {}
     plain: tuple[Dequantized, ...] = ()

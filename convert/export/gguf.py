@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.architectures import exported
+from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Gguf
 from lowbit.convert.export.gguf_blocks import BLOCK, KIND_OF_BITS, encode
 from lowbit.convert.export.gguf_blocks import decode as decode_blocks
@@ -53,7 +53,7 @@ def check(source: PackedSource) -> None:
 
 def family(source: PackedSource) -> Gguf[Any]:
     """GGUF names, orders and values of the folder's family."""
-    return exported(source.model_type).gguf
+    return EXPORTED[source.model_type].gguf
 
 
 def blocks_in_all(source: PackedSource) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.architectures import exported
+from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Mlx
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.outputs import Output, copied, row_parts
@@ -40,7 +40,7 @@ def check(source: PackedSource) -> None:
 
 def family(source: PackedSource) -> Mlx[Any]:
     """MLX names and values of the folder's family."""
-    return exported(source.model_type).mlx
+    return EXPORTED[source.model_type].mlx
 
 
 def _group(linear: Linear) -> int:

@@ -32,13 +32,13 @@ def coverage_of(errors: Sequence[LayerError]) -> tuple[Coverage, ...]:
     return tuple(
         Coverage(
             layer=row.layer,
-            experts=len(row.tokens),
-            least=min(row.tokens),
-            middle=median_low(row.tokens),
-            few=sum(count < FEWEST_TOKENS for count in row.tokens),
+            experts=len(row.expert_tokens),
+            least=min(row.expert_tokens),
+            middle=median_low(row.expert_tokens),
+            few=sum(count < FEWEST_TOKENS for count in row.expert_tokens),
         )
         for row in errors
-        if row.tokens
+        if row.expert_tokens
     )
 
 

@@ -66,14 +66,16 @@ class TracedLayer:
             above: [draws, T, h], gradients by its output.
 
         Returns:
-            [draws, T, h], gradients by its input, and the trace of every linear.
+            [draws, T, h], gradients by its input, and the trace of every linear; experts that the
+            window does not reach have none.
         """
         calls: dict[str, tuple[Tensor, Tensor]] = {}
         self._thread.calls = calls
         with torch.enable_grad():
             window = hidden[None].detach().requires_grad_(True)
             out = self._layer(window, **self._arguments)
-        outputs = [calls[name][1] for name in self._linears]
+        reached = [name for name in self._linears if name in calls]
+        outputs = [calls[name][1] for name in reached]
         by_draw = [
             torch.autograd.grad(out, (window, *outputs), one[None], retain_graph=True)
             for one in above
@@ -84,7 +86,7 @@ class TracedLayer:
                 calls[name][0].detach().flatten(0, -2),
                 tuple(found[number].flatten(0, -2) for found in by_draw),
             )
-            for number, name in enumerate(self._linears, 1)
+            for number, name in enumerate(reached, 1)
         }
         return torch.stack([found[0][0] for found in by_draw]), traces
 

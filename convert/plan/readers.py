@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from lowbit.convert.plan.plan import Plan, and_more
 from lowbit.formats.architectures import read_config
-from lowbit.formats.architectures.names import expert_of
+from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
 
@@ -36,6 +36,24 @@ def vllm_verdict(plan: Plan) -> list[str]:
         if step.scheme is not None and step.module is not None
     )
     return [*reasons, *_mixed_experts(plan.schemes)]
+
+
+def transformers_verdict(plan: Plan) -> str | None:
+    """Reason why transformers would load another model, without an error; None where it does not.
+
+    It unpacks all experts by the scheme of one group, and drops those that are not packed.
+    """
+    found = {
+        scheme
+        for module, scheme in plan.schemes.items()
+        if expert_of(module) is not None and not module.startswith(MTP_PREFIX)
+    }
+    names = sorted(str(scheme) for scheme in found if scheme is not None)
+    if None in found and any(plan.schemes.values()):
+        return "experts that are not quantized beside linears that are: it leaves them random"
+    if len(names) > 1:
+        return f"experts in several schemes ({', '.join(names)}): it reads all of them by one"
+    return None
 
 
 def _mixed_experts(schemes: Mapping[str, Scheme | None]) -> list[str]:

@@ -169,6 +169,8 @@ def _cost(layer: torch.nn.Module, choice: Choice, squares: dict[str, Tensor], po
     fused, scheme = choice
     total = torch.zeros((), dtype=torch.float64, device=next(iter(squares.values())).device)
     for name in (split_layer(module).rest for module in fused.modules):
+        if name not in squares:  # an expert that no token reaches
+            continue
         weight, square = layer.get_parameter(f"{name}.weight"), squares[name]
 
         def part(rows: slice, weight: Tensor = weight, square: Tensor = square) -> Tensor:

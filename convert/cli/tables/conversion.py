@@ -14,7 +14,12 @@ from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.preview import Preview
 from lowbit.convert.pipeline.verification import Verification
 from lowbit.convert.plan.plan import Plan, Step
-from lowbit.convert.plan.readers import runtime_verdict, smaller_groups, vllm_verdict
+from lowbit.convert.plan.readers import (
+    runtime_verdict,
+    smaller_groups,
+    transformers_verdict,
+    vllm_verdict,
+)
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
@@ -55,6 +60,7 @@ def conversion(done: Conversion, found: Reported) -> None:
     render_terminal(console, quality, worst_rows=0 if quality.logits is None else WORST)
     for what, reasons in (
         ("vLLM", vllm_verdict(done.plan)),
+        ("transformers", [reason] if (reason := transformers_verdict(done.plan)) else []),
         ("lowbit-run", [reason] if (reason := runtime_verdict(done.plan)) else []),
     ):
         for text in reasons:
@@ -173,6 +179,9 @@ def plan(view: Preview) -> None:
             console.print(f"  {reason}")
     else:
         console.print("vLLM: can load the result" + _head_note(view))
+    if wrong := transformers_verdict(view.plan):
+        console.print(styled("transformers: ", ("cannot load the result", "bold red")))
+        console.print(f"  {wrong}")
     if view.unserved:
         console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
         console.print(f"  {view.unserved}")
@@ -185,6 +194,7 @@ def _head_note(view: Preview) -> str:
 
 def plan_json(view: Preview) -> dict[str, Any]:
     """The object of `plan --json`."""
+    wrong = transformers_verdict(view.plan)
     return {
         "source": view.source,
         "recipe": view.plan.recipe.to_json(),
@@ -204,6 +214,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
             "sequence_bytes": view.sequence_bytes,
         },
         "vllm": {"loads": not view.vllm, "reasons": list(view.vllm)},
+        "transformers": {"loads": wrong is None, "reason": wrong},
         "lowbit_run": {"serves": view.unserved is None, "reason": view.unserved},
         "files": [{"name": s.file, "size_bytes": s.size} for s in view.plan.shards],
         "tensors": [

@@ -5,9 +5,8 @@ from typing import Any
 
 from lowbit.convert.export.architectures import dense, qwen3_5
 from lowbit.convert.export.architectures.architecture import Exported
-from lowbit.formats.errors import UnsupportedModelError
 
-# Mixtures of experts are in neither.
+# Mixtures of experts are not there, and are refused.
 EXPORTED: Mapping[str, Exported[Any]] = {
     "qwen3": dense.EXPORTED,
     "qwen2": dense.EXPORTED,
@@ -15,17 +14,3 @@ EXPORTED: Mapping[str, Exported[Any]] = {
     "qwen3_5": qwen3_5.EXPORTED,
     "qwen3_5_text": qwen3_5.EXPORTED,
 }
-
-
-def exported(model_type: str) -> Exported[Any]:
-    """Changes that GGUF and MLX make in a family.
-
-    Raises:
-        UnsupportedModelError: neither is implemented for it.
-    """
-    if model_type not in EXPORTED:
-        raise UnsupportedModelError(
-            f"config.json: model_type `{model_type}` cannot be exported to GGUF or MLX yet",
-            hint=f"exported are: {', '.join(EXPORTED)}",
-        )
-    return EXPORTED[model_type]

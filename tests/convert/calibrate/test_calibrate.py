@@ -381,7 +381,7 @@ def test_command(cli: "Cli", short: Path, tmp_path: Path, text: Path) -> None:
     assert said.exit_code == 0, said.output
     content = json.loads(said.stdout)
     assert len(content["calibration"]) == 2
-    assert {"layer", "rtn", "chosen", "learned"} == set(content["calibration"][0])
+    assert {"layer", "rtn", "chosen", "learned", "expert_tokens"} == set(content["calibration"][0])
     shown = cli(short, tmp_path / "b", "--method", "weighted", *options)
     assert shown.exit_code == 0, shown.output
     wrong = cli(short, tmp_path / "c", "--method", "awq")

@@ -48,15 +48,15 @@ def test_every_expert_learns_from_its_own_tokens(calibrated: Make, source: Path)
     done = calibrated(source, "gptq")
     assert all(row.chosen < row.rtn for row in done.calibration[:2])  # routes differ further on
     for row in done.calibration:
-        assert len(row.tokens) == 6
-        assert sum(row.tokens) == (SAMPLES - HELD) * LENGTH * 2
+        assert len(row.expert_tokens) == 6
+        assert sum(row.expert_tokens) == (SAMPLES - HELD) * LENGTH * 2
     plain = convert(source, done.folder.with_name("plain"), Recipe(head="bf16")).folder
     a, b = (load_file(folder / "model.safetensors") for folder in (done.folder, plain))
     changed = {name for name in a if not torch.equal(a[name], b[name])}
     learned = {
         (row.layer, number)
         for row in done.calibration
-        for number, tokens in enumerate(row.tokens)
+        for number, tokens in enumerate(row.expert_tokens)
         if tokens >= FEWEST_TOKENS
     }
     names = {name for name in changed if ".experts." in name and name.endswith("weight_packed")}
@@ -83,8 +83,8 @@ def test_experts_with_few_tokens_are_rounded_to_nearest(
 @pytest.mark.slow
 def test_coverage_is_reported(calibrated: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     done = calibrated(FUSED, "weighted")
-    assert [len(row.tokens) for row in done.calibration] == [6] * 4
-    assert {sum(row.tokens) for row in done.calibration} == {SAMPLES * LENGTH * 2}
+    assert [len(row.expert_tokens) for row in done.calibration] == [6] * 4
+    assert {sum(row.expert_tokens) for row in done.calibration} == {SAMPLES * LENGTH * 2}
     report = write_weight_report(done).quality
     assert report.coverage == coverage_of(done.calibration)
     read = read_quality(done.folder)

@@ -16,7 +16,7 @@ from lowbit.convert import Override, Recipe, convert
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
-from lowbit.convert.plan.readers import vllm_verdict
+from lowbit.convert.plan.readers import transformers_verdict, vllm_verdict
 from lowbit.formats.errors import LowbitError, UnsupportedModelError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 from lowbit.runtime.models.loader import open_model
@@ -169,6 +169,15 @@ def test_one_scheme_for_the_experts_of_a_layer() -> None:
     assert vllm_verdict(plan) == [
         "experts of one layer in several schemes: `model.layers.0.mlp.experts` and 5 more"
     ]
+    assert transformers_verdict(plan) == (
+        "experts in several schemes (INT4 g128, INT8 g128): it reads all of them by one"
+    )
+    plain = Recipe(overrides=(Override("*.experts.*", 16),))
+    assert transformers_verdict(make_plan(checkpoint.config, checkpoint.tensors, plain)) == (
+        "experts that are not quantized beside linears that are: it leaves them random"
+    )
+    plan = make_plan(checkpoint.config, checkpoint.tensors, Recipe())
+    assert (vllm_verdict(plan), transformers_verdict(plan)) == ([], None)
 
 
 def take_last_expert(tensors: dict[str, Tensor]) -> None:
@@ -226,8 +235,8 @@ def test_lowbit_run_refuses(packed: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["gguf", "mlx"])
+@pytest.mark.parametrize("target", ["gptq", "gguf"])
 def test_exports_refuse(cli: "Cli", packed: Path, tmp_path: Path, target: str) -> None:
     done = cli("export", packed, tmp_path / "out", "--to", target)
     assert done.exit_code == 1
-    assert "model_type `qwen3_5_moe` cannot be exported to GGUF or MLX yet" in done.stderr
+    assert "model_type `qwen3_5_moe` cannot be exported yet" in done.stderr

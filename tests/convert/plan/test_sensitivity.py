@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.convert.conftest import MakeModel
 
 STORIES = Path(__file__).parents[3] / "examples" / "data" / "stories-eval.txt"
+MIXTURE = STORIES.parents[1] / "models" / "tiny-qwen3-moe"
 CPU = torch.device("cpu")
 T = 96
 
@@ -230,3 +231,14 @@ def test_no_group_size_fits(tmp_path: Path, make_model: "MakeModel") -> None:
         match=r"`model.layers.0.mlp.down_proj`: none of the group sizes 64, 128 divides K = 96",
     ):
         choices_of(sets_of(folder), (64, 128))
+
+
+def test_experts_that_no_token_reaches_add_nothing() -> None:
+    ids = windows(MIXTURE, 1)[:, :2]  # two tokens reach four of six experts at most
+    choices = choices_of(sets_of(MIXTURE), (128,))
+    with torch.no_grad(), without_advice():
+        model = load_layered_model(open_weights(MIXTURE), 2, CPU)
+        found = estimate(model, choices, ids, CPU, lambda done, total: None)
+    kinds = {fused.kind for fused, _ in choices}
+    assert {"mlp.experts.gate_up", "mlp.experts.down"} <= kinds
+    assert all(0 < cost < math.inf for cost in found)
