@@ -4,7 +4,8 @@ python examples/make_random_checkpoint.py 1.7B random-1.7b
 lowbit-convert random-1.7b random-1.7b-int4
 lowbit-run bench random-1.7b-int4
 
-Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower).
+Sizes: Qwen3 as `1.7B`, Qwen3.5 as `3.5-2B` (text decoder alone: no MTP head, no vision tower),
+mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the first layers alone.
 """
 
 import json
@@ -24,6 +25,7 @@ SIZES = {
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
+    "30B-A3B": (2048, 6144, 48, 32, 4, False),
 }
 # the same with the value heads of a linear layer before the last
 HYBRID_SIZES = {
@@ -32,13 +34,35 @@ HYBRID_SIZES = {
     "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
     "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
     "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
+    "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
 }
+# experts, width of one, width of the shared one
+EXPERTS = {"30B-A3B": (128, 768, None), "3.5-35B-A3B": (256, 512, 512)}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
 
 
 def config_of(size: str) -> dict[str, object]:
     """config.json of a size."""
+    config = dense_config_of(size)
+    if size not in EXPERTS:
+        return config
+    count, inner, shared = EXPERTS[size]
+    changes = {
+        "num_experts": count,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": inner,
+        "mlp_only_layers": [],
+    }
+    if shared is None:
+        names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        return config | names | changes | {"decoder_sparse_step": 1, "norm_topk_prob": True}
+    names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+    return config | names | changes | {"shared_expert_intermediate_size": shared}
+
+
+def dense_config_of(size: str) -> dict[str, object]:
+    """config.json of a size, with an MLP in place of experts."""
     if size in HYBRID_SIZES:
         return hybrid_config_of(size)
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
@@ -113,9 +137,10 @@ def tokenizer(tokens: int) -> Tokenizer:
 @click.argument("size", type=click.Choice([*SIZES, *HYBRID_SIZES]))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True)
-def main(size: str, out: Path, seed: int) -> None:
+@click.option("--layers", type=click.IntRange(1), help="Layers, where fewer than the real ones.")
+def main(size: str, out: Path, seed: int, layers: int | None) -> None:
     """Write a random checkpoint of SIZE to the folder OUT."""
-    config = config_of(size)
+    config = config_of(size) | ({} if layers is None else {"num_hidden_layers": layers})
     generator = torch.Generator().manual_seed(seed)
     pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16)
     tensors = [

@@ -46,10 +46,17 @@ def test_bits_table_names_what_is_wrong() -> None:
 
 
 @pytest.mark.slow
-def test_random_checkpoints_explain_themselves() -> None:
-    done = run(str(EXAMPLES / "make_random_checkpoint.py"), "--help")
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("make_random_checkpoint", "Write a random checkpoint of SIZE"),
+        ("train_tiny_experts", "Train a mixture of experts on TEXT from its dense SIBLING"),
+    ],
+)
+def test_scripts_that_make_models_explain_themselves(script: str, words: str) -> None:
+    done = run(str(EXAMPLES / f"{script}.py"), "--help")
     assert done.returncode == 0, done.stderr
-    assert "Write a random checkpoint of SIZE" in done.stdout
+    assert words in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")

@@ -30,8 +30,9 @@ from lowbit.formats.architectures import (
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
+from lowbit.formats.files.reading import MAX_TEXT_BYTES
 from lowbit.formats.hub.locate import HUB_ID
-from lowbit.formats.layout.manifest import Fate, json_bytes
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, json_bytes
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
@@ -47,6 +48,7 @@ from lowbit.formats.safetensors.shards import Shard, lay_out
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
+RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
 NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
 
 Output = tuple[str, torch.dtype, tuple[int, ...]]
@@ -209,12 +211,13 @@ def make_plan(
     steps = _steps(table, tensors, tied, schemes, rotated.keys())
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
+    outputs = [output for step in steps for output in step.outputs]
+    _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
     out_config = untied(config) if schemes.get("lm_head") else config
     out_config = _published(without_mtp(out_config) if left_out else out_config)
     kept = [step.source.name for step in steps if step.fate != "dropped"]
     out_config[KEY] = write_quantization_config(schemes, never_quantized(config, kept))
     _check_length(out_config)
-    outputs = [output for step in steps for output in step.outputs]
     shards = lay_out(outputs, max_shard_bytes)
     drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
     return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated, drafts)
@@ -228,6 +231,16 @@ def _check_length(config: Mapping[str, Any]) -> None:
             f"{CONFIG_FILE} of the result would have {length} bytes, expected at most "
             f"{MAX_CONFIG_BYTES}",
             hint=f"remove from {CONFIG_FILE} the keys that do not describe the model",
+        )
+
+
+def _check_records(names: Sequence[str]) -> None:
+    """Refuse more tensors than a lowbit.json that readers take can list."""
+    length = sum(len(name) + RECORD_BYTES for name in names)
+    if length > MAX_TEXT_BYTES:
+        raise CheckpointError(
+            f"{MANIFEST_FILE} of the result would have about {length / 1e6:.0f} MB, expected at "
+            f"most {MAX_TEXT_BYTES / 1e6:.0f} MB: {len(names):,} tensors before and after",
         )
 
 

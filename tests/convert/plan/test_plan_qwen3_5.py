@@ -19,6 +19,7 @@ from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.readers import vllm_verdict
 from lowbit.convert.plan.recipe import Base, Mtp, Override, Recipe
+from lowbit.formats.architectures import tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.layout.quantization_config import read_quantization_config
 from lowbit.formats.safetensors.checkpoint import DTYPES, TensorInfo
@@ -325,6 +326,22 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
     assert rows["mtp.mlp.experts.*.up_proj"][4] == "256"
     assert len(said.splitlines()) < 70
     assert "vLLM: can load the result" in said
+
+
+@pytest.mark.slow
+def test_more_experts_than_a_manifest_can_list_are_refused() -> None:
+    text = {**config("35B-A3B")["text_config"], "num_experts": 4096, "num_hidden_layers": 4}
+    wide = {**config("35B-A3B"), "text_config": {**text, "layer_types": text["layer_types"][:4]}}
+    tensors = {
+        spec.name: TensorInfo(
+            spec.name, torch.bfloat16, spec.shape, "a.safetensors", 0, 2 * math.prod(spec.shape)
+        )
+        for spec in tensor_table(wide)
+    }
+    with pytest.raises(
+        CheckpointError, match=r"^lowbit.json of the result would have about \d+ MB"
+    ):
+        make_plan(wide, tensors, Recipe())
 
 
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
