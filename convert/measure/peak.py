@@ -1,15 +1,17 @@
 """Peak memory of comparing logits, estimated and checked before it begins."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lowbit.convert.measure.logits import SUM_TOKENS
 from lowbit.convert.original.walk import BATCH_TOKENS, HEAD_ROWS, HEAD_TOKENS
-from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures import read_config, tensor_table
+from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 
@@ -45,8 +47,9 @@ def logits_peak_bytes(
     That of the larger pass, where a pass holds two sets of hidden states, 2 * tokens * h * 4 bytes,
     BF16 ones of the noisy windows, and the larger of
         a layer: its weights in FP32, the largest of them three times more while it is unpacked,
-            inputs and outputs of its linears on the watched windows and, for every thread, the
-            activations of a batch (4 of the widest linear's rows and 8 h a token);
+            inputs and outputs of its linears on the watched windows (of its experts on the tokens
+            that are routed to them) and, for every thread, the activations of a batch (4 of the
+            widest linear's rows and 8 h a token);
         the head: HEAD_ROWS rows of h twice and unpacked, the sums of each token, one more set of
             hidden states, and, for every thread, a block of logits, part of it in FP64;
     and a quarter more for what the allocator keeps.
@@ -70,19 +73,19 @@ def _pass_bytes(
 ) -> int:
     table = tensor_table(config)
     V, h = table[0].shape
-    layers: dict[int, list[tuple[int, ...]]] = {}  # kinds of layer differ in size
+    layers: dict[int, list[TensorSpec]] = {}  # kinds of layer differ in size
     for spec in table:
         prefix, number, _ = split_layer(spec.name)
         if number is not None and prefix != MTP_PREFIX:
-            layers.setdefault(number, []).append(spec.shape)
-    layer = max(layers.values(), key=lambda shapes: sum(map(math.prod, shapes)))
-    sizes = [math.prod(shape) for shape in layer]
-    widest = max(shape[0] for shape in layer)
+            layers.setdefault(number, []).append(spec)
+    layer = max(layers.values(), key=lambda specs: sum(math.prod(spec.shape) for spec in specs))
+    sizes = [math.prod(spec.shape) for spec in layer]
+    widest = max(spec.shape[0] for spec in layer)
     count, T = windows
     tokens = count * T
     # A batch has at least one window, and there are no more batches than windows.
     batch = min(tokens, max(BATCH_TOKENS[device], T) * workers) * (4 * widest + 8 * h)
-    calls = min(watched, count) * T * sum(sum(shape) for shape in layer if len(shape) == 2)
+    calls = math.ceil(min(watched, count) * T * _called(layer, read_config(config).experts))
     in_layer = 4 * (sum(sizes) + 3 * max(sizes) + batch + calls)
     rows = min(V, HEAD_ROWS)
     block = min(tokens, HEAD_TOKENS[device] * workers) * rows * 2 * 4
@@ -90,3 +93,13 @@ def _pass_bytes(
     in_head = 4 * rows * h * 5 + block + wide + tokens * 14 * 8 + tokens * h * 4
     states = 2 * tokens * h * 4 + min(noisy, count) * T * h * 2
     return (states + max(in_layer, in_head)) * 5 // 4
+
+
+def _called(layer: Sequence[TensorSpec], experts: Experts | None) -> float:
+    """Values that go into and come out of the linears of a layer for each token, on average."""
+    share = 1.0 if experts is None else experts.chosen / experts.count
+    return sum(
+        sum(spec.shape) * (share if spec.role == "expert" else 1.0)
+        for spec in layer
+        if len(spec.shape) == 2
+    )

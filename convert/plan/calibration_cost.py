@@ -104,6 +104,7 @@ class Shapes:
         vocabulary: rows of the head.
         hidden: its columns.
         active: weights of the matrices of all layers that a token passes through.
+        routed: there are experts, of which a token passes through some.
     """
 
     layers: tuple[tuple[tuple[int, int], ...], ...]
@@ -112,6 +113,7 @@ class Shapes:
     vocabulary: int
     hidden: int
     active: int
+    routed: bool
 
     @cached_property
     def weights(self) -> int:
@@ -164,6 +166,7 @@ def shapes_of(
         vocabulary=vocabulary,
         hidden=hidden,
         active=int(passed),
+        routed=experts is not None,
     )
 
 
@@ -248,9 +251,8 @@ def calibration_memory(
         head += LOGIT_BYTES * HEAD_TOKENS[device] * shapes.vocabulary
         states = 4 * STEP_TOKENS * shapes.hidden * (len(shapes.layers) + 1)
         work = max(work, shapes.weights + 4 * learned + AUTOROUND_BYTES * largest + head + states)
-    sets = (
-        1 if method.from_original else 2
-    )  # of hidden states: the original's, the quantized model's
+    # Sets of hidden states: the original's, the quantized model's, and both before the experts.
+    sets = 1 if method.from_original else 4 if shapes.routed else 2
     window = sets * 4 * windows.length * shapes.hidden * 5 // 4
     work, states = work * 5 // 4, window * windows.count
     if device == "cpu":

@@ -9,6 +9,8 @@ from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.formats.errors import ResourceError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
+MIXTURE = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+
 
 @pytest.fixture(scope="module")
 def hybrid() -> Path:
@@ -37,6 +39,14 @@ def test_the_largest_kind_of_layer_counts(hybrid: Path) -> None:
     assert logits_peak_bytes(grown, (1, 10)) > logits_peak_bytes(config, (1, 10))
     wide = {**config, "text_config": {**text, "num_attention_heads": 256}}
     assert logits_peak_bytes(wide, (1, 10)) > logits_peak_bytes(config, (1, 10))
+
+
+def test_experts_see_the_tokens_that_are_routed_to_them() -> None:
+    config = dict(open_checkpoint(MIXTURE).config)
+    fewer, more = (logits_peak_bytes(config, (80, 512), watched=n) for n in (40, 80))
+    common = 2 * 256 + 2 * 256 + 2 * (256 + 128) + (256 + 6)  # q, o, k and v, router
+    expert = 3 * (256 + 128)
+    assert more - fewer == pytest.approx(4 * 40 * 512 * (common + 2 * expert) * 5 / 4, rel=1e-3)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
