@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.state.pages import EXTRA, PAGE
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
 
 
-def check_prompt(ids: Ids[int], engine: "Engine") -> None:
-    """Refuse a prompt that cannot be run.
+def check_prompt(ids: Ids[int], engine: "Engine", start: int = 0) -> None:
+    """Refuse a prompt that cannot be run, or that has no token number `start`.
 
     Raises:
         RequestError: see `Engine.check`.
@@ -30,6 +30,22 @@ def check_prompt(ids: Ids[int], engine: "Engine") -> None:
     rows = engine.decoder.config.vocab_size
     if not all(0 <= id < rows for id in ids):
         raise RequestError(f"token ids must be between 0 and {rows - 1}")
+    if not 0 <= start < len(ids):
+        raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
+
+
+def check_queue(engine: "Engine") -> None:
+    """Refuse a request where as many wait as may.
+
+    Raises:
+        QueueFullError: see `Engine.submit`.
+    """
+    ahead = len(engine.running) + engine.waiting
+    if engine.most_waiting is not None and ahead >= engine.rows + engine.most_waiting:
+        raise QueueFullError(
+            f"{ahead} requests run or wait, and no more than {engine.rows} run together",
+            hint="ask again later",
+        )
 
 
 def new_sequence(request: TokenRequest, engine: "Engine") -> Sequence:

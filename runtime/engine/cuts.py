@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 CHUNK = 1024  # most tokens of a prompt that pass the layers together
 LEAST = 64  # fewest tokens between two cuts
+SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
 def prompt_cuts(ids: Sequence[int], message_ends: Collection[int]) -> list[int]:
@@ -35,3 +36,20 @@ def prompt_cuts(ids: Sequence[int], message_ends: Collection[int]) -> list[int]:
             last = end
             cuts.append(last)
     return cuts
+
+
+def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
+    """The first cut behind `length`; the end of the prompt where there is none."""
+    return min((cut for cut in cuts if cut > length), default=stop)
+
+
+def snapshot_due(cut: int, snapshots: Collection[int], reused: int) -> bool:
+    """True if the recurrent state is kept at a cut: a message ends there, or one long before.
+
+    Args:
+        cut: length of the prompt so far.
+        snapshots: lengths at which it has been kept.
+        reused: length that the cache held.
+    """
+    since = cut - max(snapshots, default=reused)
+    return bool(since % CHUNK) or since >= SNAPSHOT_EVERY

@@ -15,9 +15,9 @@ from threading import Lock, RLock
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError, QueueFullError, RequestError
-from lowbit.runtime.engine.admission import check_prompt, new_sequence
-from lowbit.runtime.engine.cuts import CHUNK
+from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.engine.admission import check_prompt, check_queue, new_sequence
+from lowbit.runtime.engine.cuts import CHUNK, next_cut, snapshot_due
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.new_tokens import new_tokens, tokens_of_round
@@ -31,8 +31,6 @@ from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.engine.take import take_token
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.sampling import SamplingParams
-
-SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
 class Engine:
@@ -77,12 +75,7 @@ class Engine:
         """
         sequence = new_sequence(request, self)
         with self._arriving:
-            ahead = len(self.running) + self.waiting
-            if self.most_waiting is not None and ahead >= self.rows + self.most_waiting:
-                raise QueueFullError(
-                    f"{ahead} requests run or wait, and no more than {self.rows} run together",
-                    hint="ask again later",
-                )
+            check_queue(self)
             self._arrived.append(sequence)
         return Handle(self, sequence)
 
@@ -150,9 +143,7 @@ class Engine:
             RequestError: empty, longer than the context, an id outside the vocabulary, a start
                 that is no token's, or other requests leave no room.
         """
-        self.check(ids)
-        if not 0 <= start < len(ids):
-            raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
+        check_prompt(ids, self, start)
         sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
         with self._lock:
             self._begin()
@@ -328,14 +319,11 @@ class Engine:
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:
         """Send the tokens up to the next cut through the layers: their hidden states."""
-        prompt = sequence.request.prompt
-        stop = min((cut for cut in sequence.cuts if cut > sequence.length), default=len(prompt))
-        hidden = self.runner.chunk(sequence, prompt[sequence.length : stop])
+        stop = next_cut(sequence.cuts, sequence.length, len(sequence.request.prompt))
+        hidden = self.runner.chunk(sequence, sequence.request.prompt[sequence.length : stop])
         sequence.length = stop
-        if stop in sequence.cuts:
-            since = stop - max(sequence.snapshots, default=sequence.reused)
-            if since % CHUNK or since >= SNAPSHOT_EVERY:  # the end of a message, or long after one
-                self._room.take_snapshot(sequence)
+        if stop in sequence.cuts and snapshot_due(stop, sequence.snapshots, sequence.reused):
+            self._room.take_snapshot(sequence)
         return hidden
 
     def _read(self, ahead: int = 0) -> None:
@@ -381,10 +369,7 @@ class Engine:
         """Begin anew after a step that was interrupted halfway: its sequences are lost."""
         for sequence in (*self._decoding, self._prompt):
             if sequence is not None and not sequence.ended:
-                sequence.phase = "ended"
-                sequence.error = RequestError(
-                    "a step was interrupted while this request ran", hint="ask again"
-                )
+                sequence.lose()
         for sequence in self._waiting:  # the first may have been given a row
             sequence.phase = "waiting"
         if self.runner.on_gpu:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lowbit.formats.errors import LowbitError
+from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.speculation.drafter import Drafter
 from lowbit.runtime.speculation.pace import Cost, PlacedPace
 from lowbit.runtime.speculation.tally import Tally
@@ -190,6 +190,11 @@ class Sequence:
     def ended(self) -> bool:
         """True once no token comes any more."""
         return self.phase == "ended"
+
+    def lose(self) -> None:
+        """End it with a step that was interrupted halfway."""
+        self.phase = "ended"
+        self.error = RequestError("a step was interrupted while this request ran", hint="ask again")
 
     @property
     def page_count(self) -> int:
