@@ -1,5 +1,6 @@
 """The tokens that may come next in one request, decided on the host token by token."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -10,7 +11,10 @@ class Constraint(Protocol):
     """Limits the tokens of one request; made for it alone, and called by one thread at a time.
 
     `mask` is asked once before every token, `accept` is told every token that another follows. An
-    error of either ends this request and no other.
+    error of any method ends this request and no other, but for errors of a copy.
+
+    Drafts need a constraint that can be copied: a copy is told the drafts one after another and
+    asked for a mask behind each, while the constraint itself is told the tokens that were chosen.
 
     Attributes:
         done: every token may come from here on, and nothing is asked or told any more.
@@ -38,3 +42,21 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> None:
         """Go on behind a token that was chosen."""
+
+    def copy(self) -> "Constraint | None":
+        """Another one in the same state; what one of the two is told or asked leaves the other.
+
+        A copy may be told a token that its mask forbids, and may raise any error then.
+
+        Returns:
+            None if it can never be copied: nothing is drafted for the request.
+        """
+        return None
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Tokens that come next because no others may, up to `most`: they are drafted.
+
+        Only a copy is asked. A wrong token costs time and nothing else, since the masks alone
+        decide what is chosen.
+        """
+        return ()

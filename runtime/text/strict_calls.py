@@ -1,5 +1,7 @@
 """Calls that follow a grammar in an answer that is otherwise free."""
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -71,3 +73,13 @@ class StrictCallsConstraint:
         self._begins = False
         if token == self._calls.closing:
             self._call = None
+
+    def copy(self) -> "StrictCallsConstraint":
+        """Another one in the same state."""
+        other = copy.copy(self)
+        other._call = None if self._call is None else self._call.copy()
+        return other
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Tokens of a call that come next; see `Constraint`."""
+        return () if self._call is None or self._begins else self._call.forced(most)

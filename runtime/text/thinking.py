@@ -1,5 +1,6 @@
 """A limit on reasoning, and a constraint that begins behind it."""
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -176,6 +177,24 @@ class ThinkingConstraint:
             self._place = "answer"
             if self._then is not None:
                 self._then.accept(token)
+
+    def copy(self) -> "ThinkingConstraint | None":
+        """Another one in the same state; None if the answer's constraint cannot be copied."""
+        then = None if self._then is None else self._then.copy()
+        if then is None and self._then is not None:
+            return None
+        other = copy.copy(self)
+        other._then, other._forced = then, list(self._forced)
+        other._words = torch.zeros_like(self._words)
+        return other
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Tokens that end the block, or that the answer has next; see `Constraint`."""
+        if self._place == "forced":
+            return self._forced[:most]
+        if self._place != "answer" or self._then is None or self._then.done:
+            return ()
+        return self._then.forced(most)
 
     def _think(self, text: bytes) -> None:
         """Take more of the block; end it as the template does where the budget is spent."""

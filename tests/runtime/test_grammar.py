@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -53,6 +54,40 @@ def model(request: pytest.FixtureRequest) -> lowbit.Model:
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return lowbit.load(MODELS / "tiny-qwen3", device="cpu", context=16).grammars
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_what_a_copy_is_told_and_asked_changes_no_mask(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    """A forced token is the only one that its mask allows."""
+    grammar, draw = grammars.json_schema(schema), random.Random(1)
+    stops = grammars._stop_ids
+    plain, copied = grammar.constraint(), grammar.constraint()
+    for _ in range(60):
+        ahead = copied.copy()
+        forced = ahead.forced(20)
+        for place in range(8):
+            allowed = ids_of(ahead.mask())
+            if place < len(forced):
+                assert allowed == [forced[place]]
+            token = draw.choice(allowed)
+            if token in stops:
+                break
+            ahead.accept(token)
+        allowed = ids_of(copied.mask())
+        assert allowed == ids_of(plain.mask())
+        token = draw.choice(allowed)
+        if token in stops:
+            break
+        plain.accept(token)
+        copied.accept(token)
+
+
+def ids_of(mask: torch.Tensor) -> list[int]:
+    bits = (mask[:, None] >> torch.arange(32)) & 1
+    found: list[int] = bits.flatten().nonzero()[:, 0].tolist()
+    return found
 
 
 def answer(model: lowbit.Model, grammar: Grammar | None, seed: int, **more: Any) -> str:

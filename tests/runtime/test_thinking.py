@@ -10,6 +10,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.reasoning import Begin
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
 
@@ -130,6 +131,45 @@ def test_a_grammar_begins_behind_the_reasoning(model: lowbit.Model, tokens: Thin
     say(constraint, model, "no")
     assert allowed(constraint) == set(model.stop_ids)
     assert not constraint.done
+
+
+def test_what_is_forced_is_known_ahead(model: lowbit.Model, tokens: ThinkingTokens) -> None:
+    """By a copy, which goes its own way."""
+    grammar = model.grammars.regex("certainly not|certainly yes")
+    constraint = ThinkingConstraint("reasoning", tokens, 2, grammar.constraint(), b"\n")
+    other = constraint.copy()
+    assert other is not None
+    assert not other.forced(9)
+    say(constraint, model, "a\n")
+    assert not other.forced(9)
+    assert allowed(other) == set(range(V)) - set(model.stop_ids)
+    ending = [CLOSE, *model.tokenizer.encode("\n\n")]
+    behind = constraint.copy()
+    assert behind is not None
+    assert list(behind.forced(9)) == ending
+    assert list(behind.forced(1)) == ending[:1]
+    for id in ending:
+        behind.accept(id)
+    assert model.tokenizer.decode(list(behind.forced(99))).startswith("certain")
+    assert allowed(constraint) == {CLOSE}
+    assert forced(constraint, model).startswith("</think>\n\ncertain")
+    done = ThinkingConstraint("answer", tokens, 1, None)
+    done.accept(5)
+    other = done.copy()
+    assert other is not None
+    assert other.done
+    assert not other.forced(9)
+
+    class Single(Constraint):
+        """It cannot be copied."""
+
+        def mask(self) -> None:
+            return None
+
+        def accept(self, token: int) -> None:
+            pass
+
+    assert ThinkingConstraint("answer", tokens, 1, Single()).copy() is None
 
 
 def test_a_grammar_may_begin_at_once(model: lowbit.Model, tokens: ThinkingTokens) -> None:

@@ -52,10 +52,19 @@ def constraint(tokenizer: Tokenizer, form: CallForm, tools: Any = STRICT) -> Con
 
 
 def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
-    """Tell if a whole answer may be given, and what is free stays free as long as it was said."""
+    """Tell if a whole answer may be given, and what is free stays free as long as it was said.
+
+    A copy goes on behind every token, and the one before is told what it forces.
+    """
     ids = [*tokenizer.encode(text), stop_of(tokenizer)]
     free = limit.unbound
     for id in ids:
+        before, copied = limit, limit.copy()
+        assert copied is not None
+        limit = copied
+        for token in before.forced(3):
+            assert before.mask() is not None
+            before.accept(token)
         mask = limit.mask() if free <= 0 else None
         if mask is not None and not int(mask[id // 32]) >> id % 32 & 1:
             return False
