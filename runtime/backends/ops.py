@@ -123,6 +123,7 @@ class Ops(Protocol[W]):
         positions: Tensor,
         token: Tensor,
         slots: Tensor,
+        masks: Tensor | None = None,
     ) -> None:
         """Choose the next token of several rows and move them on, without waiting.
 
@@ -140,6 +141,8 @@ class Ops(Protocol[W]):
             token: [M] int64, written.
             slots: [PLACES, R] int64 on the host, page-locked beside a GPU; [p % PLACES, row] takes
                 the token at position p, or -1 where the row's largest logit is not finite.
+            masks: [M] int32, mask of the sampler for each line whose row is masked; None for those
+                of the rows.
         """
 
     def log_probabilities(

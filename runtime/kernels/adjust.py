@@ -42,8 +42,8 @@ def _biased(wide, ids, start, ids_ptr, values_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _adjust_kernel(
-    logits_ptr, out_ptr, rows_ptr, knobs_ptr, whole_ptr, seen_ptr, counts_ptr, bias_ids_ptr,
-    bias_ptr, mask_ptr, stride, out_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, out_ptr, rows_ptr, masks_ptr, knobs_ptr, whole_ptr, seen_ptr, counts_ptr,
+    bias_ids_ptr, bias_ptr, mask_ptr, stride, out_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK
     m = tl.program_id(1).to(tl.int64)
@@ -59,7 +59,8 @@ def _adjust_kernel(
     frequency = tl.load(knobs_ptr + row * KNOBS + FREQUENCY)
     biases = tl.load(whole_ptr + row * WHOLE + BIASES)
     if tl.load(whole_ptr + row * WHOLE + MASKED) != 0:
-        words = tl.load(mask_ptr + row * ((V + 31) // 32) + ids // 32, mask=inside, other=0)
+        used = tl.load(masks_ptr + m).to(tl.int64)
+        words = tl.load(mask_ptr + used * ((V + 31) // 32) + ids // 32, mask=inside, other=0)
         wide = tl.where(((words >> (ids % 32)) & 1) != 0, wide, float("-inf"))
     if biases > 0:
         at = row * WIDTH
@@ -75,13 +76,16 @@ def _adjust_kernel(
     tl.store(out_ptr + m * out_stride + ids, wide.to(tl.float32), mask=inside)
 
 
-def adjust(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
+def adjust(
+    logits: Tensor, sampler: SamplerRows, rows: Tensor, masks: Tensor | None = None
+) -> Tensor:
     """Logits after mask, bias and penalties; columns from V on are not written.
 
     Args:
         logits: [M, V or more] float32.
         sampler: of R rows.
         rows: [M] int32, row of each line of logits.
+        masks: [M] int32, mask of each line if its row is masked; None for those of the rows.
 
     Returns:
         [M, V rounded up] float32.
@@ -96,6 +100,7 @@ def adjust(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
         logits,
         out,
         rows,
+        rows if masks is None else masks,
         sampler.knobs,
         sampler.whole,
         sampler.seen,

@@ -80,10 +80,11 @@ def choose(
     positions: Tensor,
     token: Tensor,
     slots: Tensor,
+    masks: Tensor | None = None,
 ) -> None:
     """Choose and post the next token of every row, without a host in between; see `Ops.choose`."""
     shape = sampler.shape
-    scores = adjust(logits, sampler, rows) if shape.adjusted else logits
+    scores = adjust(logits, sampler, rows, masks) if shape.adjusted else logits
     if shape.candidates == ALL:
         draw_sorted(scores, sampler, rows, positions, token, slots)
         return

@@ -32,13 +32,16 @@ FEW = 8  # sort all tokens if more than one in so many are wanted
 NO_PENALTIES = (1.0, 0.0, 0.0)  # of repetition, presence and frequency
 
 
-def adjusted(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
+def adjusted(
+    logits: Tensor, sampler: SamplerRows, rows: Tensor, masks: Tensor | None = None
+) -> Tensor:
     """Logits after mask, bias and penalties.
 
     Args:
         logits: [M, V or more] float32.
         sampler: of R rows.
         rows: [M] int32, row of each line of logits.
+        masks: [M] int32, mask of each line if its row is masked; None for those of the rows.
 
     Returns:
         [M, V] float32.
@@ -47,7 +50,8 @@ def adjusted(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
     wide = logits[:, : sampler.vocabulary].double()
     knobs, whole = sampler.knobs[rows], sampler.whole[rows]
     if whole[:, MASKED].any():
-        wide = wide.masked_fill(~_allowed(sampler, rows), -torch.inf)
+        used = rows if masks is None else masks.long()
+        wide = wide.masked_fill(~_allowed(sampler, rows, used), -torch.inf)
     if whole[:, BIASES].any():
         wide.scatter_add_(1, *_biases(sampler, rows))
     if (knobs[:, REPETITION:] != knobs.new_tensor(NO_PENALTIES)).any():
@@ -55,10 +59,10 @@ def adjusted(logits: Tensor, sampler: SamplerRows, rows: Tensor) -> Tensor:
     return wide.float()
 
 
-def _allowed(sampler: SamplerRows, rows: Tensor) -> Tensor:
-    """Tokens that the masks of the rows leave, all where a row is not masked: [M, V] bool."""
+def _allowed(sampler: SamplerRows, rows: Tensor, masks: Tensor) -> Tensor:
+    """Tokens that the masks allow, all where a row is not masked: [M, V] bool."""
     bits = torch.arange(32, dtype=torch.int32, device=rows.device)
-    allowed = (sampler.mask[rows][:, :, None] >> bits & 1).flatten(1)[:, : sampler.vocabulary]
+    allowed = (sampler.mask[masks][:, :, None] >> bits & 1).flatten(1)[:, : sampler.vocabulary]
     return (allowed != 0) | (sampler.whole[rows, MASKED, None] == 0)
 
 
@@ -156,12 +160,13 @@ def choose(
     positions: Tensor,
     token: Tensor,
     slots: Tensor,
+    masks: Tensor | None = None,
 ) -> None:
     """Choose and post the next tokens on a CPU; see `Ops.choose`."""
     shape = sampler.shape
     scores = logits[:, : sampler.vocabulary]
     if shape.adjusted:
-        scores = adjusted(logits, sampler, rows)
+        scores = adjusted(logits, sampler, rows, masks)
     largest, chosen = scores.max(dim=1)  # NaN counts as the largest
     if shape.candidates != 1:
         chosen = drawn(scores, sampler, rows, positions)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError
 from lowbit.formats.sampling_ranges import MOST_BIASES, SEEDS
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 SCRATCH = 0  # the row of padding tokens; it belongs to nobody, and its position never moves
 # Columns of `SamplerRows.knobs` and `SamplerRows.whole`.
@@ -55,8 +56,9 @@ class SamplerRows:
             shape is adjusted.
         bias_ids: [R, MOST_BIASES] int64 in ascending order, as many as the row has biases.
         bias: [R, MOST_BIASES] float64, as many.
-        mask: [R, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of word w is set
-            where token 32 * w + i is allowed.
+        mask: [R + EXACT_TOKENS, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of
+            word w is set where token 32 * w + i is allowed. Those behind the rows are for the
+            tokens of a round, one each.
         shape: operations that the rows at work need.
     """
 
@@ -177,7 +179,11 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
         bias_ids=torch.zeros(rows, MOST_BIASES, dtype=torch.int64, device=device),
         bias=torch.zeros(rows, MOST_BIASES, dtype=torch.float64, device=device),
         mask=torch.zeros(
-            rows, -(-vocabulary // 32), dtype=torch.int32, device="cpu", pin_memory=on_gpu
+            rows + EXACT_TOKENS,
+            -(-vocabulary // 32),
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=on_gpu,
         ),
     )
 

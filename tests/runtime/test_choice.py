@@ -17,7 +17,14 @@ from lowbit.runtime.state.logprobs import new_log_probabilities
 from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.sampler_rows import ALL, SCRATCH, TOP_K
 from lowbit.runtime.state.sampling import SamplingParams
-from tests.runtime.rows_of_tokens import Asked, configured, run, some_params, some_requests
+from tests.runtime.rows_of_tokens import (
+    Asked,
+    configured,
+    run,
+    some_params,
+    some_requests,
+    words_of,
+)
 
 V = 150  # no multiple of 32
 PADDED = 160
@@ -185,6 +192,25 @@ def test_masks(params: SamplingParams) -> None:
     assert got[0] == run(cpu, [logits[0][:1]], [free], V)[0]
     assert got[1:3] == [[-1], [V - 1]]
     assert got[3][0] in (3, 4)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, 20), SamplingParams(1.0)], ids=str)
+def test_each_token_of_a_row_may_have_a_mask_of_its_own(params: SamplingParams) -> None:
+    """It is the token that the row chooses alone under that mask, at that position."""
+    logits = some_logits(8, 4)[0]
+    allowed = [(1, 2, 3), (70, 71, 149), tuple(range(0, V, 2)), (9,)]
+    one = Asked(replace(params, seed=1), allowed=(5,))
+    sampler = configured([one], V, "cpu")
+    for place, ids in enumerate(allowed):
+        sampler.mask[sampler.rows + place] = words_of(ids, V)
+    token, slots = torch.zeros(4, dtype=torch.int64), new_places(2, pinned=False)
+    masks = torch.arange(sampler.rows, sampler.rows + 4, dtype=torch.int32)
+    rows, positions = torch.ones(4, dtype=torch.int32), torch.arange(5, 9, dtype=torch.int32)
+    cpu.choose(logits, sampler, rows, positions, token, slots, masks)
+    for place, ids in enumerate(allowed):
+        alone = replace(one, allowed=ids, position=5 + place)
+        assert run(cpu, [logits[place : place + 1]], [alone], V) == [[int(token[place])]]
+        assert slots[6 + place, 1] == token[place]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

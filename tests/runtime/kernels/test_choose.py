@@ -93,6 +93,41 @@ def test_adjusted_logits_have_the_same_bits(device: str) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("params", [EVERY[0], EVERY[5], EVERY[1]], ids=["greedy", "drawn", "few"])
+def test_tokens_of_a_sequence_have_masks_of_their_own(device: str, params: SamplingParams) -> None:
+    """A row that is not masked takes any token, and one that is penalized ignores its own mask."""
+    asked = [
+        Asked(params, allowed=(7,)),
+        Asked(replace(params, presence_penalty=0.5), allowed=(8,)),
+        Asked(params),
+    ]
+    rows = torch.tensor([1, 1, 2, 1, 3, SCRATCH], dtype=torch.int32)
+    positions = torch.tensor([4, 5, 9, 6, 7, 0], dtype=torch.int32)
+    logits = some_logits(9, len(rows))[0]
+    allowed = [(3, 2999), tuple(range(0, 3000, 5)), (1, 2, 3), (VOCABULARY - 1,), (0,), (0,)]
+    found = []
+    for where, ops in (("cpu", cpu), (device, cuda)):
+        sampler = configured(asked, VOCABULARY, where)
+        for place, ids in enumerate(allowed):
+            sampler.mask[sampler.rows + place] = words_of(ids, VOCABULARY)
+        token = torch.zeros(6, dtype=torch.int64, device=where)
+        slots = new_places(4, pinned=where == "cuda")
+        masks = torch.arange(sampler.rows, sampler.rows + len(rows), dtype=torch.int32)
+        given = [each.to(where, copy=True) for each in (rows, positions, masks)]
+        ops.choose(logits.to(where), sampler, given[0], given[1], token, slots, given[2])
+        if where == "cuda":
+            torch.cuda.synchronize()
+        found.append((token.tolist(), slots[:, 1:].tolist()))
+        free = configured([Asked(params)], VOCABULARY, where)
+        alone = torch.zeros(1, dtype=torch.int64, device=where)
+        at = positions[4:5].to(where, copy=True)
+        ops.choose(logits[4:5].to(where), free, given[0][:1], at, alone, slots)
+        assert int(alone) == found[-1][0][4]
+    tokens = found[0][0]
+    assert found[0] == found[1]
+    assert all(tokens[place] in allowed[place] for place in range(4))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("params", EVERY, ids=NAMES)
 def test_tokens_of_the_cpu(device: str, params: SamplingParams, strict: bool) -> None:
