@@ -1,10 +1,12 @@
 """Rounds: steps that send the last token of each sequence and drafts behind it."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.rounds import Part, columns_of
@@ -13,7 +15,10 @@ from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.state.links import Links, new_links
 from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
+
+# Makes a mask for every token of a round; returns the drafts of each part that can be checked.
+Restrict = Callable[[list[Part]], list[tuple[int, ...]]]
 
 
 @dataclass(slots=True)
@@ -24,23 +29,29 @@ class Checks:
         runner: of the model.
         links: inputs of a round.
         graphs: recorded rounds.
+        masks: [EXACT_TOKENS] int32, the sampler's mask of each token of a restricted round.
         linked: they are those that the last round by the head has left.
     """
 
     runner: Runner
     links: Links = field(init=False)
     graphs: Graphs = field(init=False)
+    masks: Tensor = field(init=False)
     linked: bool = False
 
     def __post_init__(self) -> None:
         """Make room for inputs."""
-        self.links = new_links(self.runner.sampler.rows, self.runner.state.device)
+        rows = self.runner.sampler.rows
+        self.links = new_links(rows, self.runner.state.device)
+        self.masks = self.runner.ints(range(rows, rows + EXACT_TOKENS))
         self.graphs = Graphs(self.runner.graphs)
 
-    def verify(self, parts: list[Part]) -> Sent:
+    def verify(self, parts: list[Part], restrict: Restrict | None = None) -> Sent:
         """Send the last token of every sequence and drafts behind it, and choose after each.
 
-        parts: of a round, EXACT_TOKENS tokens at most.
+        Args:
+            parts: of a round, EXACT_TOKENS tokens at most.
+            restrict: makes masks while the layers run; None where no sequence has any.
         """
         runner, spans = self.runner, tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
@@ -51,14 +62,19 @@ class Checks:
             M = width_for(M)
         self.compose(parts, M)
         ordered = any(part.ordered for part in parts)
-        if runner.on_gpu:
+        drafts = [part.drafts for part in parts]
+        if restrict is not None:
+            self._send_layers(M, reach, B, longest, spans)
+            drafts = restrict(parts)
+            self._send_choice(M, longest, ordered)
+        elif runner.on_gpu:
             key = (M, B, longest, reach, runner.sampler.shape, ordered)
             inputs = (self.links.block[:5],)
             step = partial(self.check_tokens, M, reach, B, longest, ordered)
             self.graphs.run(key, step, inputs)
         else:
             self.check_tokens(M, reach, B, longest, ordered, spans)
-        return runner.sent([part.sequence for part in parts], [part.drafts for part in parts])
+        return runner.sent([part.sequence for part in parts], drafts)
 
     def compose(self, parts: list[Part], M: int) -> None:
         """Put the inputs of a round in place, up to M tokens with padding; the host goes on."""
@@ -81,11 +97,46 @@ class Checks:
 
         ordered: choose place by place, so that penalties know what was chosen before.
         """
+        logits = self._logits_of(M, reach, B, longest, spans)
+        self._choose(logits, M, longest, ordered, None)
+
+    def keep_logits(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
+    ) -> None:
+        """The first half of `check_tokens`: up to the logits, for `choose_restricted`."""
+        self.runner.keep(self._logits_of(M, reach, B, longest, spans))
+
+    def choose_restricted(self, M: int, longest: int, ordered: bool) -> None:
+        """The second half, under a mask for each token."""
+        self._choose(self.runner.kept(M), M, longest, ordered, self.masks[:M])
+
+    def _send_layers(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...]
+    ) -> None:
+        if self.runner.on_gpu:
+            self.runner.make_room_to_keep()
+            step = partial(self.keep_logits, M, reach, B, longest)
+            self.graphs.run(("layers", M, reach, B, longest), step, (self.links.block[:5],))
+        else:
+            self.keep_logits(M, reach, B, longest, spans)
+
+    def _send_choice(self, M: int, longest: int, ordered: bool) -> None:
+        if self.runner.on_gpu:
+            places = longest if ordered else 1
+            key = ("choice", M, places, self.runner.sampler.shape, ordered)
+            step = partial(self.choose_restricted, M, places, ordered)
+            self.graphs.run(key, step, (self.links.block[:5],))
+        else:
+            self.choose_restricted(M, longest, ordered)
+
+    def _logits_of(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...]
+    ) -> Tensor:
+        """Logits after each of M tokens of B sequences."""
         runner, links = self.runner, self.links
-        rows, positions, chosen = links.rows[:M], links.positions[:M], links.chosen[:M]
         step = Step(
-            positions=positions,
-            rows=rows,
+            positions=links.positions[:M],
+            rows=links.rows[:M],
             starts=links.starts[: B + 1],
             tables=runner.tables,
             read=links.reads[:B],
@@ -94,14 +145,22 @@ class Checks:
             longest=longest,
             spans=spans,
         )
-        logits = runner.logits_of(links.ids[:M], step)
+        return runner.logits_of(links.ids[:M], step)
+
+    def _choose(
+        self, logits: Tensor, M: int, longest: int, ordered: bool, masks: Tensor | None
+    ) -> None:
+        """Choose behind each token of a round, see `check_tokens`."""
+        runner, links = self.runner, self.links
+        rows, positions, chosen = links.rows[:M], links.positions[:M], links.chosen[:M]
         if not ordered:
-            runner.choose_tokens(logits, rows, positions, chosen)
+            runner.choose_tokens(logits, rows, positions, chosen, masks)
             return
         tokens = torch.empty_like(chosen)
         for place in range(longest):
             now = links.places[:M] == place
-            runner.choose_tokens(logits, rows.masked_fill(~now, SCRATCH), positions, tokens)
+            these = rows.masked_fill(~now, SCRATCH)
+            runner.choose_tokens(logits, these, positions, tokens, masks)
             chosen.copy_(torch.where(now, tokens, chosen))
 
     def uncount(self, parts: list[Part], rights: Numbers[int]) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lowbit.runtime.engine.checks import Checks
+from lowbit.runtime.engine.checks import Checks, Restrict
 from lowbit.runtime.engine.head_cache import MOST_BEHIND
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
+from lowbit.runtime.engine.restrict import allowed
 from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
@@ -51,11 +52,9 @@ class Drafting:
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
-        if not sequence.predictable:
-            return
         if self.new_drafter is not None:
             sequence.drafter = self.new_drafter(sequence.request.prompt)
-        if self.head is not None:
+        if self.head is not None and sequence.predictable:
             sequence.head_pace = self._last_pace.successor()
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
@@ -125,13 +124,17 @@ class Drafting:
         sequences: that are being decoded, all of them, and all of whose tokens have been read.
         """
         cost, most = self.costs.checking(len(sequences)), self._most(sequences)
-        drafts = [each.propose(most, cost, 1.0) for each in sequences]
+        drafts = [allowed(each, each.propose(most, cost, 1.0)) for each in sequences]
         return new_round(sequences, drafts, self.checks.runner.spare) if any(drafts) else []
 
-    def check(self, parts: list[Part]) -> list[list[int]]:
-        """Send a round and wait for it: the next tokens of each sequence."""
+    def check(self, parts: list[Part], restrict: Restrict) -> list[list[int]]:
+        """Send a round and wait for it: the next tokens of each sequence.
+
+        restrict: makes the masks of constrained sequences; see `Checks.verify`.
+        """
         started, recorded = time.perf_counter(), len(self.checks.graphs)
-        chosen = self.checks.runner.read(self.checks.verify(parts))
+        limited = any(part.sequence.limited for part in parts)
+        chosen = self.checks.runner.read(self.checks.verify(parts, restrict if limited else None))
         if len(self.checks.graphs) == recorded:
             tokens = sum(len(part.ids) for part in parts)
             self.costs.note_round(tokens, time.perf_counter() - started)

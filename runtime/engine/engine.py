@@ -22,8 +22,9 @@ from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.new_tokens import new_tokens, tokens_of_round
 from lowbit.runtime.engine.prefix import Reuse
-from lowbit.runtime.engine.restrict import restrict
+from lowbit.runtime.engine.restrict import Failed, foresee, restrict, restrict_round
 from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.rounds import Part
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sent import Sent
@@ -252,6 +253,7 @@ class Engine:
             )
             if sequence.request.constraint is not None:
                 self._restrict([sequence])
+                self._foresee([sequence])
             if sequence.ended:
                 return len(hidden)
             if self.drafting is not None:
@@ -269,23 +271,25 @@ class Engine:
         The mask of a token depends on the one before it. Where one is needed, the host reads all
         that are under way and makes it while the layers run. False if there were drafts too.
         """
-        drafting = None if any(each.bound for each in sequences) else self.drafting
+        drafting = self.drafting
         if drafting is not None and self._by_head(sequences, drafting):
             return False
         if any(sent.flight for sent in self._sent):  # its tokens and states come first
             self._read()
         sequences = [each for each in sequences if not each.ended]
-        bound = [each for each in sequences if each.bound]
         if drafting is not None and (not self._sent or drafting.worth_reading(sequences)):
             self._read()  # drafts follow the last token
+            self._foresee(sequences)
             sequences = [each for each in sequences if not each.ended]
             parts = drafting.round(sequences)
             if parts:
-                for sequence, token in tokens_of_round(parts, drafting.check(parts)):
+                chosen = drafting.check(parts, self._restrict_round)
+                for sequence, token in tokens_of_round(parts, chosen):
                     self._take(sequence, token)
                 return False
         if not sequences:
             return False
+        bound = [each for each in sequences if each.bound]
         if bound:
             self.runner.forward(sequences)
         else:
@@ -297,6 +301,7 @@ class Engine:
             self._restrict(bound)
             if not all(each.ended for each in sequences):
                 self._sent.append(self.runner.choose(sequences))
+            self._foresee(bound)
         return True
 
     def _by_head(self, sequences: list[Sequence], drafting: Drafting) -> bool:
@@ -314,7 +319,21 @@ class Engine:
 
     def _restrict(self, sequences: list[Sequence]) -> None:
         """Set the masks of constrained sequences; one whose constraint fails is ended."""
-        for each, error in restrict(sequences, self.runner.sampler):
+        self._end_failed(restrict(sequences, self.runner.sampler))
+
+    def _restrict_round(self, parts: list[Part]) -> list[tuple[int, ...]]:
+        """The same for every token of a round: its drafts that can be checked."""
+        failed, drafts = restrict_round(parts, self.runner.sampler)
+        self._end_failed(failed)
+        return drafts
+
+    def _foresee(self, sequences: list[Sequence]) -> None:
+        """Find the tokens that constraints force next, where somebody drafts."""
+        if self.drafting is not None:
+            self._end_failed(foresee(sequences, self.drafting.most + 1))
+
+    def _end_failed(self, failed: Failed) -> None:
+        for each, error in failed:
             self._end(each, error)
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:

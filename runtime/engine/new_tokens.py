@@ -28,6 +28,8 @@ def tokens_of_round(parts: Numbers[Part], chosen: Numbers[Numbers[int]]) -> NewT
     """The new tokens of a round that has been read, see `new_tokens`."""
     for part, tokens in zip(parts, chosen, strict=True):
         sequence = part.sequence
+        if sequence.ended:  # while its masks were made
+            continue
         sequence.note(len(part.drafts), _right(sequence, tokens))
         for slot, token in zip(part.writes, tokens, strict=False):
             if not sequence.ended:

@@ -64,7 +64,7 @@ class Runner:
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
-    _logits: Tensor | None = None  # [W, V] float32 between the halves of a step; made when needed
+    _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
     _log_probabilities: LogProbabilities = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +76,7 @@ class Runner:
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
         self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self._places = new_places(rows, self.on_gpu)
+        self._kept = torch.empty(0)
         self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
 
     @property
@@ -155,13 +156,10 @@ class Runner:
         reach = self._prepare(sequences)
         if self.on_gpu:
             M = width_for(len(sequences))
-            if self._logits is None:
-                shape = len(self.ids), _aligned(self.sampler.vocabulary, self.decoder)
-                self._logits = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
+            self.make_room_to_keep()
             self._run((M, reach), M, lambda: self._forward(M, reach))
         else:
-            count = len(sequences)
-            self._logits = self._logits_of(count, reach, step_spans(sequences))
+            self._forward(len(sequences), reach, step_spans(sequences))
 
     def choose(self, sequences: list[Sequence]) -> Sent:
         """The second half of `decode`, for sequences that count the token sent already."""
@@ -198,14 +196,29 @@ class Runner:
         self.choose_tokens(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
     def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
-        logits = self._logits_of(M, reach, spans)
-        if self._logits is not None:
-            self._logits[:M].copy_(logits[:, : self._logits.shape[1]])
+        self.keep(self._logits_of(M, reach, spans))
 
     def _choose_next(self, M: int) -> None:
         inputs = self.inputs[:, :M]
-        if self._logits is not None:
-            self.choose_tokens(self._logits[:M], inputs[ROWS], inputs[POSITIONS], self.ids[:M])
+        self.choose_tokens(self.kept(M), inputs[ROWS], inputs[POSITIONS], self.ids[:M])
+
+    def make_room_to_keep(self) -> None:
+        """Make the tensor that keeps logits on a GPU, before half a step is recorded."""
+        if not len(self._kept):
+            widest = max(len(self.ids), EXACT_TOKENS)
+            shape = widest, _aligned(self.sampler.vocabulary, self.decoder)
+            self._kept = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep logits [M, V or more] of the first half of a step for the second."""
+        if self.on_gpu:
+            self._kept[: len(logits)].copy_(logits[:, : self._kept.shape[1]])
+        else:
+            self._kept = logits
+
+    def kept(self, M: int) -> Tensor:
+        """Logits of the first half of a step of M tokens."""
+        return self._kept[:M]
 
     def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
         """Logits after a token of each sequence: [M, V or more]."""
@@ -230,10 +243,17 @@ class Runner:
             self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
         return self.decoder.logits(hidden)
 
-    def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor, token: Tensor) -> None:
-        """Choose a token for each row; positions become those of the tokens."""
+    def choose_tokens(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        token: Tensor,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Choose a token for each row; positions become those of the tokens. See `Ops.choose`."""
         ops = self.decoder.ops
-        ops.choose(logits, self.sampler, rows, positions, token, self._places)
+        ops.choose(logits, self.sampler, rows, positions, token, self._places, masks)
         if self.sampler.shape.logprobs:
             ops.log_probabilities(
                 logits,

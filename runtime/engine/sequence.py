@@ -86,6 +86,9 @@ class Sequence:
         released: its constraint is done.
         unbound: tokens after those of the output that come without a mask.
         masked: its row of the sampler has a mask that does not allow every token.
+        ahead: copy of its constraint, made when drafts were last considered; None where nothing can
+            be drafted.
+        forced: tokens that come next by its constraint, as far as that was known then.
         drafter: proposes its next tokens; None where nobody does.
         head_pace: chooses how many tokens the model's head proposes; None where it does not.
         headed: positions that this head has seen.
@@ -118,6 +121,8 @@ class Sequence:
     released: bool = False
     unbound: int = 0
     masked: bool = False
+    ahead: Constraint | None = None
+    forced: tuple[int, ...] = ()
     drafter: Drafter | None = None
     head_pace: PlacedPace | None = None
     headed: int = 0
@@ -128,9 +133,17 @@ class Sequence:
     @property
     def bound(self) -> bool:
         """True if the token after those under way needs another mask, or may need one."""
-        if self.request.constraint is None or self.released:
-            return False
-        return self.masked or self.unbound <= self.chosen - len(self.output)
+        return self.limited and (self.masked or self.unbound <= self.under_way)
+
+    @property
+    def limited(self) -> bool:
+        """True if it has a constraint that is not done."""
+        return self.request.constraint is not None and not self.released
+
+    @property
+    def under_way(self) -> int:
+        """Tokens that the device has been told to choose and the host has not read."""
+        return self.chosen - len(self.output)
 
     @property
     def behind(self) -> int:
@@ -144,7 +157,7 @@ class Sequence:
 
     @property
     def predictable(self) -> bool:
-        """True if drafts may be checked: the masks of a constraint follow each token."""
+        """True if the model's head may draft: the device has no masks of places to come."""
         return self.request.constraint is None
 
     def most_drafts(self, most: int) -> int:
@@ -152,11 +165,16 @@ class Sequence:
         return max(0, min(most, self.count - len(self.output) - self.due - 1))
 
     def propose(self, most: int, cost: Cost, least_gain: float) -> Ids[int]:
-        """Drafts of what follows, if its drafter has some; see `Drafter.propose`."""
+        """Drafts of what follows: what its constraint forces, else what its drafter proposes.
+
+        See `Drafter.propose`.
+        """
         most = self.most_drafts(most)
-        if self.drafter is None or most == 0:
+        if most == 0 or (self.limited and self.ahead is None):
             return ()
-        return self.drafter.propose(most, cost, least_gain)
+        if self.limited and (forced := self.forced[self.under_way :]):
+            return forced[:most]
+        return () if self.drafter is None else self.drafter.propose(most, cost, least_gain)
 
     def go_on(self, slot: int, under_way: bool = False) -> None:
         """Count a token of a round, the last one of the output: it has been sent.
@@ -170,9 +188,9 @@ class Sequence:
         self.slot, self.verified = slot, True
 
     def note(self, drafted: int, right: int) -> None:
-        """Take down how many drafts of its drafter have been checked, and were right."""
+        """Take down how many drafts of a round have been checked, and were right."""
         self.tally.count(drafted, right)
-        if self.drafter is not None and drafted:
+        if self.drafter is not None and drafted and not self.forced:
             self.drafter.note(drafted, right)
 
     def note_head(self, drafted: int, right: int) -> None:

@@ -60,7 +60,7 @@ def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
 
 
 def spans_of_round(
-    checks: Checks, M: int, reach: int, B: int, longest: int, ordered: bool
+    checks: Checks, M: int, reach: int, B: int, longest: int, *ordered: bool
 ) -> tuple[Span, ...]:
     """The sequences of a round as kernels find them on the device."""
     _, *inputs, _, starts = checks.links.block.tolist()
@@ -136,6 +136,8 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         (Runner, "_forward", lambda *sizes: (spans_of(*sizes),)),
         (Runner, "_choose_next", lambda *sizes: ()),
         (Checks, "check_tokens", lambda *sizes: (spans_of_round(*sizes),)),
+        (Checks, "keep_logits", lambda *sizes: (spans_of_round(*sizes),)),
+        (Checks, "choose_restricted", lambda *sizes: ()),
     ):
         monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), spans))
     _rounds_through_graphs(model, recording, monkeypatch)

@@ -1,7 +1,7 @@
 """Masked rows in CUDA graphs, and log-probabilities of prompts, on a GPU."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine import scores
+from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Constraint, TokenRequest
 from tests.runtime.conftest import PackedModel
+from tests.runtime.engine.guesses import drafting_by, guessers
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +41,7 @@ V = 261
 
 
 @dataclass
-class Residues:
+class Residues(Constraint):
     """The id of a token leaves the remainder that the tokens before it give; some are free."""
 
     fails_at: int = 1000
@@ -77,7 +80,10 @@ def model(
     def mixed(role: str) -> Scheme:
         return Scheme(4, 128) if role == "mlp" else Scheme(8, 128)
 
-    return lowbit.load(make(mixed, **SIZES).folder, device="cuda", max_sequences=5)
+    folder = make(mixed, **SIZES).folder
+    model = lowbit.load(folder, device="cuda", max_sequences=5, speculate="ngram")
+    model.engine.drafting = None
+    return model
 
 
 def request_of(n: int, bound: bool, count: int = 40) -> TokenRequest:
@@ -134,6 +140,93 @@ def test_requests_beside_masked_ones_are_as_if_alone(model: lowbit.Model) -> Non
         model.engine.forget()
     for n in bound:
         assert follows(alone[n])
+
+
+@dataclass
+class Foreseen(Residues):
+    """It can be copied, and knows its answer but for some guesses."""
+
+    truth: tuple[int, ...] = ()
+    wrong: int = 1000  # every so many guesses
+
+    def copy(self) -> "Foreseen":
+        return replace(self, tokens=list(self.tokens))
+
+    def forced(self, most: int) -> list[int]:
+        at = len(self.tokens)
+        return [
+            (id + 7 * (n % self.wrong == self.wrong - 1)) % V
+            for n, id in enumerate(self.truth[at : at + most], start=at)
+        ]
+
+
+@pytest.mark.parametrize("wrong", [1000, 5, 2, 1])
+def test_drafts_under_masks_change_no_token(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """Alone and among others, in graphs and without; by the constraint and by a drafter."""
+    bound = {0, 1, 3, 6, 7}
+    plain = []
+    for n in range(8):
+        model.engine.forget()
+        plain.append(model.engine.submit(request_of(n, n in bound)).result())
+    prompts = {request_of(n, False).prompt: plain[n] for n in range(8)}
+
+    def ask(n: int, knows: bool) -> lowbit.Handle:
+        request = request_of(n, False)
+        if n in bound:
+            truth = plain[n] if knows else ()
+            request = replace(request, constraint=Foreseen(truth=truth, wrong=wrong))
+        return model.engine.submit(request)
+
+    def check(knows: bool) -> None:
+        drafter = None if knows else guessers(prompts, seed=wrong)
+        runner = model.engine.runner
+        most = 15 if runner.spare is None else len(runner.spare)
+        model.engine.drafting = drafting_by(drafter, runner, most)
+        for n in (0, 1, 3):
+            model.engine.forget()
+            handle = ask(n, knows)
+            assert handle.result() == plain[n]
+            assert handle.tally.rounds > 0
+        model.engine.forget()
+        handles = [ask(n, knows) for n in range(8)]
+        assert [handle.result() for handle in handles] == plain
+
+    check(knows=True)
+    drafting: Any = model.engine.drafting
+    assert {"layers", "choice"} <= {key[0] for key in drafting.checks.graphs._graphs}
+    check(knows=False)
+
+    def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
+        run()
+
+    monkeypatch.setattr(Graphs, "run", directly)
+    check(knows=True)
+
+
+def test_forced_tokens_come_in_rounds(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a step finds that tokens are forced; a round brings them with what follows."""
+    request = request_of(0, False)
+    truth = model.engine.submit(replace(request, constraint=Foreseen())).result()
+    runner = model.engine.runner
+    most = 15 if runner.spare is None else len(runner.spare)
+    sent: list[str] = []
+    for owner, name in ((Runner, "forward"), (Checks, "verify")):
+        method: Any = getattr(owner, name)
+
+        def noted(*given: Any, name: str = name, method: Any = method) -> Any:
+            sent.append(name)
+            return method(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    model.engine.drafting = drafting_by(None, runner, most)
+    model.engine.forget()
+    handle = model.engine.submit(replace(request, constraint=Foreseen(truth=truth)))
+    assert handle.result() == truth
+    assert handle.tally.accepted == handle.tally.drafted
+    assert sent.count("forward") <= 1
+    assert sent.count("verify") <= 1 + len(truth) // (most + 1)
 
 
 def test_log_probabilities_do_not_see_the_mask(model: lowbit.Model) -> None:

@@ -6,7 +6,7 @@ positions, pages and slots from these tensors alone. `test_engine_gpu` runs the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.sequence import Constraint, TokenRequest
 from tests.runtime.engine.guesses import drafting_by, guessers
 from tests.runtime.graph_stand_in import run_through_graphs
 
@@ -212,7 +212,7 @@ def test_the_least_recently_used_recordings_are_dropped(
 
 
 @dataclass
-class Odd:
+class Odd(Constraint):
     """Even and odd ids take turns; every third token is free."""
 
     tokens: list[int] = field(default_factory=list)
@@ -255,6 +255,54 @@ def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_we
     keys: Any = graphs.engine.runner.graphs._graphs
     assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
     assert {key[0] for key in keys if len(key) == 2} == {2, 4}
+
+
+@dataclass
+class Foreseen(Odd):
+    """It can be copied, and knows its answer but for every fourth guess."""
+
+    truth: tuple[int, ...] = ()
+
+    def copy(self) -> "Foreseen":
+        return replace(self, tokens=list(self.tokens))
+
+    def forced(self, most: int) -> list[int]:
+        at = len(self.tokens)
+        return [id + 2 * (n % 4 == 3) for n, id in enumerate(self.truth[at : at + most], start=at)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_drafts_of_constrained_requests_take_two_graphs_a_round(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    reaches: Callable[[int], None],
+    known: bool,
+) -> None:
+    """Drafts come from the constraint, or from whoever knows the answer, masked or not."""
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 24), ([5], HOT, 9)]
+
+    def submit(model: lowbit.Model, number: int, truth: tuple[int, ...] = ()) -> lowbit.Handle:
+        prompt, sampling, count = asked[number]
+        bound = Foreseen(truth=truth) if number < 3 else None
+        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+
+    expected = [submit(fresh(), number).result() for number in range(4)]
+    truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
+    drafter = None if known else guessers(truths, seed=5)
+    graphs.engine.drafting = drafting_by(drafter, graphs.engine.runner, 15)
+    for numbers in ([0], [1, 2, 0, 3]):
+        graphs.engine.forget()
+        handles = [submit(graphs, n, expected[n] if known else ()) for n in numbers]
+        begun = [next(handles[0])]
+        found = [handle.result() for handle in handles]
+        assert begun == [found[0][0]]
+        assert found == [expected[n] for n in numbers]
+        tallies = {n: handle.tally for n, handle in zip(numbers, handles, strict=True)}
+        assert all(sum(each.accepted) or (known and n == 3) for n, each in tallies.items())
+    rounds: Any = graphs.engine.drafting.checks.graphs._graphs
+    kinds = {key[0] for key in rounds if isinstance(key[0], str)}
+    assert kinds == {"layers", "choice"}
 
 
 @dataclass

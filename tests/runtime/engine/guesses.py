@@ -61,7 +61,7 @@ def guessers(
     return lambda ids: Guesser(truths[tuple(ids)], counts, wrong)
 
 
-def drafting_by(new_drafter: NewDrafter, runner: Runner, most: int) -> Drafting:
+def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafting:
     """Drafts of these drafters, and of the model's head where it has one."""
     checks = Checks(runner)
     return Drafting(

@@ -1,7 +1,6 @@
 """Constrained requests choose what they may, and requests beside them what they choose alone."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,53 +14,12 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.sequence import TokenRequest
+from tests.runtime.engine.residues import Residues, V, follows, words_of
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams()
 HOT = lowbit.SamplingParams(2.0, seed=5)
 STRICT = lowbit.SamplingParams(1.0, top_k=30, repetition_penalty=1.3, seed=6)
-V = 4096
-
-
-def words_of(ids: range) -> Tensor:
-    """The mask that allows these tokens."""
-    bits = torch.zeros(V, dtype=torch.int64)
-    bits[torch.tensor(ids)] = 1
-    words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
-    return words.to(torch.int32)
-
-
-@dataclass
-class Residues:
-    """The id of token n leaves the remainder that the tokens before it give.
-
-    Every `free`-th token is not limited.
-    """
-
-    free: int = 5
-    fails: Callable[[list[int]], None] = lambda tokens: None
-    tokens: list[int] = field(default_factory=list)
-    done: bool = False
-    unbound: int = 0
-
-    def rest(self, count: int) -> int:
-        return sum(self.tokens[:count]) % 7
-
-    def mask(self) -> Tensor | None:
-        self.fails(self.tokens)
-        if len(self.tokens) % self.free == self.free - 1:
-            return None
-        return words_of(range(self.rest(len(self.tokens)), V - 96, 7))
-
-    def accept(self, token: int) -> None:
-        self.tokens.append(token)
-
-
-def follows(tokens: tuple[int, ...], free: int = 5) -> bool:
-    return all(
-        n % free == free - 1 or (token % 7 == sum(tokens[:n]) % 7 and token < V - 96)
-        for n, token in enumerate(tokens)
-    )
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.sequence import Constraint, TokenRequest
 from lowbit.runtime.speculation.drafter import NewDrafter
 from tests.runtime.engine.guesses import drafting_by, guessers
 
@@ -35,7 +35,7 @@ Outcome = tuple[tuple[int, ...], bool]  # tokens, and whether logits that are no
 
 
 @dataclass
-class Turns:
+class Turns(Constraint):
     """Even and odd ids take turns, and every third token is free; some fail in the end."""
 
     number: int
@@ -51,6 +51,10 @@ class Turns:
 
     def accept(self, token: int) -> None:
         self.count += 1
+
+    def copy(self) -> "Turns | None":
+        """Not of all of them."""
+        return replace(self) if self.number % 4 else None
 
 
 def limited(number: int, request: TokenRequest) -> TokenRequest:

@@ -11,6 +11,7 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
+from tests.runtime.engine.residues import Foreseen, follows, guessing
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams(logprobs=2)
@@ -113,17 +114,19 @@ def always(
     return lambda ids: Guesser(truth, lambda most: (min(most, drafts), right(min(most, drafts))))
 
 
+PATTERNS: tuple[Callable[[int], int], ...] = (
+    lambda count: count,
+    lambda count: 0,
+    lambda count: count // 2,
+)
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [1, 3, 8, 15])
 def test_drafts_change_no_bit(model: lowbit.Model, number: int, drafts: int) -> None:
     request = request_of(number)
     plain = left_by(model, request)
-    patterns: tuple[Callable[[int], int], ...] = (
-        lambda count: count,
-        lambda count: 0,
-        lambda count: count // 2,
-    )
-    for right in patterns:
+    for right in PATTERNS:
         model.engine.drafting = drafting_by(
             always(plain.tokens, right, drafts), model.engine.runner, 15
         )
@@ -139,6 +142,50 @@ def test_drafts_of_others_change_no_bit(model: lowbit.Model) -> None:
         for watched in (1, 2):
             others = [each for each in requests if each is not requests[watched]][:count]
             left_by(model, requests[watched], others).assert_equals(plain[watched])
+
+
+def limited(number: int, free: int = 5) -> TokenRequest:
+    return replace(request_of(number), constraint=Foreseen(free))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("by", ["constraint", "drafter"])
+def test_drafts_under_masks_change_no_bit(model: lowbit.Model, number: int, by: str) -> None:
+    """The constraint knows tokens, and is wrong at times, or a drafter does."""
+    plain = left_by(model, limited(number))
+    assert follows(plain.tokens)
+    for right, drafts in zip(PATTERNS, (15, 2, 6), strict=True):
+        constraint = Foreseen()
+        drafter = None if by == "constraint" else always(plain.tokens, right, drafts)
+        if drafter is None:
+            constraint.guess = guessing(plain.tokens, right, drafts)
+        model.engine.drafting = drafting_by(drafter, model.engine.runner, 15)
+        request = replace(request_of(number), constraint=constraint)
+        left_by(model, request).assert_equals(plain)
+        assert constraint.tokens == list(plain.tokens[:-1])
+
+
+def test_drafts_under_masks_beside_others_change_no_bit(model: lowbit.Model) -> None:
+    """Some are constrained, some of these foreseen, and all have drafts."""
+    requests = [
+        limited(number, 2 + number) if number % 2 else request_of(number) for number in range(6)
+    ]
+
+    def again(number: int, guess: bool) -> TokenRequest:
+        if not number % 2:
+            return requests[number]
+        constraint = Foreseen(2 + number)
+        if guess:
+            constraint.guess = guessing(plain[number].tokens, lambda count: count - count % 3, 5)
+        return replace(requests[number], constraint=constraint)
+
+    plain = [left_by(model, request) for request in requests]
+    truths = {request.prompt: left.tokens for request, left in zip(requests, plain, strict=True)}
+    model.engine.drafting = drafting_by(guessers(truths, seed=1), model.engine.runner, 15)
+    for watched in (1, 2, 3):
+        numbers = [number for number in range(6) if number != watched]
+        others = [again(number, guess=number == 5) for number in numbers]
+        left_by(model, again(watched, guess=watched == 3), others).assert_equals(plain[watched])
 
 
 @pytest.mark.parametrize("stopped", [False, True])

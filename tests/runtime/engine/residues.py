@@ -1,0 +1,83 @@
+"""Constraints by arithmetic, which any answer can follow."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.sequence import Constraint
+
+V = 4096
+
+
+def words_of(ids: range) -> Tensor:
+    """The mask that allows these tokens."""
+    bits = torch.zeros(V, dtype=torch.int64)
+    bits[torch.tensor(ids)] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+    return words.to(torch.int32)
+
+
+@dataclass
+class Residues(Constraint):
+    """The id of token n leaves the remainder that the tokens before it give.
+
+    Every `free`-th token is not limited.
+    """
+
+    free: int = 5
+    fails: Callable[[list[int]], None] = lambda tokens: None
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+    unbound: int = 0
+
+    def rest(self, count: int) -> int:
+        return sum(self.tokens[:count]) % 7
+
+    def mask(self) -> Tensor | None:
+        self.fails(self.tokens)
+        if len(self.tokens) % self.free == self.free - 1:
+            return None
+        return words_of(range(self.rest(len(self.tokens)), V - 96, 7))
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+def follows(tokens: tuple[int, ...], free: int = 5) -> bool:
+    return all(
+        n % free == free - 1 or (token % 7 == sum(tokens[:n]) % 7 and token < V - 96)
+        for n, token in enumerate(tokens)
+    )
+
+
+@dataclass
+class Foreseen(Residues):
+    """It can be copied, and a guess tells what comes next, right or wrong.
+
+    Attributes:
+        guess: gives up to so many tokens behind those that it was told.
+    """
+
+    guess: Callable[[Sequence[int], int], Sequence[int]] = lambda tokens, most: ()
+
+    def copy(self) -> "Foreseen":
+        return replace(self, tokens=list(self.tokens))
+
+    def forced(self, most: int) -> Sequence[int]:
+        return self.guess(self.tokens, most)
+
+
+def guessing(
+    truth: Sequence[int], right: Callable[[int], int], drafts: int = 15
+) -> Callable[[Sequence[int], int], Sequence[int]]:
+    """Guesses of so many tokens, of which so many are right."""
+
+    def guess(tokens: Sequence[int], most: int) -> list[int]:
+        found = list(truth[len(tokens) : len(tokens) + min(most, drafts)])
+        if (good := right(len(found))) < len(found):
+            found[good] = (found[good] + 7) % (V - 96)  # allowed where it stands
+        return found
+
+    return guess
