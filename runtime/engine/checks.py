@@ -159,9 +159,15 @@ class Checks:
         tokens = torch.empty_like(chosen)
         for place in range(longest):
             now = links.places[:M] == place
-            these = rows.masked_fill(~now, SCRATCH)
-            runner.choose_tokens(logits, these, positions, tokens, masks)
-            chosen.copy_(torch.where(now, tokens, chosen))
+            if runner.on_gpu:  # of one size, whatever the drafts
+                these = rows.masked_fill(~now, SCRATCH)
+                runner.choose_tokens(logits, these, positions, tokens, masks)
+                chosen.copy_(torch.where(now, tokens, chosen))
+                continue
+            moved, token = positions[now], chosen[now]
+            used = None if masks is None else masks[now]
+            runner.choose_tokens(logits[now], rows[now], moved, token, used)
+            positions[now], chosen[now] = moved, token
 
     def uncount(self, parts: list[Part], rights: Numbers[int]) -> None:
         """Take back from penalties what a round chose behind drafts that were wrong.
