@@ -89,8 +89,9 @@ class PlacedPace:
             self.chances[place] += NEWEST * ((place < right) - self.chances[place])
 
     def successor(self) -> "PlacedPace":
-        """The pace of another sequence, which begins with these chances."""
-        return PlacedPace(self.guesses, list(self.chances), self.wrong)
+        """The pace of another sequence, which begins halfway between these chances and guesses."""
+        pairs = zip(self.guesses, self.chances, strict=True)
+        return PlacedPace(self.guesses, [(guess + chance) / 2 for guess, chance in pairs])
 
 
 def best_plan(chances: Sequence[float], cost: Cost) -> Plan:

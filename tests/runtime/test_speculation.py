@@ -117,6 +117,23 @@ def test_places_are_told_apart() -> None:
     assert pace.chances[1:] == before[1:]  # nothing was said of them
 
 
+def test_drafts_in_vain_are_tried_ever_more_rarely_and_again_by_the_next_sequence() -> None:
+    pace, cost = PlacedPace((0.8, 0.7)), linear_cost(0.4)
+    tried = []
+    for step in range(4000):
+        if best_plan(pace.chances, cost).drafts:
+            pace.note(1, 0)
+            tried.append(step)
+        else:
+            pace.skip()
+    assert 5 < len(tried) < 40
+    assert sum(step >= 2000 for step in tried) < 12
+    assert best_plan(pace.successor().chances, cost).drafts > 0
+    for _ in range(4):  # right again
+        pace.note(1, 1)
+    assert best_plan(pace.chances, cost).drafts > 0
+
+
 def test_costs_are_learnt_from_steps() -> None:
     """A token takes 10 ms, each further one 2; a round 5 more, and by the head 3 a draft."""
     costs = Costs(Line(0.5, 0.5), Line(0.5, 0.5), measured=True)
