@@ -233,8 +233,9 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
             positions: Tensor,
             token: Tensor,
             slots: Tensor,
+            masks: Tensor | None = None,
         ) -> None:
-            choose(logits, sampler, rows, positions, token, slots)
+            choose(logits, sampler, rows, positions, token, slots, masks)
             for m, row in enumerate(rows.tolist()):
                 slots[int(positions[m]) % PLACES, row] = token[m] = left.pop(0)
 
