@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lowbit.convert.export.architectures import EXPORTED
-from lowbit.formats.architectures import ARCHITECTURES
-from lowbit.runtime.models.architectures import BUILD
+from lowbit.formats.architectures import ARCHITECTURES, MIXTURES
+from lowbit.runtime.models.architectures import BUILD, HEADS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
@@ -49,7 +49,6 @@ ORDER = {
     ],
 }
 FAMILY_FOLDERS = ("formats/architectures", "runtime/models", "convert/export/architectures")
-CONVERTED_ONLY = {"qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
 MAX_LINES = 400
 
 
@@ -171,7 +170,8 @@ def test_only_the_tables_of_families_import_them() -> None:
 
 
 def test_every_table_of_families_has_all() -> None:
-    assert BUILD.keys() == EXPORTED.keys() == ARCHITECTURES.keys() - CONVERTED_ONLY
+    assert BUILD.keys() == ARCHITECTURES.keys() == EXPORTED.keys() | set(MIXTURES)
+    assert HEADS.keys() == {name for name, family in ARCHITECTURES.items() if family.mtp_layers}
     for model_type, exported in EXPORTED.items():
         assert exported.gguf.names.keys() == set(ARCHITECTURES[model_type].model_types)
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowbit.runtime.backends.cpu_experts import mixture
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.backends.cpu_linear import linear as linear
 from lowbit.runtime.backends.delta_rule import delta_net as delta_net
@@ -14,6 +15,7 @@ from lowbit.runtime.state.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.weights.experts import ExpertWeights
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -50,6 +52,11 @@ def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: CpuLinear) -> Tens
 def linear_add(x: Tensor, w: CpuLinear, residual: Tensor) -> Tensor:
     """`residual + x @ w.T`: [M, N]."""
     return residual + linear(x, w)
+
+
+def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
+    """`x` plus what experts make of the normed x; see `Ops.moe`."""
+    return (x.float() + mixture(rms_norm(x, norm, eps), experts)).to(x.dtype)
 
 
 def attention(

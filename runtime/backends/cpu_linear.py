@@ -85,11 +85,13 @@ class WatchedLinear:
         read: gives the weight on the device of the input.
         modules: names of the linears whose rows are stacked in it.
         power: mean square of each input channel [K] float32 by module; filled by `linear`.
+        least: tokens from which on their power counts.
     """
 
     read: Callable[[], Tensor]
     modules: tuple[str, ...]
     power: dict[str, Tensor]
+    least: int = 1
 
 
 CpuLinear = Planes | Int8Rows | DenseLinear | WatchedLinear
@@ -133,7 +135,8 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
     if isinstance(w, Int8Rows):
         return torch._weight_int8pack_mm(x, w.codes, w.scales)
     if isinstance(w, WatchedLinear):
-        w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
+        if len(x) >= w.least:
+            w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
         return functional.linear(x, w.read())
     rows = _block_rows()
     many = len(x) * w.planes > FEW_TOKENS

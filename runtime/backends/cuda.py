@@ -30,6 +30,7 @@ from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
@@ -149,6 +150,11 @@ def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
     if x.shape[0] <= FEW_TOKENS:
         return dense_gemv(x, w.weight, added=residual)
     return residual + functional.linear(x, w.weight)
+
+
+def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
+    """No kernel yet: `loader.check_device` refuses mixtures of experts before they are read."""
+    raise NotImplementedError
 
 
 def _product(

@@ -16,6 +16,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.experts import ExpertWeights
 
 W = TypeVar("W", contravariant=True)
 
@@ -53,6 +54,28 @@ class Ops(Protocol[W]):
 
     def linear_add(self, x: Tensor, w: W, residual: Tensor) -> Tensor:
         """`residual + x @ w.T`: [M, N]; a new tensor or residual itself, updated."""
+
+    def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:
+        """`x` plus what a mixture of experts makes of the normed x, h.
+
+        With p = softmax(h @ router.T) over all E experts, in float32, and C the k likeliest of them
+        (of equal ones those of lower number), a token gets
+
+            sum over e in C of p[e] / sum(p[C]) * (silu(h @ gate[e].T) * (h @ up[e].T)) @ down[e].T
+
+        and sigmoid(h @ router[E].T) times the same of the shared expert, where there is one. Sums
+        over experts are float32, in an order that does not depend on the other tokens.
+
+        Args:
+            x: [M, h].
+            norm: [h] gain.
+            eps: of the norm.
+            experts: router [E or E + 1, h], gate and up [E, 2 * I, h], down [E, h, I], the shared
+                expert's [2 * S, h] and [h, S].
+
+        Returns:
+            [M, h].
+        """
 
     def attention(
         self,

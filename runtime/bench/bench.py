@@ -255,13 +255,19 @@ def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
 
 
 def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
-    """What a step of `batch` sequences moves, with so many tokens in the cache of each."""
+    """What a step of `batch` sequences moves, with so many tokens in the cache of each.
+
+    Of experts those count that are hit on average, if each is as likely as another.
+    """
     opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
-    gathered = 0  # an untied embedding is read one row at a time
+    unread = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
-        gathered = config.vocab_size * config.hidden_size * dtype.itemsize
+        unread = config.vocab_size * config.hidden_size * dtype.itemsize
+    if config.experts is not None:
+        missed = (1 - config.experts.chosen / config.experts.count) ** batch
+        unread += round(opened.expert_bytes(model.device, dtype) * missed)
     return StepBytes(
-        weights=opened.weight_bytes(model.device, dtype) - gathered,
+        weights=opened.weight_bytes(model.device, dtype) - unread,
         kv=batch * opened.kv_bytes(tokens, dtype),
         states=batch * 2 * opened.state_bytes(dtype),
     )

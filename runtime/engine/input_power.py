@@ -5,7 +5,8 @@ through the dense model once; each weight is read when it is used and dropped af
 holds one of them at a time.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ Method = Literal["rtn", "absmax", "weighted"]  # by which `load` chooses scales
 
 TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
 MOST_TOKENS = 2048
+FEWEST_TOKENS = 64  # of an expert, from which on they weight its errors
 
 
 def check_searched(opened: OpenedModel) -> None:
@@ -65,7 +67,7 @@ def input_power(
         dtype: of weights and activations.
 
     Returns:
-        [K] float32 on the device, by module.
+        [K] float32 on the device, by module; none for experts with fewer than FEWEST_TOKENS.
 
     Raises:
         QuantizationError: an input is NaN or infinite.
@@ -94,6 +96,13 @@ class _WatchedWeights(Weights[WatchedLinear]):
     def linear(self, *modules: str, paired: bool = False) -> WatchedLinear:
         """Rows of several modules, in the given order."""
         return WatchedLinear(partial(self.dense_rows, modules), modules, self.power)
+
+    def stack(
+        self, experts: Sequence[Sequence[str]], paired: bool = False
+    ) -> Sequence[WatchedLinear]:
+        """Linears of experts, which see some of the tokens; those of few say too little."""
+        linears = (self.linear(*modules, paired=paired) for modules in experts)
+        return tuple(replace(linear, least=FEWEST_TOKENS) for linear in linears)
 
 
 def _never_read(w: Linear, paired: bool) -> WatchedLinear:

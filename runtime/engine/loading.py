@@ -19,7 +19,7 @@ from lowbit.runtime.engine.memory import choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.widths import drafts_together
-from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.models.loader import check_device, load_decoder, open_model
 from lowbit.runtime.speculation.modes import DEFAULT_MODE, Mode
 from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.state.sampling import sampling_defaults
@@ -98,6 +98,7 @@ def load(
     if template is not None:
         template.prepare()  # while the weights are read
     device = choose_device(device)
+    check_device(opened, device)
     if dtype not in (torch.bfloat16, torch.float32):
         raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")
     if dtype == torch.float32 and device != "cpu":

@@ -12,6 +12,7 @@ from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 Model = Dense[W] | Qwen35[W]
+HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 class Build(Protocol):
@@ -34,7 +35,7 @@ BUILD: Mapping[str, Build] = {
     "qwen3": dense.build,
     "qwen2": dense.build,
     "llama": dense.build,
-    "qwen3_5": qwen3_5.build,
-    "qwen3_5_text": qwen3_5.build,
+    "qwen3_moe": dense.build,
+    **dict.fromkeys(HYBRIDS, qwen3_5.build),
 }
-HEADS: Mapping[str, AddHead] = dict.fromkeys(("qwen3_5", "qwen3_5_text"), qwen3_5_mtp.with_head)
+HEADS: Mapping[str, AddHead] = dict.fromkeys(HYBRIDS, qwen3_5_mtp.with_head)

@@ -1,4 +1,4 @@
-"""Dense decoders (Qwen3, Qwen2.5, Llama 3): attention and SwiGLU, over the ops of one backend."""
+"""Qwen3, Qwen2.5 and Llama 3: attention, then an MLP or experts, over the ops of one backend."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.delta import no_slots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
@@ -20,14 +21,13 @@ W = TypeVar("W")  # what the backend keeps a linear as
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[W]):
-    """Weights of one decoder layer; q/k/v and gate/up are fused by rows."""
+    """Weights of one decoder layer; q/k/v are fused by rows."""
 
     input_norm: Tensor  # [h]
     qkv: W  # [(Hq + 2 * Hkv) * D, h]
     o: W  # [h, Hq * D]
     post_norm: Tensor  # [h]
-    gate_up: W  # [2 * I, h], gate rows first
-    down: W  # [h, I]
+    mlp: Mlp[W]
     qkv_bias: Tensor | None = None  # [(Hq + 2 * Hkv) * D]
     q_norm: Tensor | None = None  # [D]
     k_norm: Tensor | None = None  # [D]
@@ -73,8 +73,7 @@ class Dense(Generic[W]):
                 qkv, layer.q_norm, layer.k_norm, eps, self.rope, state.pages, step, index
             )  # [M, Hq * D]
             x = ops.linear_add(mixed, layer.o, x)
-            act = ops.norm_swiglu(x, layer.post_norm, eps, layer.gate_up)  # [M, I]
-            x = ops.linear_add(act, layer.down, x)
+            x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def build(
     layers = []
     for index in range(config.num_hidden_layers):
         p = f"{prefix}layers.{index}"
-        attn, mlp = f"{p}.self_attn", f"{p}.mlp"
+        attn = f"{p}.self_attn"
         qkv = [f"{attn}.{x}_proj" for x in "qkv"]
         layers.append(
             Layer(
@@ -105,8 +104,7 @@ def build(
                 qkv=weights.linear(*qkv),
                 o=weights.linear(f"{attn}.o_proj"),
                 post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
-                gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", paired=True),
-                down=weights.linear(f"{mlp}.down_proj"),
+                mlp=read_mlp(weights, f"{p}.mlp", config.experts),
                 qkv_bias=(
                     torch.cat([weights.tensor(f"{module}.bias") for module in qkv])
                     if config.qkv_bias

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -60,23 +60,26 @@ class OpenedModel:
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
-        wide = architecture_of(self.checkpoint.config).float32_roles
-        for spec in self.specs:
-            if not spec.quantizable:
-                itemsize = 4 if spec.role in wide else dtype.itemsize
-                size += torch.Size(spec.shape).numel() * itemsize
-                continue
-            N, K = spec.shape
-            stored = self.schemes[spec.module]
-            scheme = None if stored is None else served(stored)
-            scale = None if scheme is None else self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
-            if scheme is None or scale is None:
-                size += N * K * dtype.itemsize
-            elif device == "cpu":
-                size += prepared_bytes(N, K, scheme, scale.dtype, dtype)
-            else:
-                size += N * K * scheme.bits // 8 + scale.nbytes
-        return size
+        return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
+
+    def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
+        """Memory that the experts of the decoder will take, of which a token needs some alone."""
+        experts = (spec for spec in self.specs if spec.role == "expert")
+        return sum(self._bytes_of(spec, device, dtype) for spec in experts)
+
+    def _bytes_of(self, spec: TensorSpec, device: str, dtype: torch.dtype) -> int:
+        """Memory that a tensor will take."""
+        if not spec.quantizable:
+            wide = spec.role in architecture_of(self.checkpoint.config).float32_roles
+            return torch.Size(spec.shape).numel() * (4 if wide else dtype.itemsize)
+        N, K = spec.shape
+        stored = self.schemes[spec.module]
+        if stored is None:
+            return N * K * dtype.itemsize
+        scheme, scale = served(stored), self.checkpoint.tensors[f"{spec.module}.{SCALE}"]
+        if device == "cpu":
+            return prepared_bytes(N, K, scheme, scale.dtype, dtype)
+        return N * K * scheme.bits // 8 + scale.nbytes
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Memory that the keys and values of so many tokens take."""
@@ -119,7 +122,6 @@ def open_model(
         source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
-    _check_built(config)
     parts = {spec: part_of(config, spec.name) for spec in packed.specs}
     head &= "mtp" in parts.values()
     wanted = ("decoder", "mtp") if head else ("decoder",)
@@ -133,13 +135,16 @@ def open_model(
     )
 
 
-def _check_built(config: Mapping[str, Any]) -> None:
-    """Refuse a family that can be converted but has no model here."""
-    if config["model_type"] not in BUILD:
+def check_device(opened: OpenedModel, device: str) -> None:
+    """Refuse a model that has no kernels on a device.
+
+    Raises:
+        UnsupportedModelError: experts on a GPU.
+    """
+    if device != "cpu" and opened.config.experts is not None:
         raise UnsupportedModelError(
-            f"config.json: model_type `{config['model_type']}` can be converted, lowbit-run cannot "
-            "run it yet",
-            hint="serve the folder with vLLM or transformers",
+            f"`{opened.checkpoint.folder}` is a mixture of experts, which have no GPU kernels yet",
+            hint="run on the CPU with --device cpu",
         )
 
 

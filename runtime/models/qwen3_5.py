@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.delta import DeltaWeights, new_slots, no_slots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
@@ -67,8 +68,7 @@ class Layer(Generic[W]):
     input_norm: Tensor  # [h]
     mixer: Attention[W] | DeltaNet[W]
     post_norm: Tensor  # [h]
-    gate_up: W  # [2 * I, h], gate rows first
-    down: W  # [h, I]
+    mlp: Mlp[W]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,7 @@ class Qwen35(Generic[W]):
     def run_layer(self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step) -> Tensor:
         """Run M tokens through a layer: [M, h] to [M, h]."""
         x = self._with_mixer(x, layer.input_norm, layer.mixer, state, step)
-        act = self.ops.norm_swiglu(
-            x, layer.post_norm, self.config.rms_norm_eps, layer.gate_up
-        )  # [M, I]
-        return self.ops.linear_add(act, layer.down, x)
+        return run_mlp(self.ops, x, layer.post_norm, self.config.rms_norm_eps, layer.mlp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
@@ -187,8 +184,7 @@ def read_layer(
             else _delta_net(config, weights, f"{p}.linear_attn", index)
         ),
         post_norm=read_gain(weights, f"{p}.post_attention_layernorm.weight"),
-        gate_up=weights.linear(f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj", paired=True),
-        down=weights.linear(f"{p}.mlp.down_proj"),
+        mlp=read_mlp(weights, f"{p}.mlp", config.experts),
     )
 
 

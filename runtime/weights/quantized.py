@@ -67,7 +67,7 @@ def quantized(
         if power is None or scheme.bits not in SEARCHED_BITS:
             importance = None
         else:
-            importance = power.get(spec.module)  # none of multi-token prediction
+            importance = power.get(spec.module)  # none of multi-token prediction, of rare experts
         linear = _Linear(source, read_from, scheme, rule, importance)
         tensors.pop(spec.name, None)  # a tied head has none, or a stale copy
         N, K = spec.shape

@@ -107,6 +107,10 @@ class Weights(Generic[W]):
         )
         return self.prepare(packed, paired)
 
+    def stack(self, experts: Sequence[Sequence[str]], paired: bool = False) -> Sequence[W]:
+        """One linear for each expert, over the rows of its modules; see `linear`."""
+        return tuple(self.linear(*modules, paired=paired) for modules in experts)
+
     def dense_rows(self, modules: Sequence[str]) -> Tensor:
         """Rows of several dense modules in one buffer, in the given order."""
         return self._stacked([f"{module}.weight" for module in modules], self.dtype)

@@ -66,6 +66,13 @@ QWEN3_5: dict[str, Any] = {
     "mtp_num_hidden_layers": 0,
 }
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
 
 @dataclass(frozen=True)
 class PackedModel:
@@ -182,6 +189,25 @@ def make_qwen3_5(make_model: Callable[..., PackedModel]) -> Callable[..., Packed
     return make
 
 
+@pytest.fixture
+def make_experts(make_model: Callable[..., PackedModel]) -> Callable[..., PackedModel]:
+    """`make_experts(hybrid, schemes, **config)` writes a random mixture of experts."""
+
+    def make(hybrid: bool, schemes: Schemes = expert_scheme, **changes: Any) -> PackedModel:
+        config = CONFIG | {"model_type": "qwen3_moe"} | EXPERTS
+        if hybrid:
+            shared = {"shared_expert_intermediate_size": 64}
+            config |= QWEN3_5 | shared | {"model_type": "qwen3_5_moe_text"}
+        return make_model(schemes, **config | changes)
+
+    return make
+
+
+def expert_scheme(role: str) -> Scheme:
+    """INT4 for experts, INT8 for all else."""
+    return Scheme(4, 32) if role == "expert" else Scheme(8, 32)
+
+
 def random_weight(spec: TensorSpec, config: dict[str, Any], generator: torch.Generator) -> Tensor:
     """A tensor like a trained one of its name, in the dtype that checkpoints of it have."""
     noise = torch.randn(spec.shape, generator=generator)
@@ -191,6 +217,8 @@ def random_weight(spec: TensorSpec, config: dict[str, Any], generator: torch.Gen
         return 1 + noise * 0.3
     if spec.role == "delta_state":  # taps, dt_bias
         return (noise * 0.5).to(torch.bfloat16)
+    if spec.role == "router":  # one in ten of its logits is beyond 4
+        return (noise * 0.3).to(torch.bfloat16)
     if spec.role == "norm" and str(config["model_type"]).startswith("qwen3_5"):
         return (noise * 0.3).to(torch.bfloat16)  # around zero
     return (1 + noise * 0.05 if spec.role == "norm" else noise * 0.05).to(torch.bfloat16)
@@ -201,7 +229,27 @@ HUB_CLASSES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig"),
 }
+
+
+def with_fused_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as transformers holds them: all experts of a layer in two tensors."""
+    found, experts = {}, dict[str, list[Tensor]]()
+    for name, weight in weights.items():
+        before, expert, after = name.partition(".experts.")
+        if not expert:
+            found[name] = weight
+            continue
+        kind = after.split(".")[1]
+        fused = "down_proj" if kind == "down_proj" else "gate_up_proj"
+        experts.setdefault(f"{before}.experts.{fused}", []).append(weight)
+    for name, parts in experts.items():
+        each = 2 if name.endswith("gate_up_proj") else 1
+        pairs = [torch.cat(parts[i : i + each]) for i in range(0, len(parts), each)]
+        found[name] = torch.stack(pairs)
+    return found
 
 
 @pytest.fixture
@@ -261,7 +309,7 @@ def reference() -> Callable[[PackedModel], Any]:
             for name, weight in model.weights.items()
             if not name.startswith(("mtp.", "model.visual."))
         }
-        result = hub.load_state_dict(decoder, strict=False)
+        result = hub.load_state_dict(with_fused_experts(decoder), strict=False)
         assert result.missing_keys == (["lm_head.weight"] if is_tied(model.config) else [])
         assert not result.unexpected_keys
         hub.tie_weights()

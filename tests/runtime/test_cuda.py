@@ -20,6 +20,7 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.weights.experts import MlpWeights
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,8 +69,7 @@ def random_model(config: DenseConfig, kind: str) -> Dense[GpuLinear]:
             k_norm=1 + 0.1 * randn(D),
             o=linear(kind, h, q),
             post_norm=1 + 0.1 * randn(h),
-            gate_up=linear(kind, 2 * inner, h, paired=True),
-            down=linear(kind, h, inner),
+            mlp=MlpWeights(linear(kind, 2 * inner, h, paired=True), linear(kind, h, inner)),
         )
         for _ in range(config.num_hidden_layers)
     )

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +337,8 @@ def test_weights_of_both_devices_are_the_same(make_model: Callable[..., PackedMo
     on_gpu = lowbit.load(folder, device="cuda").engine.decoder
     exact = lowbit.load(folder, device="cpu", dtype=torch.float32).engine.decoder
     for ours, theirs in zip(on_gpu.layers, exact.layers, strict=True):
-        for name in ("qkv", "o", "gate_up", "down"):
-            packed = getattr(ours, name)
+        for name in ("qkv", "o", "mlp.gate_up", "mlp.down"):
+            packed = attrgetter(name)(ours)
             assert isinstance(packed, TiledLinear)
-            assert torch.equal(dequantized(packed).cpu(), getattr(theirs, name).weight)
+            assert torch.equal(dequantized(packed).cpu(), attrgetter(name)(theirs).weight)
     assert torch.equal(on_gpu.embedding.float().cpu(), exact.embedding)

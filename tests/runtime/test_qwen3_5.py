@@ -131,7 +131,7 @@ def test_memory_is_known_before_loading(make_qwen3_5: Make35, dtype: torch.dtype
     for layer in decoder.layers:
         mixer = layer.mixer
         held += layer.input_norm.nbytes + layer.post_norm.nbytes
-        held += sum(w.size_bytes for w in (layer.gate_up, layer.down, mixer.out))
+        held += sum(w.size_bytes for w in (layer.mlp.gate_up, layer.mlp.down, mixer.out))
         if hasattr(mixer, "qkvz"):
             small = mixer.weights
             held += mixer.qkvz.size_bytes + mixer.ba.size_bytes

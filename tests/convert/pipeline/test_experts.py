@@ -17,9 +17,8 @@ from lowbit.convert.measure.difference import difference
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.plan.readers import transformers_verdict, vllm_verdict
-from lowbit.formats.errors import LowbitError, UnsupportedModelError
+from lowbit.formats.errors import LowbitError
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
-from lowbit.runtime.models.loader import open_model
 from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:
@@ -225,14 +224,6 @@ def test_a_missing_single_expert_is_named(tmp_path: Path) -> None:
     source = changed(tmp_path / "source", SINGLE, lambda tensors: tensors.pop(name))
     with pytest.raises(LowbitError, match=f"the checkpoint lacks `{name}`"):
         convert(source, tmp_path / "out")
-
-
-def test_lowbit_run_refuses(packed: Path) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
-        open_model(packed)
-    assert "model_type `qwen3_5_moe` can be converted, lowbit-run cannot run it yet" in str(
-        caught.value
-    )
 
 
 @pytest.mark.parametrize("target", ["gptq", "gguf"])

@@ -1,0 +1,53 @@
+"""A mixture of experts on a CPU: experts that were chosen take turns, each with its tokens."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
+from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import DenseLinear
+
+
+def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
+    """What the experts make of x, [M, h] to [M, h] float32.
+
+    A token's sum runs over its experts by number, then the shared one, whatever the other tokens'.
+    """
+    E = len(experts.gate_up)
+    scores = linear(x.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
+    shares, numbers = routes(scores[:, :E], experts.chosen)
+    places = numbers.flatten().argsort(stable=True)  # by expert, then by token
+    counts: list[int] = numbers.flatten().bincount(minlength=E).tolist()
+    parts = torch.split(places, [count for count in counts if count])
+    hit = [expert for expert, count in enumerate(counts) if count]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, part in zip(hit, parts, strict=True):
+        tokens = part // experts.chosen
+        made = _gated(x[tokens], experts.gate_up[expert], experts.down[expert])
+        out[tokens] += shares.flatten()[part, None] * made
+    if experts.shared is not None:
+        gate = torch.sigmoid(scores[:, E:].contiguous())  # strided ones round otherwise
+        out += gate * _gated(x, experts.shared.gate_up, experts.shared.down)
+    return out
+
+
+def routes(scores: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    """The experts of every token: the likeliest, of equal ones those of lower number.
+
+    Args:
+        scores: [M, E] float32, of the router.
+        chosen: k, experts of a token.
+
+    Returns:
+        [M, k] float32, shares that sum to one, and [M, k] int64, the experts' numbers.
+    """
+    likely, numbers = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    likely = likely[:, :chosen].contiguous()
+    return likely / likely.sum(-1, keepdim=True), numbers[:, :chosen].contiguous()
+
+
+def _gated(x: Tensor, gate_up: CpuLinear, down: CpuLinear) -> Tensor:
+    """A gated MLP: [M, h] to [M, h] float32."""
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(functional.silu(gate) * up, down).float()

@@ -1,0 +1,49 @@
+"""What follows attention in a layer, in every family: a gated MLP, or a mixture of experts."""
+
+from typing import TypeVar
+
+from torch import Tensor
+
+from lowbit.formats.architectures.config import Experts
+from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.weights.experts import ExpertWeights, MlpWeights
+from lowbit.runtime.weights.weights import Weights
+
+W = TypeVar("W")  # what the backend keeps a linear as
+Mlp = MlpWeights[W] | ExpertWeights[W]
+
+
+def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Tensor:
+    """`x` plus what the MLP, or the experts, make of the normed x: [M, h] to [M, h]."""
+    if isinstance(mlp, ExpertWeights):
+        return ops.moe(x, norm, eps, mlp)
+    act = ops.norm_swiglu(x, norm, eps, mlp.gate_up)  # [M, I]
+    return ops.linear_add(act, mlp.down, x)
+
+
+def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
+    """Read the MLP whose tensors begin with `p`, or the experts of such sizes."""
+    if experts is None:
+        return _gated(weights, p)
+    each = [f"{p}.experts.{number}" for number in range(experts.count)]
+    routers = [f"{p}.gate"]
+    shared = None
+    if experts.shared_inner is not None:
+        routers.append(f"{p}.shared_expert_gate")
+        shared = _gated(weights, f"{p}.shared_expert")
+    return ExpertWeights(
+        router=weights.dense_rows(routers),
+        gate_up=weights.stack(
+            [(f"{one}.gate_proj", f"{one}.up_proj") for one in each], paired=True
+        ),
+        down=weights.stack([(f"{one}.down_proj",) for one in each]),
+        chosen=experts.chosen,
+        shared=shared,
+    )
+
+
+def _gated(weights: Weights[W], p: str) -> MlpWeights[W]:
+    return MlpWeights(
+        gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True),
+        down=weights.linear(f"{p}.down_proj"),
+    )
