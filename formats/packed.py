@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from lowbit.formats.architectures import is_carried, is_tied, tensor_table
+from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import open_native
@@ -204,6 +205,12 @@ def _missing(name: str, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | N
     """Message for an absent tensor; it says if the file and config.json disagree."""
     module, _, suffix = name.rpartition(".")
     scheme = schemes.get(module)
+    if expert_of(name) is not None:
+        start = name.partition(".experts.")[0] + ".experts."
+        beside = [other for other in checkpoint.tensors if other.startswith(start)]
+        fused = min((other for other in beside if expert_of(other) is None), default=None)
+        if fused is not None:
+            return f"`{name}` is missing: `{fused}` is of no single expert, as packed ones must be"
     if scheme is not None and f"{module}.weight" in checkpoint.tensors:
         return f"`{name}` is missing: config.json says {scheme}, the file holds `{module}.weight`"
     if suffix == "weight" and f"{module}.{PACKED}" in checkpoint.tensors:

@@ -1,6 +1,10 @@
 """Mixtures of experts through the runtime, against transformers on the dequantized weights."""
 
-from collections.abc import Callable
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,11 +12,23 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.convert import Recipe, convert
+from lowbit.convert.measure.measure import measure_logits
+from lowbit.convert.original.evaluation_text import Text, tokenize
+from lowbit.formats.errors import FormatError, UnsupportedModelError
+from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.bench.bench import step_bytes
+from lowbit.runtime.engine.input_power import FEWEST_TOKENS, input_power
+from lowbit.runtime.models.loader import check_device, load_decoder, open_model
+from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STORIES = EXAMPLES / "data" / "stories-eval.txt"
 IDS = torch.randint(256, (83,), generator=torch.Generator().manual_seed(3)).tolist()
 Make = Callable[..., "PackedModel"]
 Reference = Callable[["PackedModel"], Any]
@@ -68,5 +84,189 @@ def test_bf16_is_no_further_off_than_transformers_in_bf16(
     right = hub_logits(hub, IDS).double()
     rounded = hub_logits(hub.bfloat16(), IDS).double()
     ours = lowbit.load(packed.folder, device="cpu").logits(IDS).double()
-    print((ours - right).norm(), (rounded - right).norm())
     assert (ours - right).norm() < 1.25 * (rounded - right).norm()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Base], Path]:
+    """`trained(name, base)` is a bundled model, packed."""
+    root, made = tmp_path_factory.mktemp("packed"), dict[tuple[str, Base], Path]()
+
+    def pack(name: str, base: Base) -> Path:
+        if (name, base) not in made:
+            folder = root / f"{name}-{base}"
+            made[name, base] = convert(EXAMPLES / "models" / name, folder, Recipe(base)).folder
+        return made[name, base]
+
+    return pack
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("tiny-qwen3-moe", "int8"), ("tiny-qwen3.5-moe", "int4")]
+)
+def test_trained_experts_are_those_of_transformers(
+    trained: Callable[[str, Base], Path], reference: Reference, name: str, base: Base
+) -> None:
+    from tests.runtime.conftest import PackedModel
+
+    folder = trained(name, base)
+    config = json.loads((folder / "config.json").read_text())
+    hub = reference(PackedModel(folder, config, dequantized_weights(folder)))
+    model = lowbit.load(folder, device="cpu", dtype=torch.float32)
+    ids = model.encode(STORIES.read_text("utf-8")[:900], raw=True)
+    assert len(ids) > 200
+    assert distance(model.logits(ids), hub_logits(hub, ids)) < 1e-4
+
+
+def test_scores_are_those_of_the_report(trained: Callable[[str, Base], Path]) -> None:
+    name = "tiny-qwen3.5-moe"
+    source, folder = EXAMPLES / "models" / name, trained(name, "int4")
+    texts = [Text("stories", "test", STORIES.read_text("utf-8")[:5000])]
+    report = measure_logits(source, folder, texts).logits
+    model = lowbit.load(folder, device="cpu", dtype=torch.float32)
+    losses = [
+        -token.chosen
+        for window in tokenize(source, texts, 4096)[0].windows.tolist()
+        for token in model.score(window)
+        if token is not None
+    ]
+    assert len(losses) == 2 * 511
+    assert math.exp(sum(losses) / len(losses)) == pytest.approx(report.perplexity_packed, rel=1e-4)
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a loaded model but its tables of rotations."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in ("rope", "trunk"):
+                yield from leaves(getattr(value, field.name))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_is_known_before_loading(
+    make_experts: Make, hybrid: bool, dtype: torch.dtype
+) -> None:
+    opened = open_model(make_experts(hybrid, mtp_num_hidden_layers=int(hybrid)).folder, head=True)
+    decoder: Any = load_decoder(opened, "cpu", dtype, 16)
+    assert sum(leaf.nbytes for leaf in leaves(decoder)) == opened.weight_bytes("cpu", dtype)
+    experts = [(layer.mlp.gate_up, layer.mlp.down) for layer in decoder.layers]
+    assert sum(leaf.nbytes for leaf in leaves(tuple(experts))) == opened.expert_bytes("cpu", dtype)
+
+
+def test_a_step_reads_the_experts_that_it_hits(make_experts: Make) -> None:
+    model = lowbit.load(make_experts(False).folder, device="cpu")
+    each, few, many = (step_bytes(model, 1, batch).weights for batch in (1, 2, 1000))
+    experts = model.opened.expert_bytes("cpu", torch.bfloat16)
+    assert many - each == round(experts * 4 / 6)
+    assert few - each == round(experts * 4 / 6) - round(experts * 16 / 36)
+
+
+def test_a_gpu_is_refused_before_memory_is_counted(
+    make_experts: Make, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in (None, "cuda"):
+        with pytest.raises(UnsupportedModelError, match="experts, which have no GPU") as caught:
+            lowbit.load(make_experts(True).folder, device=device)
+        assert caught.value.hint == "run on the CPU with --device cpu"
+    check_device(open_model(make_model().folder), "cuda")
+
+
+E3 = "model.layers.1.mlp.experts.3"
+ROUTER = "model.layers.0.mlp.gate.weight"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing codes": (
+        lambda tensors: tensors.pop(f"{E3}.up_proj.weight_packed"),
+        f"`{E3}.up_proj.weight_packed` is missing",
+    ),
+    "one more expert": (
+        lambda tensors: tensors.update({f"{E3[:-1]}6.up_proj.weight": torch.ones(1)}),
+        f"`{E3[:-1]}6.up_proj.weight`: the architecture has no such tensor",
+    ),
+    "router of another size": (
+        lambda tensors: tensors.update({ROUTER: tensors[ROUTER][:5].clone()}),
+        f"`{ROUTER}`: expected shape [6, 64], got [5, 64]",
+    ),
+    "expert of another size": (
+        lambda tensors: tensors.update(
+            {f"{E3}.down_proj.weight_packed": torch.zeros(64, 2, dtype=torch.int32)}
+        ),
+        f"`{E3}.down_proj.weight_packed`: expected shape [64, 4], got [64, 2]",
+    ),
+    "NaN in an expert": (
+        lambda tensors: tensors[f"{E3}.gate_proj.weight_scale"].fill_(math.nan),
+        f"`{E3}.gate_proj.weight_scale` holds NaN or Inf",
+    ),
+    "NaN in a router": (lambda tensors: tensors[ROUTER].fill_(math.nan), f"`{ROUTER}` holds NaN"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(make_experts: Make, name: str) -> None:
+    damage, words = DAMAGE[name]
+    packed = make_experts(False)
+    packed.rewrite(lambda tensors: void(damage(tensors)))
+    with pytest.raises(FormatError) as caught:
+        lowbit.load(packed.folder, device="cpu")
+    assert words in str(caught.value)
+
+
+def void(_: object) -> None:
+    return None
+
+
+def test_experts_packed_into_one_tensor_are_named(make_experts: Make) -> None:
+    packed = make_experts(False)
+
+    def fuse(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            part = tensors.pop(name)
+            kind = "down_proj" if "down_proj" in name else "gate_up_proj"
+            suffix = name.rpartition(".weight_")[2]
+            tensors[f"{name.partition('.experts.')[0]}.experts.{kind}_{suffix}"] = part
+
+    packed.rewrite(fuse)
+    with pytest.raises(FormatError) as caught:
+        lowbit.load(packed.folder, device="cpu")
+    p = "model.layers.0.mlp.experts"
+    assert str(caught.value) == (
+        f"`{p}.0.gate_proj.weight_packed` is missing: `{p}.down_proj_packed` is of no single "
+        "expert, as packed ones must be"
+    )
+
+
+def test_power_is_that_of_the_tokens_an_expert_sees(
+    make_experts: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = make_experts(False, lambda role: None, num_experts=4)
+    ids = [*IDS, *IDS[::-1]]
+    power = input_power(open_model(packed.folder), ids, "cpu", torch.float32)
+    inputs: list[Tensor] = []
+    moe = cpu.moe
+
+    def noted(x: Tensor, norm: Tensor, eps: float, experts: Any) -> Tensor:
+        inputs.append(cpu.rms_norm(x, norm, eps))
+        return moe(x, norm, eps, experts)
+
+    monkeypatch.setattr(cpu, "moe", noted)
+    lowbit.load(packed.folder, device="cpu", dtype=torch.float32).logits(ids)
+    counts = []
+    for layer, x in enumerate(inputs):
+        p = f"model.layers.{layer}.mlp"
+        numbers = (x @ packed.weights[f"{p}.gate.weight"].T).topk(2).indices
+        for number in range(4):
+            tokens = x[(numbers == number).any(1)].double()
+            found = power.get(f"{p}.experts.{number}.up_proj")
+            counts.append(len(tokens))
+            assert (found is not None) == (len(tokens) >= FEWEST_TOKENS)
+            if found is not None:
+                expected = tokens.square().mean(0)
+                torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-6)
+    assert sum(counts) == 2 * 2 * len(ids)
+    assert min(counts) < FEWEST_TOKENS < max(counts)

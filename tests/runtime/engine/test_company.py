@@ -25,7 +25,7 @@ CASES = [
     (name, dtype, recipe)
     for name in ("tiny-qwen3", "tiny-qwen3.5")
     for dtype, recipe in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4"))
-]
+] + [("tiny-qwen3-moe", torch.float32, None), ("tiny-qwen3.5-moe", torch.bfloat16, "int4")]
 Rows = dict[int, list[Tensor]]
 
 

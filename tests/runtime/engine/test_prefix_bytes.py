@@ -35,6 +35,7 @@ CASES = [
     ("tiny-qwen3", torch.bfloat16),
     ("tiny-qwen3.5", torch.float32),
     ("tiny-qwen3.5", torch.bfloat16),
+    ("tiny-qwen3.5-moe", torch.bfloat16),
 ]
 
 

@@ -1,0 +1,107 @@
+"""The experts' op on a CPU: its formula in FP64, ties, and a token's bits in company."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from lowbit.formats.layout.packing import pack
+from lowbit.runtime.backends import cpu
+from lowbit.runtime.backends.cpu_experts import routes
+from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
+from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.weights.experts import ExpertWeights, MlpWeights
+from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+
+EPS = 1e-6
+H, INNER, SHARED = 64, 32, 96
+
+
+def linear(kind: str, N: int, K: int) -> Linear:
+    if kind == "dense":
+        return DenseLinear(torch.randn(N, K).bfloat16() * 0.1)
+    bits = int(kind[3])
+    codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (N, K)).to(torch.int8)
+    group = K if kind.endswith("row") else 32
+    scales = (torch.rand(N, K // group) * 0.4 / (1 << bits)).bfloat16()
+    return PackedLinear(pack(codes, bits), scales, bits, group)
+
+
+def experts(kind: str, E: int, chosen: int, shared: bool) -> ExpertWeights[Linear]:
+    one = [(linear(kind, 2 * INNER, H), linear(kind, H, INNER)) for _ in range(E)]
+    beside = (
+        MlpWeights(linear("int8", 2 * SHARED, H), linear("int8", H, SHARED)) if shared else None
+    )
+    return ExpertWeights(
+        router=torch.randn(E + shared, H).bfloat16() * 0.3,
+        gate_up=[gate_up for gate_up, _ in one],
+        down=[down for _, down in one],
+        chosen=chosen,
+        shared=beside,
+    )
+
+
+def prepared(w: ExpertWeights[Linear], dtype: torch.dtype) -> ExpertWeights[CpuLinear]:
+    shared: MlpWeights[CpuLinear] | None = None
+    if w.shared is not None:
+        shared = MlpWeights(prepare(w.shared.gate_up, dtype), prepare(w.shared.down, dtype))
+    return ExpertWeights(
+        router=w.router.to(dtype),
+        gate_up=[prepare(each, dtype) for each in w.gate_up],
+        down=[prepare(each, dtype) for each in w.down],
+        chosen=w.chosen,
+        shared=shared,
+    )
+
+
+def gated(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    gate, up = (x @ gate_up.dequantized().double().T).chunk(2)
+    return (silu(gate) * up) @ down.dequantized().double().T
+
+
+def in_fp64(x: Tensor, norm: Tensor, w: ExpertWeights[Linear]) -> Tensor:
+    """The formula of `Ops.moe`, token by token."""
+    out = x.double().clone()
+    for token in out:
+        h = token * torch.rsqrt(token.square().mean() + EPS) * norm.double()
+        scores = w.router.double() @ h
+        p = scores[: len(w.gate_up)].softmax(0)
+        best = sorted(range(len(p)), key=lambda e: -float(p[e]))[: w.chosen]
+        for e in best:
+            token += p[e] / p[best].sum() * gated(h, w.gate_up[e], w.down[e])
+        if w.shared is not None:
+            token += torch.sigmoid(scores[-1]) * gated(h, w.shared.gate_up, w.shared.down)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "int8-row"])
+@pytest.mark.parametrize(("E", "chosen", "shared"), [(40, 8, False), (5, 1, True), (3, 3, True)])
+def test_the_op_is_its_formula(kind: str, E: int, chosen: int, shared: bool) -> None:
+    torch.manual_seed(1)
+    w, norm, x = experts(kind, E, chosen, shared), 1 + 0.1 * torch.randn(H), torch.randn(33, H)
+    found = cpu.moe(x, norm, EPS, prepared(w, torch.float32))
+    expected = in_fp64(x, norm, w)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    rounded = cpu.moe(x.bfloat16(), norm, EPS, prepared(w, torch.bfloat16))
+    expected = in_fp64(x.bfloat16(), norm, w)
+    assert (rounded - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "int4", "int8", "int8-row"])
+def test_a_token_has_the_same_bits_in_any_company(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    w = prepared(experts(kind, 20, 5, shared=True), dtype)
+    norm, x = torch.ones(H, dtype=dtype), torch.randn(48, H).to(dtype)
+    alone = torch.cat([cpu.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
+    for count in range(2, EXACT_TOKENS + 1):
+        some = torch.randperm(48)[:count]
+        assert torch.equal(cpu.moe(x[some], norm, EPS, w), alone[some])
+
+
+def test_of_equal_experts_the_first_are_chosen() -> None:
+    scores = torch.tensor([[0.0, 2, 1, 2, 1, 1, 2], [0.0] * 7])
+    shares, numbers = routes(scores, 4)
+    assert numbers.tolist() == [[1, 3, 6, 2], [0, 1, 2, 3]]
+    whole = torch.tensor([2.0, 2, 2, 1]).exp()
+    assert torch.allclose(shares, torch.stack((whole / whole.sum(), torch.full((4,), 0.25))))
