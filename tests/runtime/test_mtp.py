@@ -16,6 +16,7 @@ from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.speculation.modes import Mode
 from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.sampler_rows import new_sampler_rows
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TRAINED = EXAMPLES / "models" / "tiny-qwen3.5"
+MODELS = EXAMPLES / "models"
+TRAINED = MODELS / "tiny-qwen3.5"
 IDS = torch.randint(256, (70,), generator=torch.Generator().manual_seed(3))
 GREEDY = lowbit.SamplingParams(logprobs=1)
 STRICT = lowbit.SamplingParams(0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=4)
@@ -34,18 +36,23 @@ HOT = lowbit.SamplingParams(0.8, top_k=20, top_p=0.95, seed=5, logprobs=1)
 
 def head_of_transformers(packed: "PackedModel", ids: Tensor, hidden: Tensor) -> Tensor:
     """What the head gives after its norm, by a model of transformers with its layer alone."""
-    from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
+    import transformers
+
+    from tests.runtime.conftest import HUB_CLASSES, with_fused_experts
 
     changes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    config = Qwen3_5TextConfig(**{**packed.config, **changes}, attn_implementation="eager")
-    model = Qwen3_5TextModel(config).float().eval()
+    names = HUB_CLASSES[packed.config["model_type"]]
+    model_class = getattr(transformers, names[0].replace("ForCausalLM", "TextModel"))
+    config_class = getattr(transformers, names[1])
+    config = config_class(**{**packed.config, **changes}, attn_implementation="eager")
+    model = model_class(config).float().eval()
     weights = {name: tensor.float() for name, tensor in packed.weights.items()}
     own = {
         name.removeprefix("mtp."): tensor
         for name, tensor in weights.items()
         if name.startswith(("mtp.layers.", "mtp.norm"))
     }
-    missing = model.load_state_dict(own, strict=False)
+    missing = model.load_state_dict(with_fused_experts(own), strict=False)
     assert missing.missing_keys == ["embed_tokens.weight"]
     assert not missing.unexpected_keys
 
@@ -67,7 +74,17 @@ def head_of_transformers(packed: "PackedModel", ids: Tensor, hidden: Tensor) -> 
 def test_the_head_is_that_of_the_checkpoint(
     make_qwen3_5: "Callable[..., PackedModel]", parts: tuple[int, ...]
 ) -> None:
-    packed = make_qwen3_5(mtp_num_hidden_layers=1)
+    assert_like_transformers(make_qwen3_5(mtp_num_hidden_layers=1), parts)
+
+
+def test_a_head_of_experts_is_that_of_the_checkpoint(
+    make_experts: "Callable[..., PackedModel]",
+) -> None:
+    packed = make_experts(True, lambda role: None, mtp_num_hidden_layers=1)
+    assert_like_transformers(packed, (37, *[1] * 20, 13))
+
+
+def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> None:
     decoder = load_decoder(open_model(packed.folder, head=True), "cpu", torch.float32, 128)
     head: Any = decoder.mtp
     hidden = torch.randn(
@@ -116,8 +133,27 @@ def requests(model: lowbit.Model, count: int = 30) -> list[TokenRequest]:
 def test_drafts_of_a_trained_head_change_nothing(
     trained: dict[str, lowbit.Model], mode: str
 ) -> None:
-    plain, drafted = trained["off"].engine, trained[mode].engine
-    for request in requests(trained["off"]):
+    assert_same_answers(trained["off"], trained[mode])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("tiny-qwen3.5-moe", "ngram"), ("tiny-qwen3.5-moe", "mtp"), ("tiny-qwen3-moe", "ngram")],
+)
+def test_drafts_change_nothing_for_experts(name: str, mode: Mode) -> None:
+    plain, drafted = (
+        lowbit.load(MODELS / name, device="cpu", context=400, quantize="int4", speculate=each)
+        for each in ("off", mode)
+    )
+    assert_same_answers(plain, drafted)
+    if mode == "mtp":
+        assert drafted.engine.decoder.mtp is not None
+
+
+def assert_same_answers(one: lowbit.Model, other: lowbit.Model) -> None:
+    """With drafts and without, alone, in a further turn, and together."""
+    plain, drafted = one.engine, other.engine
+    for request in requests(one):
         expected, found = plain.submit(request), drafted.submit(request)
         assert found.result() == expected.result()
         assert found.log_probabilities == expected.log_probabilities
@@ -127,8 +163,8 @@ def test_drafts_of_a_trained_head_change_nothing(
         assert found.reused == expected.reused > 0
     plain.forget()
     drafted.forget()
-    alone = [plain.submit(request).result() for request in requests(trained["off"])]
-    together = [drafted.submit(request) for request in requests(trained["off"])]
+    alone = [plain.submit(request).result() for request in requests(one)]
+    together = [drafted.submit(request) for request in requests(one)]
     assert [handle.result() for handle in together] == alone
 
 
