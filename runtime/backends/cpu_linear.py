@@ -175,18 +175,20 @@ def _plane_group(N: int, group_size: int) -> int | None:
 def _planes(w: PackedLinear, group_size: int) -> Planes:
     """Split codes into planes and reorder them for the INT4 product, some rows at a time."""
     half = 1 << (w.bits - 1)
-    blocks = []
+    # Made at once: small blocks that stay, between larger ones that go, leave the heap in pieces.
+    blocks = torch.empty(w.N, w.K * w.bits // 8, dtype=torch.uint8)
     for start in range(0, w.N, CHUNK_ROWS):
-        codes = unpack(w.codes[start : start + CHUNK_ROWS], w.bits, w.K).to(torch.int32) + half
+        rows = slice(start, start + CHUNK_ROWS)
+        codes = unpack(w.codes[rows], w.bits, w.K).to(torch.int32) + half
         if w.bits == 2 * PLANE_BITS:
             codes = torch.cat((codes >> PLANE_BITS, codes & 15), dim=1)
-        blocks.append(torch._convert_weight_to_int4pack_for_cpu(codes, 2))
+        blocks[rows] = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
     scale = w.scales.repeat_interleave(w.group_size // group_size, dim=1).T  # [K / G, N]
     zero = torch.zeros_like(scale)
     if w.bits == 2 * PLANE_BITS:
         scale, zero = torch.cat((16 * scale, scale)), torch.cat((zero, 8 * scale))
     scale_zero = torch.stack((scale, zero), dim=-1).contiguous()
-    return Planes(torch.cat(blocks), scale_zero, group_size, w.bits // PLANE_BITS)
+    return Planes(blocks, scale_zero, group_size, w.bits // PLANE_BITS)
 
 
 @lru_cache(maxsize=1)
