@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
 import lowbit.runtime as lowbit
@@ -20,6 +21,7 @@ from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.bench.bench import step_bytes
+from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.input_power import FEWEST_TOKENS, input_power
 from lowbit.runtime.models.loader import check_device, load_decoder, open_model
 from tests.oracle import dequantized_weights
@@ -132,6 +134,24 @@ def test_scores_are_those_of_the_report(trained: Callable[[str, Base], Path]) ->
     ]
     assert len(losses) == 2 * 511
     assert math.exp(sum(losses) / len(losses)) == pytest.approx(report.perplexity_packed, rel=1e-4)
+
+
+def test_commands(trained: Callable[[str, Base], Path]) -> None:
+    folder = str(trained("tiny-qwen3.5-moe", "int4"))
+    greedy = ("--max-new-tokens", "12", "--temperature", "0")
+    texts = []
+    for command, rest, stdin in (
+        ("generate", ("Once upon a time", "--raw", *greedy), ""),
+        ("generate", ("Once upon a time", "--raw", *greedy, "--speculate", "mtp"), ""),
+        ("chat", greedy, "Once upon a time\n"),
+        ("bench", ("--prompt-tokens", "20", "--new-tokens", "4", "--runs", "1"), ""),
+    ):
+        asked = [command, folder, *rest, "--json", "--context", "64", "--device", "cpu"]
+        done = CliRunner().invoke(main, asked, input=stdin)
+        assert done.exit_code == 0, done.output
+        texts.append(json.loads(done.stdout).get("text"))
+    assert texts[0]
+    assert texts[0] == texts[1]
 
 
 def leaves(value: Any) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -71,8 +72,14 @@ def assert_like_the_folder(source: Path, folder: Path, base: Base) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", get_args(Base))
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        *product(("tiny-qwen3", "tiny-qwen3.5"), get_args(Base)),
+        ("tiny-qwen3-moe", "int8"),
+        ("tiny-qwen3.5-moe", "int4"),
+    ],
+)
 def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base) -> None:
     source = MODELS / name
     folder = convert(source, tmp_path / "packed", Recipe(base)).folder
