@@ -39,7 +39,8 @@ from lowbit.convert.original.calibration_text import bundled_texts
 
 OURS = ("weighted", "gptq")
 METHODS = (*OURS, *PEERS)
-TRIAL = {"tiny": (128, 256, 2, 2, 1, False)}  # a shape to try this script with
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 LENGTH = 512
 GROUP = 128
 HEADER = ("tool", "method", "layers", "seconds", "seconds a layer", "whole model")
@@ -71,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("size", choices=[*SIZES, *HYBRID_SIZES, *TRIAL])
+    parser.add_argument("size", choices=[*SIZES, *HYBRID_SIZES, "tiny"])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3], metavar="N")
     parser.add_argument(
         "--methods",
@@ -109,7 +110,7 @@ def bench(arguments: argparse.Namespace, work: Path) -> list[Cost]:
             console.print(f"[bold]{tool} {row.method}[/bold], {layers} layers", soft_wrap=True)
             run(arguments, row, method, source, work)
             rows.append(row)
-            extrapolate(rows, row, shapes(arguments.size)[2])
+            extrapolate(rows, row, config_of(arguments.size)["num_hidden_layers"])
             console.print(*row.cells(), row.error or "", soft_wrap=True)
             if arguments.json:  # after every row: a peer may take hours
                 arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -122,10 +123,7 @@ def make(size: str, layers: int, folder: Path) -> None:
 
     Random norms of 0.02 would leave next to nothing of the inputs of linears.
     """
-    hidden, inner, _, *others = shapes(size)
-    sizes = HYBRID_SIZES if size in HYBRID_SIZES else SIZES
-    sizes[folder.name] = (hidden, inner, layers, *others)
-    make_random_checkpoint.main.callback(folder.name, folder, 0)
+    make_random_checkpoint.write(config_of(size) | {"num_hidden_layers": layers}, folder)
     for path in folder.glob("*.safetensors"):
         with path.open("r+b") as file:
             (header,) = struct.unpack("<Q", file.read(8))
@@ -136,9 +134,11 @@ def make(size: str, layers: int, folder: Path) -> None:
                     file.write(struct.pack("<H", 0x3F80) * ((end - start) // 2))  # BF16
 
 
-def shapes(size: str) -> tuple[Any, ...]:
-    """Hidden size, inner size, layers and the rest of a size."""
-    return (SIZES | HYBRID_SIZES | TRIAL)[size]
+def config_of(size: str) -> dict[str, Any]:
+    """config.json of a size; `tiny` is one to try this script with."""
+    if size == "tiny":
+        return make_random_checkpoint.config_of("8B") | SMALL
+    return make_random_checkpoint.config_of(size)
 
 
 def run(arguments: argparse.Namespace, row: Cost, method: str, source: Path, work: Path) -> None:

@@ -10,6 +10,7 @@ mixtures of experts as `30B-A3B` and `3.5-35B-A3B`; `--layers 4` writes the firs
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -42,7 +43,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 POOL = 1 << 26  # random numbers drawn once; every tensor takes a stretch of them
 
 
-def config_of(size: str) -> dict[str, object]:
+def config_of(size: str) -> dict[str, Any]:
     """config.json of a size."""
     config = dense_config_of(size)
     if size not in EXPERTS:
@@ -61,7 +62,7 @@ def config_of(size: str) -> dict[str, object]:
     return config | names | changes | {"shared_expert_intermediate_size": shared}
 
 
-def dense_config_of(size: str) -> dict[str, object]:
+def dense_config_of(size: str) -> dict[str, Any]:
     """config.json of a size, with an MLP in place of experts."""
     if size in HYBRID_SIZES:
         return hybrid_config_of(size)
@@ -89,7 +90,7 @@ def dense_config_of(size: str) -> dict[str, object]:
     }
 
 
-def hybrid_config_of(size: str) -> dict[str, object]:
+def hybrid_config_of(size: str) -> dict[str, Any]:
     """config.json of a Qwen3.5 text model."""
     hidden, inner, layers, heads, kv_heads, value_heads, tied = HYBRID_SIZES[size]
     return {
@@ -141,6 +142,12 @@ def tokenizer(tokens: int) -> Tokenizer:
 def main(size: str, out: Path, seed: int, layers: int | None) -> None:
     """Write a random checkpoint of SIZE to the folder OUT."""
     config = config_of(size) | ({} if layers is None else {"num_hidden_layers": layers})
+    written = write(config, out, seed)
+    click.echo(f"{out}: {written / 1e9:.2f} GB")
+
+
+def write(config: dict[str, Any], out: Path, seed: int = 0) -> int:
+    """Write a random checkpoint of a config to a new folder; bytes of its shards."""
     generator = torch.Generator().manual_seed(seed)
     pool = (torch.randn(POOL, generator=generator) * 0.02).to(torch.bfloat16)
     tensors = [
@@ -162,11 +169,11 @@ def main(size: str, out: Path, seed: int, layers: int | None) -> None:
                     left -= len(part)
                     start = 0
     (out / "config.json").write_text(json.dumps(config, indent=2))
-    tokens = 248044 if size in HYBRID_SIZES else 151643
+    tokens = 248044 if config["model_type"].startswith("qwen3_5") else 151643
     tokenizer(tokens).save(str(out / "tokenizer.json"))
     if len(shards) > 1:
         (out / "model.safetensors.index.json").write_text(json.dumps(index_json(shards)))
-    click.echo(f"{out}: {sum(shard.size for shard in shards) / 1e9:.2f} GB in {len(shards)} files")
+    return sum(shard.size for shard in shards)
 
 
 if __name__ == "__main__":
