@@ -69,6 +69,14 @@ class Drafting:
         """
         if self.head is None or not sequences:
             return 0
+        drafts = self._head_drafts(sequences)
+        if drafts == 0:
+            for each in sequences:
+                self._keep_up(self.head, each)
+        return drafts
+
+    def _head_drafts(self, sequences: Numbers[Sequence]) -> int:
+        """The number of `by_head`."""
         chances = [each.head_pace.chances for each in sequences if each.head_pace is not None]
         if len(chances) < len(sequences):
             return 0
@@ -79,7 +87,8 @@ class Drafting:
         plan = common_plan(chances, most, self.costs.drafting(len(sequences)))
         if plan.drafts == 0:
             for each in sequences:
-                self._pass_over(self.head, each)
+                if each.head_pace is not None:
+                    each.head_pace.skip()
             return 0
         cost = self.costs.checking(len(sequences))
         copied = [each.propose(self._most(sequences), cost, plan.gain) for each in sequences]
@@ -153,11 +162,9 @@ class Drafting:
         """Drafts of a sequence for which a step of all of them has places."""
         return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
 
-    def _pass_over(self, head: HeadRounds, sequence: Sequence) -> None:
-        """Leave a step without drafts of the head, which must not fall behind its trail."""
-        if sequence.head_pace is not None:
-            sequence.head_pace.skip()
-        if sequence.behind >= MOST_BEHIND:
+    def _keep_up(self, head: HeadRounds, sequence: Sequence) -> None:
+        """Keep the head from falling behind its trail in steps without drafts of its own."""
+        if sequence.head_pace is not None and sequence.behind >= MOST_BEHIND:
             head.cache.catch_up(sequence, most=MOST_BEHIND // 2)
 
 

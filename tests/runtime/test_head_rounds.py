@@ -13,8 +13,10 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.head_cache import MOST_BEHIND
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.speculation.costs import Costs, Line
+from tests.runtime.engine.residues import Residues
 from tests.runtime.graph_stand_in import run_through_graphs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -144,3 +146,18 @@ def test_the_head_catches_up_with_steps_without_drafts(
         rounds = handle.tally.rounds - before.rounds
         rights.append((handle.tally.accepted[0] - sum(before.accepted[:1])) / rounds)
     assert min(rights) > 0.6
+
+
+def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -> None:
+    """It drafts nothing then, and does not fall behind what the trail holds."""
+    [request, *_] = asked(flying, 100)
+    free = flying.engine.submit(request)
+    limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 80, constraint=Residues()))
+    for _ in range(70):
+        next(limited)
+    [sequence] = (each for each in flying.engine.running if each.request is request)
+    assert sequence.tally.rounds == 0
+    assert sequence.behind <= MOST_BEHIND
+    limited.cancel()
+    assert len(free.result()) == 100
+    assert sequence.tally.rounds > 5
