@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.formats.sampling_ranges import LOGPROBS
+from lowbit.runtime.engine.restrict import first_unbound
 from lowbit.runtime.engine.sequence import Sequence, TokenRequest
 from lowbit.runtime.state.pages import EXTRA, PAGE
 from lowbit.runtime.state.sampler_rows import check_bias_ids
@@ -67,6 +68,7 @@ def new_sequence(request: TokenRequest, engine: "Engine") -> Sequence:
         request=request,
         count=room if asked is None else min(asked, room),
         seed=random_seed() if seed is None else seed,
+        unbound=first_unbound(request.constraint),
     )
     pages = engine.runner.state.pages.count - EXTRA
     if sequence.page_count > pages:

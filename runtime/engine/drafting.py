@@ -80,7 +80,7 @@ class Drafting:
         chances = [each.head_pace.chances for each in sequences if each.head_pace is not None]
         if len(chances) < len(sequences):
             return 0
-        most = min(each.most_drafts(self._most(sequences)) for each in sequences)
+        most = min(each.most_head_drafts(self._most(sequences)) for each in sequences)
         most = min(most, *map(len, chances))
         if self.checks.runner.spare is not None:
             most = min(most, len(self.checks.runner.spare) // len(sequences))

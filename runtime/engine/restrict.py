@@ -15,6 +15,18 @@ from lowbit.runtime.text.constraint import Constraint
 Failed = list[tuple[Sequence, LowbitError]]
 
 
+def first_unbound(constraint: Constraint | None) -> int:
+    """New tokens that come before the first mask, as far as that is known.
+
+    Raises:
+        LowbitError: the constraint failed.
+    """
+    try:
+        return 0 if constraint is None or constraint.done else constraint.unbound
+    except Exception as error:  # whatever a foreign object does
+        raise _explained(error) from error
+
+
 def restrict(sequences: Iterable[Sequence], sampler: SamplerRows) -> Failed:
     """Set the masks of constrained sequences; returns those whose constraint has failed."""
     failed = []

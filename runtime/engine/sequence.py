@@ -16,6 +16,7 @@ from lowbit.runtime.text.constraint import Constraint as Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
 Finish = Literal["stop", "length", "cancelled"]
+LONG = 64  # tokens without a mask for which it is worthwhile that the model's head sees the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,18 @@ class Sequence:
 
     @property
     def predictable(self) -> bool:
-        """True if the model's head may draft: the device has no masks of places to come."""
-        return self.request.constraint is None
+        """True if the model's head is to see the prompt, because it may draft.
+
+        The device has no masks of places to come.
+        """
+        return self.request.constraint is None or self.unbound >= LONG
+
+    def most_head_drafts(self, most: int) -> int:
+        """Drafts of the model's head, none of which, nor the token behind them, needs a mask."""
+        if self.limited:
+            free = 0 if self.masked else self.unbound - (self.due or self.under_way)
+            most = min(most, free - 1)
+        return self.most_drafts(most)
 
     def most_drafts(self, most: int) -> int:
         """Drafts that the request has tokens left for, up to `most`."""

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.head_cache import MOST_BEHIND
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.speculation.costs import Costs, Line
-from tests.runtime.engine.residues import Residues
+from tests.runtime.engine.residues import Later, Residues, follows
 from tests.runtime.graph_stand_in import run_through_graphs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -161,3 +161,21 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     limited.cancel()
     assert len(free.result()) == 100
     assert sequence.tally.rounds > 5
+
+
+@pytest.mark.parametrize("first", [64, 71])
+def test_the_head_drafts_up_to_the_first_mask(
+    plain: lowbit.Model, flying: lowbit.Model, first: int
+) -> None:
+    plain.engine.forget()
+    requests = asked(plain, first + 20)[:2]
+    found = []
+    for model in (plain, flying):
+        handles = [model.engine.submit(replace(each, constraint=Later(first))) for each in requests]
+        for handle in handles:
+            handle.result()
+        found.append(handles)
+    for expected, drafted in zip(*found, strict=True):
+        assert_same(drafted, expected)
+        assert follows(drafted.result()[first:])
+        assert drafted.tally.rounds > 10

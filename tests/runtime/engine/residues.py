@@ -69,6 +69,27 @@ class Foreseen(Residues):
         return self.guess(self.tokens, most)
 
 
+@dataclass
+class Later(Constraint):
+    """Residues behind so many tokens that nothing limits."""
+
+    first: int
+    then: Residues = field(default_factory=Residues)
+    count: int = 0
+
+    @property
+    def unbound(self) -> int:
+        return max(0, self.first - self.count)
+
+    def mask(self) -> Tensor | None:
+        return self.then.mask() if self.count >= self.first else None
+
+    def accept(self, token: int) -> None:
+        self.count += 1
+        if self.count > self.first:
+            self.then.accept(token)
+
+
 def guessing(
     truth: Sequence[int], right: Callable[[int], int], drafts: int = 15
 ) -> Callable[[Sequence[int], int], Sequence[int]]:
