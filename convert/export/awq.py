@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.export.gptq import FP16_MAX
+from lowbit.convert.export.gptq import FP16_MAX, expert_notes
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.left import left_kinds
-from lowbit.convert.export.misfits import HEAD, Misfit, main_scheme, other_scheme
+from lowbit.convert.export.misfits import (
+    HEAD,
+    Misfit,
+    beside_plain_experts,
+    main_scheme,
+    other_scheme,
+)
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
@@ -36,12 +42,14 @@ def misfits(source: PackedSource) -> list[Misfit]:
     """Linears that AWQ cannot hold beside the others.
 
     A misfit is the head, is not INT4, has another group size than most, has a number of rows that
-    does not fill whole words, or has a scale that FP16 cannot hold.
+    does not fill whole words, has a scale that FP16 cannot hold, or is an expert's beside linears
+    of experts that are not quantized.
     """
     fitting = [linear for linear in source.linears if linear.bits == 4 and linear.module != HEAD]
     main = main_scheme(fitting)
-    found = []
-    for linear in source.linears:
+    found = list(beside_plain_experts(source))
+    fused = {misfit.linear.module for misfit in found}
+    for linear in [one for one in source.linears if one.module not in fused]:
         if linear.module == HEAD:
             reason = f"{linear.scheme}, and AWQ's readers expect the head unquantized"
             found.append(Misfit(linear, reason, as_one(HEAD, 4)))
@@ -119,4 +127,4 @@ def _columns(words: Tensor) -> Tensor:
     return columns.flatten(1)
 
 
-LAYOUT = Layout("AWQ", outputs, config, decode, misfits=misfits)
+LAYOUT = Layout("AWQ", outputs, config, decode, misfits=misfits, notes=expert_notes)

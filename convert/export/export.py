@@ -76,7 +76,7 @@ class Export:
 
 
 def _check_family(source: PackedSource) -> None:
-    """Refuse mixtures of experts, which each container holds in a way of its own."""
+    """Refuse families whose names in other containers are not known here."""
     if source.model_type not in EXPORTED:
         raise UnsupportedModelError(
             f"config.json: model_type `{source.model_type}` cannot be exported yet",
@@ -192,9 +192,8 @@ def _safetensors(
     made = open_checkpoint(folder)
 
     def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
-        for info, name in layout.copies(source):
-            ours = row_parts(source.checkpoint, info)
-            yield info.name, ours, row_parts(made, made.tensors[name])
+        for info, place in layout.copies(source):
+            yield info.name, row_parts(source.checkpoint, info), place.parts(made)
 
     proof = prove(
         source,

@@ -1,12 +1,13 @@
 """GGUF as llama.cpp reads it: names, types and order of rows of every tensor.
 
 Packed linears become Q4_0 or Q8_0 with their group's scale repeated in every block of 32. Matrices
-that are not packed keep their dtype; vectors and convolutions become F32. A vision tower belongs in
-a file of its own (`mmproj`) and is left out.
+that are not packed keep their dtype; vectors, convolutions and routers become F32. The experts of a
+layer become one tensor. A vision tower belongs in a file of its own (`mmproj`) and is left out.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Gguf
 from lowbit.convert.export.gguf_blocks import BLOCK, KIND_OF_BITS, encode
 from lowbit.convert.export.gguf_blocks import decode as decode_blocks
-from lowbit.convert.export.gguf_file import DENSE, GgufTensor, Place, read_blocks, read_rows
+from lowbit.convert.export.gguf_file import DENSE, GgufTensor, Place, read_rows
 from lowbit.convert.export.gptq import FP16_MAX
-from lowbit.convert.export.outputs import row_parts
+from lowbit.convert.export.outputs import row_parts, row_ranges
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, check_scales
-from lowbit.formats.architectures.names import split_layer, without_model
+from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
+from lowbit.formats.architectures.names import any_expert, expert_of, split_layer, without_model
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 
@@ -38,8 +40,8 @@ def check(source: PackedSource) -> None:
     """Refuse a folder that GGUF cannot hold or llama.cpp cannot run.
 
     Raises:
-        FormatError: rows or groups that are no multiples of 32, a scale that FP16 cannot hold, or
-            sizes that llama.cpp does not have.
+        FormatError: rows or groups that are no multiples of 32, a scale that FP16 cannot hold,
+            experts of several dtypes, or sizes that llama.cpp does not have.
     """
     for linear in source.linears:
         if linear.K % BLOCK or linear.group % BLOCK:
@@ -48,6 +50,7 @@ def check(source: PackedSource) -> None:
                 f"blocks of {BLOCK}"
             )
     family(source).check(source.config, source)
+    check_one_dtype(source)
     check_scales(source, torch.float16, FP16_MAX)
 
 
@@ -62,12 +65,12 @@ def blocks_in_all(source: PackedSource) -> int:
 
 
 def kind_of(name: str) -> str:
-    """A tensor's name without its layer and without `.weight` or `.bias`."""
-    return re.sub(r"\.(weight|bias)$", "", split_layer(name).rest)
+    """A tensor's name without its layer and without `.weight` or `.bias`, `*` for an expert."""
+    return any_expert(re.sub(r"\.(weight|bias)$", "", split_layer(name).rest))
 
 
 def target_name(source: PackedSource, name: str) -> str:
-    """The name of a tensor in GGUF."""
+    """The name of a tensor in GGUF; the same for all experts of a layer."""
     layers, names = source.config.num_hidden_layers, family(source)
     if name in names.mtp:
         return f"blk.{layers}.{names.mtp[name]}"
@@ -78,16 +81,20 @@ def target_name(source: PackedSource, name: str) -> str:
     if rest in names.inside:
         return f"{block}.{names.inside[rest]}"
     kind, _, suffix = rest.rpartition(".")
-    return f"{block}.{names.inside[kind]}.{suffix}"
+    return f"{block}.{names.inside[any_expert(kind)]}.{suffix}"
 
 
 def tensors(source: PackedSource) -> list[GgufTensor]:
     """All tensors of the file."""
     linears = {linear.name: linear for linear in source.linears}
-    made = [
-        _linear(source, linears[spec.name]) if spec.name in linears else _dense(source, spec)
-        for spec in source.packed.specs
-    ]
+    made = []
+    for specs in stacked(source.packed.specs, lambda spec: target_name(source, spec.name)):
+        parts = [
+            _linear(source, linears[spec.name]) if spec.name in linears else _dense(source, spec)
+            for spec in specs
+        ]
+        shape = stack_shape(specs[0].name, len(parts), parts[0].shape)
+        made.append(replace(parts[0], shape=shape, blocks=chained([part.blocks for part in parts])))
     return made + family(source).more_tensors(source.config)
 
 
@@ -126,11 +133,11 @@ def runs(order: Tensor | None, N: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _dense(source: PackedSource, spec: TensorSpec) -> GgufTensor:
-    """A tensor that is not packed: a matrix in its own dtype, anything else in F32."""
+    """A tensor that is not packed: a matrix in its own dtype; a router or anything else in F32."""
     info = source.checkpoint.tensors[spec.name]
     name, kind = target_name(source, spec.name), kind_of(spec.name)
     rows, columns = _order(source, spec.name)
-    if len(spec.shape) == 2:
+    if _keeps_dtype(spec):
         N, K = spec.shape
 
         def matrix() -> Iterator[Tensor]:
@@ -149,10 +156,20 @@ def _dense(source: PackedSource, spec: TensorSpec) -> GgufTensor:
     return GgufTensor(name, "F32", shape, vector)
 
 
+def _keeps_dtype(spec: TensorSpec) -> bool:
+    """Tell if an unpacked tensor keeps its dtype; llama.cpp's own converter widens routers."""
+    return len(spec.shape) == 2 and spec.role != "router"
+
+
+def _first_row(name: str, N: int) -> int:
+    """First row of a tensor within the rows of its stack, if it is an expert's."""
+    return (expert_of(name) or 0) * N
+
+
 def decode(source: PackedSource, path: Path, place: Place, linear: Linear) -> Iterator[Decoded]:
     """Decode a linear with llama.cpp's arithmetic, `d * q`, back in the order of the source."""
     rows, columns = _order(source, linear.name)
-    position = 0
+    position = _first_row(linear.name, linear.N)
     for start, stop in runs(rows, linear.N, linear.block_rows):
         blocks = read_rows(path, place, position, position + stop - start)
         position += stop - start
@@ -168,13 +185,16 @@ def copies(
     source: PackedSource, path: Path, places: dict[str, Place]
 ) -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
     """Matrices copied byte for byte: (name, blocks of the source, blocks of the file)."""
-    for info in source.dense:
-        if source.part_of(info.name) == "vision" or len(info.shape) != 2:
+    for spec in source.packed.specs:
+        info = source.checkpoint.tensors.get(spec.name)
+        if info is None or not _keeps_dtype(spec):
             continue
         if all(order is None for order in _order(source, info.name)):
-            rows = max(1, BLOCK_WEIGHTS * info.dtype.itemsize // info.row_bytes)
             place = places[target_name(source, info.name)]
-            yield info.name, row_parts(source.checkpoint, info), read_blocks(path, place, rows)
+            first = _first_row(info.name, info.shape[0])
+            theirs = [(first + start, first + stop) for start, stop in row_ranges(info)]
+            blocks = (read_rows(path, place, *part) for part in theirs)
+            yield info.name, row_parts(source.checkpoint, info), blocks
 
 
 def dropped(source: PackedSource) -> Iterable[str]:

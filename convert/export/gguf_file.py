@@ -6,7 +6,7 @@ written innermost first.
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -202,7 +202,10 @@ def _skip(file: BinaryIO, key: str) -> None:
 
 
 def read_rows(path: Path, place: Place, start: int, stop: int) -> Tensor:
-    """Rows of a matrix: values, or for a quantized one bytes [rows, blocks, bytes of a block]."""
+    """Rows of a matrix: values, or for a quantized one bytes [rows, blocks, bytes of a block].
+
+    The rows of a stack of matrices count through.
+    """
     K = place.shape[-1]
     _, weights, nbytes = KINDS[place.kind]
     row = K // weights * nbytes
@@ -213,9 +216,3 @@ def read_rows(path: Path, place: Place, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, K, dtype=dtype)
     read_at(path, place.offset + start * row, out)
     return out
-
-
-def read_blocks(path: Path, place: Place, rows: int) -> Iterator[Tensor]:
-    """A matrix in blocks of rows."""
-    for start in range(0, place.shape[0], rows):
-        yield read_rows(path, place, start, min(start + rows, place.shape[0]))

@@ -4,6 +4,7 @@ from lowbit.convert.export.gguf import blocks_in_all, family
 from lowbit.convert.export.gguf_file import U32, Value
 from lowbit.convert.export.gguf_tokenizer import tokenizer_metadata
 from lowbit.convert.export.source import PackedSource
+from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.decoder import text_part
 
 FILE_TYPES = {4: 2, 8: 7}  # "mostly Q4_0", "mostly Q8_0"
@@ -45,6 +46,20 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
         f"{arch}.rope.freq_base": config.rope_theta,
         f"{arch}.rope.dimension_count": U32(config.rotary_dim),
     }
+    if config.experts is not None:
+        result |= _expert_keys(config.experts, arch)
     result |= names.metadata(config, source, arch)
     text = text_part(source.checkpoint.config)
     return result | tokenizer_metadata(source.checkpoint.folder, config.vocab_size, text)
+
+
+def _expert_keys(experts: Experts, arch: str) -> dict[str, Value]:
+    """Sizes of a mixture of experts."""
+    result: dict[str, Value] = {
+        f"{arch}.expert_count": U32(experts.count),
+        f"{arch}.expert_used_count": U32(experts.chosen),
+        f"{arch}.expert_feed_forward_length": U32(experts.inner),
+    }
+    if experts.shared_inner is not None:
+        result[f"{arch}.expert_shared_feed_forward_length"] = U32(experts.shared_inner)
+    return result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.convert.export.layout import Layout
 from lowbit.convert.export.left import left_patterns, quantized_kinds
-from lowbit.convert.export.misfits import Misfit, main_scheme, other_scheme
+from lowbit.convert.export.misfits import Misfit, beside_plain_experts, main_scheme, other_scheme
 from lowbit.convert.export.outputs import Output, constant, every_output, transposed_scales
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import (
@@ -23,7 +23,7 @@ from lowbit.convert.export.source import (
     row_blocks,
     wrong_scale,
 )
-from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.packing import WORD_BITS
 from lowbit.formats.layout.quantization_config import KEY
 from lowbit.formats.safetensors.checkpoint import Checkpoint
@@ -34,12 +34,13 @@ FP16_MAX = torch.finfo(torch.float16).max
 def misfits(source: PackedSource) -> list[Misfit]:
     """Linears that GPTQ cannot hold beside the others.
 
-    A misfit has another scheme than most, has zero points that do not fill whole words, or has a
-    scale that FP16 cannot hold.
+    A misfit has another scheme than most, has zero points that do not fill whole words, has a scale
+    that FP16 cannot hold, or is an expert's beside linears of experts that are not quantized.
     """
     main = main_scheme(source.linears)
-    found = []
-    for linear in source.linears:
+    found = list(beside_plain_experts(source))
+    fused = {misfit.linear.module for misfit in found}
+    for linear in [one for one in source.linears if one.module not in fused]:
         if main is not None and linear.scheme != main:
             found.append(other_scheme(linear, "GPTQ", main))
         elif linear.N * linear.bits % WORD_BITS:
@@ -116,8 +117,18 @@ def notes(source: PackedSource) -> Iterable[str]:
     """Sentences on which readers take this export."""
     if any(linear.module == "lm_head" for linear in source.linears):
         yield "the head is quantized: gptqmodel and vLLM read it, transformers does not"
+    yield from expert_notes(source)
     if any(linear.module.startswith(MTP_PREFIX) for linear in source.linears):
         yield "multi-token prediction is quantized too, which few readers of GPTQ expect"
+
+
+def expert_notes(source: PackedSource) -> Iterable[str]:
+    """Sentence on which readers take experts; nothing where there are none."""
+    if any(expert_of(linear.module) is not None for linear in source.linears):
+        yield (
+            "the experts are stored one by one, as vLLM expects them; transformers 5 holds them "
+            "fused and is not known to read them packed like this"
+        )
 
 
 LAYOUT = Layout("GPTQ", outputs, config, decode, misfits=misfits, notes=notes)

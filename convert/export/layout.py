@@ -1,15 +1,47 @@
 """The functions that define a safetensors container, gathered in one record."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from lowbit.convert.export.misfits import Misfit
-from lowbit.convert.export.outputs import Output
+from lowbit.convert.export.outputs import Output, row_parts, row_ranges
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, PackedSource
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 from lowbit.formats.safetensors.shards import METADATA
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position of a tensor in an export.
+
+    Attributes:
+        name: of the tensor, or of the module where a suffix is added.
+        expert: number of the matrix within a stack of experts; None for a tensor of its own.
+    """
+
+    name: str
+    expert: int | None = None
+
+    def rows(self, made: Checkpoint, start: int, stop: int, suffix: str = "") -> Tensor:
+        """Read rows [start, stop) of the matrix; of an expert, all are read and cut."""
+        if self.expert is None:
+            return made.read_rows(f"{self.name}{suffix}", start, stop)
+        stack = made.read_rows(f"{self.name}{suffix}", self.expert, self.expert + 1)
+        return stack[0, start:stop]
+
+    def parts(self, made: Checkpoint) -> Iterator[Tensor]:
+        """Read the tensor in the blocks in which `row_parts` reads one of the source."""
+        info = made.tensors[self.name]
+        if self.expert is None:
+            yield from row_parts(made, info)
+            return
+        one = replace(info, shape=info.shape[1:])
+        for start, stop in row_ranges(one):
+            yield self.rows(made, start, stop)
 
 
 def everything(source: PackedSource) -> Sequence[Linear]:
@@ -17,9 +49,9 @@ def everything(source: PackedSource) -> Sequence[Linear]:
     return source.linears
 
 
-def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, str]]:
+def unchanged(source: PackedSource) -> Sequence[tuple[TensorInfo, Place]]:
     """Copy all dense tensors under their own names."""
-    return [(info, info.name) for info in source.dense]
+    return [(info, Place(info.name)) for info in source.dense]
 
 
 def all_fit(source: PackedSource) -> Sequence[Misfit]:
@@ -48,7 +80,7 @@ class Layout:
         misfits: finds the linears that the container cannot hold as they are.
         check: raises FormatError for anything else that the container cannot express exactly.
         linears: lists the linears that are exported.
-        copies: lists the tensors that keep their bytes, with their new names.
+        copies: lists the tensors that keep their bytes, with their new places.
         header: metadata of the safetensors files.
         dropped: names the parts that are left out, with reasons.
         notes: sentences on which readers take the export.
@@ -61,7 +93,7 @@ class Layout:
     misfits: Callable[[PackedSource], Sequence[Misfit]] = all_fit
     check: Callable[[PackedSource], None] = any_order
     linears: Callable[[PackedSource], Sequence[Linear]] = everything
-    copies: Callable[[PackedSource], Sequence[tuple[TensorInfo, str]]] = unchanged
+    copies: Callable[[PackedSource], Sequence[tuple[TensorInfo, Place]]] = unchanged
     header: Mapping[str, str] = field(default_factory=lambda: METADATA)
     dropped: Callable[[PackedSource], Iterable[str]] = nothing
     notes: Callable[[PackedSource], Iterable[str]] = nothing

@@ -1,8 +1,12 @@
-"""Names of the linears that are quantized and of those that are not, as GPTQ and AWQ state them."""
+"""Names of the linears that are quantized and of those that are not, as GPTQ and AWQ state them.
+
+Engines hold the experts of a layer as one module, `mlp.experts`: where experts are not quantized,
+it is named and not its linears.
+"""
 
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures import part_of
-from lowbit.formats.architectures.names import MTP_PREFIX, split_layer
+from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer
 
 
 def layer_of(module: str) -> tuple[int, str] | None:
@@ -45,7 +49,9 @@ def quantized_kinds(source: PackedSource) -> list[str]:
 def left_kinds(source: PackedSource) -> list[str]:
     """Name parts of the linears that are not quantized, `visual` and `mtp` as a whole."""
     packed, left = kinds(source)
-    names = _names(left, packed)
+    names = list(
+        dict.fromkeys(any_expert(name).partition(".*.")[0] for name in _names(left, packed))
+    )
     linears = {linear.module for linear in source.linears}
     if "lm_head" not in linears:
         names.append("lm_head")

@@ -10,12 +10,15 @@ from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
 from lowbit.convert.report.words import size
+from lowbit.formats.architectures.names import any_expert, expert_of
+from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import SCALE, dequantize
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
 HEAD = "lm_head"
+EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def without(
         return source
     misfits = [*misfits, *_fused_with(source, misfits)]
     linears = [misfit.linear for misfit in misfits]
-    packed = tuple(linear for linear in source.linears if linear not in linears)
+    modules = {linear.module for linear in linears}
+    packed = tuple(linear for linear in source.linears if linear.module not in modules)
     count, total = len(misfits), len(source.linears)
     what = f"{count} of {total} linears" if total > 1 else "the only linear"
     words = described((misfit.linear.module, misfit.reason) for misfit in misfits)
@@ -107,9 +111,30 @@ def _check_finite(source: PackedSource, linear: Linear) -> None:
             raise FormatError(f"`{linear.module}` has values that are not finite in {name}")
 
 
+def beside_plain_experts(source: PackedSource) -> Iterator[Misfit]:
+    """Experts' linears in layers in which other linears of experts are not quantized."""
+    packed = {linear.module for linear in source.linears}
+    plain = {
+        _set_of(spec): spec.module
+        for spec in source.packed.specs
+        if expert_of(spec.module) is not None and spec.module not in packed
+    }
+    sets = {spec.module: _set_of(spec) for spec in source.packed.specs}
+    for linear in source.linears:
+        if (other := plain.get(sets[linear.module])) is not None:
+            kind = other.rpartition(".")[2]
+            yield Misfit(linear, f"engines fuse experts, whose `{kind}` is not quantized")
+
+
+def _set_of(spec: TensorSpec) -> str | None:
+    """Name shared by linears that engines stack: all of a layer's experts, or a fused set."""
+    before, experts, _ = spec.module.partition(EXPERTS)
+    return before if experts else spec.fused_set
+
+
 def _fused_with(source: PackedSource, misfits: Sequence[Misfit]) -> Iterator[Misfit]:
     """Linears that fit, but that engines stack with a misfit."""
-    sets = {spec.module: spec.fused_set for spec in source.packed.specs}
+    sets = {spec.module: _set_of(spec) for spec in source.packed.specs}
     alone = {misfit.linear.module for misfit in misfits}
     first = {sets[module]: module for module in sorted(alone) if sets[module] is not None}
     for linear in source.linears:
@@ -145,12 +170,13 @@ def described(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for module, word in rows:
         layer = layer_of(module)
-        groups.setdefault((module if layer is None else layer[1], word), []).append(module)
+        kind = module if layer is None else any_expert(layer[1])
+        groups.setdefault((kind, word), []).append(module)
     for (kind, word), modules in groups.items():
         if len(modules) == 1:
             yield f"`{modules[0]}` ({word})"
         else:
-            layers = [layer[0] for module in modules if (layer := layer_of(module))]
+            layers = {layer[0]: None for module in modules if (layer := layer_of(module))}
             yield f"`{kind}` of layers {spans(layers)} ({word})"
 
 

@@ -1,10 +1,12 @@
 """MLX's container: the same words as uint32, `W = u * scale + bias` with `bias = -2^(bits-1) * s`.
 
 The files have the form that mlx-lm itself writes (header metadata `{"format": "mlx"}`), so its
-loader changes nothing. mlx-lm has no multi-token prediction and no vision tower; they are left out.
+loader changes nothing: the experts of a layer are one tensor [E, N, ...]. mlx-lm has no multi-token
+prediction and no vision tower; they are left out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ from torch import Tensor
 
 from lowbit.convert.export.architectures import EXPORTED
 from lowbit.convert.export.architectures.architecture import Mlx
-from lowbit.convert.export.layout import Layout
+from lowbit.convert.export.layout import Layout, Place
 from lowbit.convert.export.outputs import Output, copied, row_parts
 from lowbit.convert.export.proof import Decoded
 from lowbit.convert.export.source import Linear, PackedSource, check_scales, row_blocks
+from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
+from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.quantization_config import KEY
@@ -29,12 +33,14 @@ def check(source: PackedSource) -> None:
 
     Raises:
         FormatError: a group size that no group size of MLX divides, a scale that overflows its
-            dtype or its bias, or layers in an order mlx-lm does not know.
+            dtype or its bias, experts of several dtypes, or layers in an order mlx-lm does not
+            know.
     """
     for linear in source.linears:
         _group(linear)
     dtype = _dtype(source)
     check_scales(source, dtype, torch.finfo(dtype).max / 128)
+    check_one_dtype(source)
     family(source).check(source.config)
 
 
@@ -72,19 +78,35 @@ def linears(source: PackedSource) -> list[Linear]:
 
 def outputs(source: PackedSource) -> list[Output]:
     """All tensors of the export."""
-    made = [_dense(source, info) for info in source.dense if _is_exported(source, info.name)]
-    for linear in linears(source):
-        made += _linear(source, linear)
+    name_of = family(source).name_of
+    dense = [info for info in source.dense if _is_exported(source, info.name)]
+    made = []
+    for infos in stacked(dense, lambda info: name_of(info.name)):
+        made.append(_stack(infos[0].name, [_dense(source, info) for info in infos]))
+    for group in stacked(linears(source), lambda linear: name_of(linear.name)):
+        parts = zip(*(_linear(source, linear) for linear in group), strict=True)
+        made += [_stack(group[0].name, part) for part in parts]
     return made
 
 
-def copies(source: PackedSource) -> list[tuple[TensorInfo, str]]:
-    """Tensors that are exported byte for byte, with their new names."""
+def _stack(name: str, parts: Sequence[Output]) -> Output:
+    """One tensor of those of a layer's experts; `name` is the first one's in the checkpoint."""
+    shape = stack_shape(name, len(parts), parts[0].shape)
+    return replace(parts[0], shape=shape, blocks=chained([part.blocks for part in parts]))
+
+
+def copies(source: PackedSource) -> list[tuple[TensorInfo, Place]]:
+    """Tensors that are exported byte for byte, with their new places."""
     return [
-        (info, family(source).name_of(info.name))
+        (info, _place(source, info.name))
         for info in source.dense
         if _is_exported(source, info.name) and family(source).change(info.name) is None
     ]
+
+
+def _place(source: PackedSource, name: str) -> Place:
+    """Place of a tensor, or of all tensors of a module."""
+    return Place(family(source).name_of(name), expert_of(name))
 
 
 def _dense(source: PackedSource, info: TensorInfo) -> Output:
@@ -154,14 +176,14 @@ def config(source: PackedSource) -> dict[str, Any]:
 
 def decode(source: PackedSource, made: Checkpoint, linear: Linear) -> Iterator[Decoded]:
     """Decode a linear with MLX's arithmetic, `u * scale + bias` in FP32."""
-    module = family(source).name_of(linear.module)
+    place = _place(source, linear.module)
     shifts = torch.arange(0, 32, linear.bits, dtype=torch.int32)
     mask, zero = (1 << linear.bits) - 1, 1 << (linear.bits - 1)
     for start, stop in row_blocks(linear):
-        words = made.read_rows(f"{module}.weight", start, stop).view(torch.int32)
+        words = place.rows(made, start, stop, ".weight").view(torch.int32)
         u = ((words[:, :, None] >> shifts) & mask).flatten(1)
-        s = made.read_rows(f"{module}.scales", start, stop).to(torch.float32)
-        bias = made.read_rows(f"{module}.biases", start, stop).to(torch.float32)
+        s = place.rows(made, start, stop, ".scales").to(torch.float32)
+        bias = place.rows(made, start, stop, ".biases").to(torch.float32)
         size = linear.K // s.shape[1]
         values = u.to(torch.float32) * s.repeat_interleave(size, dim=1)
         values += bias.repeat_interleave(size, dim=1)

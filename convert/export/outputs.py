@@ -44,9 +44,15 @@ def row_parts(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
     if not info.shape:
         yield checkpoint.read(info.name)
         return
+    for start, stop in row_ranges(info):
+        yield checkpoint.read_rows(info.name, start, stop)
+
+
+def row_ranges(info: TensorInfo) -> Iterator[tuple[int, int]]:
+    """Blocks of a tensor's rows as (start, stop)."""
     rows = max(1, BLOCK_WEIGHTS * info.dtype.itemsize // max(1, info.row_bytes))
-    for _, block in checkpoint.rows(info.name, rows):
-        yield block
+    for start in range(0, info.shape[0], rows):
+        yield start, min(start + rows, info.shape[0])
 
 
 def constant(name: str, value: Tensor) -> Output:

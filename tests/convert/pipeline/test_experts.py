@@ -224,10 +224,3 @@ def test_a_missing_single_expert_is_named(tmp_path: Path) -> None:
     source = changed(tmp_path / "source", SINGLE, lambda tensors: tensors.pop(name))
     with pytest.raises(LowbitError, match=f"the checkpoint lacks `{name}`"):
         convert(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("target", ["gptq", "gguf"])
-def test_exports_refuse(cli: "Cli", packed: Path, tmp_path: Path, target: str) -> None:
-    done = cli("export", packed, tmp_path / "out", "--to", target)
-    assert done.exit_code == 1
-    assert "model_type `qwen3_5_moe` cannot be exported yet" in done.stderr

@@ -1,0 +1,45 @@
+"""Qwen3 mixtures of experts in GGUF and MLX, both of which stack the experts of a layer."""
+
+from typing import Any
+
+from lowbit.convert.export.architectures.architecture import Exported, Gguf, Mlx
+from lowbit.convert.export.architectures.layer_names import ATTENTION, EXPERTS
+from lowbit.convert.export.source import PackedSource
+from lowbit.formats.architectures.experts import COUNT
+from lowbit.formats.architectures.names import any_expert
+from lowbit.formats.architectures.qwen3_moe import NORMED, Qwen3MoeConfig
+
+ANY_EXPERT, MLX_EXPERTS = ".experts.*.", ".switch_mlp."
+
+
+def stacked_name(name: str) -> str:
+    """A tensor or module as mlx-lm names it; one name for all experts of a layer."""
+    return any_expert(name).replace(ANY_EXPERT, MLX_EXPERTS)
+
+
+def _mlx_config(
+    config: Qwen3MoeConfig, source: PackedSource, content: dict[str, Any]
+) -> dict[str, Any]:
+    """State the keys that mlx-lm requires and a config.json may leave out or name otherwise."""
+    defaults = {
+        "intermediate_size": config.intermediate_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "head_dim": config.head_dim,
+    }
+    return {
+        **defaults,
+        **content,
+        "rope_theta": config.rope_theta,
+        COUNT.key: config.experts.count,
+        NORMED.key: True,
+    }
+
+
+EXPORTED = Exported(
+    gguf=Gguf(
+        names={"qwen3_moe": "qwen3moe"},
+        inside={**ATTENTION, "post_attention_layernorm": "ffn_norm", **EXPERTS},
+    ),
+    mlx=Mlx(name_of=stacked_name, config=_mlx_config),
+)
