@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit.convert.export.left import layer_of
 from lowbit.convert.export.outputs import Output
 from lowbit.convert.export.source import Linear, PackedSource, as_one, row_blocks
+from lowbit.convert.plan.plan import EXPERTS
 from lowbit.convert.report.words import size
 from lowbit.formats.architectures.names import any_expert, expert_of
 from lowbit.formats.architectures.table import TensorSpec
@@ -18,7 +19,6 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import DTYPE_NAMES, Checkpoint
 
 HEAD = "lm_head"
-EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from lowbit.formats.safetensors.shards import Shard, lay_out
 DEFAULT_SHARD_BYTES = 5_000_000_000
 OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
+EXPERTS = ".experts."
 RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
 NAME_OR_PATH = "_name_or_path"  # transformers writes there what a model was loaded from
 
@@ -268,7 +269,8 @@ def check_tensors(
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks `{missing[0]}`{and_more(missing)}",
-            hint="config.json and weights do not belong together, or the download is incomplete",
+            hint=_unknown_experts(missing[0], [name for name in tensors if name not in expected])
+            or "config.json and weights do not belong together, or the download is incomplete",
         )
     extra = [name for name in tensors if name not in expected]
     if extra:
@@ -287,6 +289,18 @@ def check_tensors(
                 f"`{name}`: dtype {info.dtype_name}, expected BF16, F16 or F32",
                 hint="convert from the BF16 checkpoint" if "8" in info.dtype_name else None,
             )
+
+
+def _unknown_experts(missing: str, extra: Sequence[str]) -> str | None:
+    """Hint where a missing expert may be stored under a name that is not read; None elsewhere."""
+    before, experts, _ = missing.partition(EXPERTS)
+    beside = [name for name in extra if experts and name.startswith(before + experts)]
+    if not beside:
+        return None
+    return (
+        f"it holds `{beside[0]}`{and_more(beside)}; experts are read from `experts.gate_up_proj` "
+        "and `experts.down_proj`, without `.weight`, or one by one"
+    )
 
 
 def and_more(names: Sequence[str]) -> str:

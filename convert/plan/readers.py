@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from lowbit.convert.plan.plan import Plan, and_more
-from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX, expert_of
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
@@ -94,8 +93,6 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
 
 def runtime_verdict(plan: Plan) -> str | None:
     """Reason why lowbit-run could not serve the result; None where it can."""
-    if read_config(plan.config).experts is not None:
-        return "mixtures of experts cannot be run yet"
     for module, scheme in plan.schemes.items():
         reason = scheme and unserved(scheme, SERVED_BITS)
         if reason:

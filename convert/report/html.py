@@ -71,6 +71,7 @@ def render_html(
         manifest=manifest,
         recipe=[] if manifest is None else recipe_facts(manifest.recipe),
         fates="" if manifest is None else _fates(manifest),
+        rounded_head=remarks.rounded_head(report.weights),
     )
 
 

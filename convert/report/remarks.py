@@ -13,6 +13,7 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import worst
+from lowbit.formats.architectures.names import MTP_PREFIX
 
 OUTLIER = 1.5  # times the median error of the same bits
 MUCH_CLIPPING = 0.05
@@ -64,6 +65,17 @@ def observations(report: QualityReport) -> list[str]:
 def overfitting(errors: Sequence[LayerError]) -> str | None:
     """Warning that a calibration fits its own text much better than held-out windows."""
     return _overfitting(held_out_excess(errors)) or None
+
+
+def rounded_head(rows: Sequence[WeightQuality]) -> str:
+    """Sentence on how a calibration treats multi-token prediction; empty where none is packed."""
+    own = [row.name for row in rows if row.name.startswith(MTP_PREFIX)]
+    if not own:
+        return ""
+    experts = ", its experts included" if any(".experts." in name for name in own) else ""
+    return (
+        f"rounded to nearest with searched scales{experts}: no calibration text passes through it"
+    )
 
 
 def _overfitting(excess: float | None) -> str:

@@ -20,6 +20,7 @@ from lowbit.convert.plan.readers import (
     transformers_verdict,
     vllm_verdict,
 )
+from lowbit.convert.report.remarks import rounded_head
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
@@ -51,6 +52,8 @@ def conversion(done: Conversion, found: Reported) -> None:
     console.print(styled(DONE, f" {done.folder} {words}"))
     if done.calibration:
         console.print(_calibration(done))
+        if head := rounded_head(quality.weights):
+            console.print(Text(f"multi-token prediction: {head}"))
     if done.undistilled:
         text = (
             f" distillation did not lower the loss on windows held out: {done.undistilled} of "

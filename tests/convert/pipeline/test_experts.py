@@ -134,9 +134,8 @@ def test_groups_with_experts_of_the_decoder_come_first(tmp_path: Path) -> None:
 
 def test_tables_have_a_row_for_all_experts_of_a_kind(cli: "Cli", tmp_path: Path) -> None:
     shown = cli("plan", SINGLE).stdout
-    assert shown.count("experts") == 4  # three, and the verdict for lowbit-run
+    assert shown.count("experts") == 3
     assert "mlp.experts.*.gate_proj" in shown
-    assert "lowbit-run: cannot serve the result" in shown
     done = convert(SINGLE, tmp_path / "a", Recipe())
     rows = [row for row in done.weights if ".experts." in row.name]
     assert len(rows) == 6 * 3
@@ -192,6 +191,10 @@ def add_single(tensors: dict[str, Tensor]) -> None:
     tensors[f"{LAYER}.experts.2.down_proj.weight"] = torch.ones(256, 128)
 
 
+def rename(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.experts.down_proj.weight"] = tensors.pop(f"{LAYER}.experts.down_proj")
+
+
 def add_nan(tensors: dict[str, Tensor]) -> None:
     tensors[f"{LAYER}.experts.gate_up_proj"][3, 130, 7] = torch.nan
 
@@ -217,6 +220,14 @@ def test_bad_input_is_named(tmp_path: Path, edit: Edit, words: str) -> None:
     assert str(caught.value) == words
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial").exists() == (edit is add_nan)  # known only once it is read
+
+
+def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
+    source = changed(tmp_path / "source", FUSED, rename)
+    with pytest.raises(LowbitError, match=r"experts\.0\.down_proj\.weight` and 5 more") as caught:
+        convert(source, tmp_path / "out")
+    assert caught.value.hint is not None
+    assert f"it holds `{LAYER}.experts.down_proj.weight`; experts are read" in caught.value.hint
 
 
 def test_a_missing_single_expert_is_named(tmp_path: Path) -> None:

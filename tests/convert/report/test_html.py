@@ -56,6 +56,18 @@ TASKS = TaskReport(
 )
 
 
+def test_a_calibration_tells_what_it_leaves_out(
+    make_report: MakeReport, make_row: MakeRow, read_page: ReadPage
+) -> None:
+    rows = (make_row("lm_head"), make_row("mtp.layers.0.mlp.experts.*.up_proj"))
+    making = read_page(render_html(make_report(rows), MANIFEST, "m")).rows["making"]
+    (row,) = (row for row in making if row[0] == "Multi-token prediction")
+    assert row[1].startswith("rounded to nearest with searched scales, its experts included")
+    for manifest, found in ((replace(MANIFEST, calibration=None), rows), (MANIFEST, rows[:1])):
+        making = read_page(render_html(make_report(found), manifest, "m")).rows["making"]
+        assert not [row for row in making if row[0] == "Multi-token prediction"]
+
+
 def test_the_first_screen_answers(
     make_report: MakeReport, extras: dict[str, Any], read_page: ReadPage
 ) -> None:
