@@ -18,6 +18,7 @@ from lowbit.convert.plan.rounding import RULE
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
 from lowbit.convert.plan.sensitivity import DRAWS, estimate
 from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
+from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
@@ -128,7 +129,7 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     return tuple(
         Row(
             name=fused.name,
-            modules=fused.modules,
+            modules=tuple(dict.fromkeys(map(any_expert, fused.modules))),
             weights=fused.weights,
             bits=scheme.bits,
             group_size=scheme.group_size or fused.shapes[0][1],

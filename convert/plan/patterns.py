@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from lowbit.convert.plan.recipe import AS_STORED, Override
 from lowbit.convert.plan.sets import FusedSet
-from lowbit.formats.architectures.names import split_layer
+from lowbit.formats.architectures.names import any_expert, split_layer
 from lowbit.formats.layout.scheme import Scheme
 
 
@@ -35,9 +35,10 @@ def overrides_for(sets: Sequence[FusedSet], wanted: Mapping[str, Scheme | None])
     for fused in sets:
         scheme = wanted[fused.name]
         if fused.kind not in common or common[fused.kind] != scheme:
-            pattern = _join(fused.modules)
+            patterns = _without_experts(fused.modules)
+            pattern = _join(patterns)
             exact = _matched(pattern, linears) == list(fused.modules)
-            names = [pattern] if exact else fused.modules
+            names = [pattern] if exact else patterns
             overrides += [_override(name, scheme) for name in names]
     return overrides
 
@@ -50,8 +51,13 @@ def _override(pattern: str, scheme: Scheme | None) -> Override:
 
 def _kind_pattern(members: Sequence[FusedSet]) -> str:
     """Pattern of the linears of sets that differ by layer alone: `*.self_attn.[qkv]_proj`."""
-    first = members[0].modules
+    first = _without_experts(members[0].modules)
     return _join(first if len(members) == 1 else [f"*.{split_layer(name).rest}" for name in first])
+
+
+def _without_experts(modules: Sequence[str]) -> list[str]:
+    """Patterns of a set's linears: one for the same linear of all experts, whose sets are whole."""
+    return list(dict.fromkeys(map(any_expert, modules)))
 
 
 def _join(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         name: name of the fused set.
-        modules: its linears.
+        modules: its linears; one for the same linear of all experts, `*` for its number.
         weights: number of its weights.
         bits: bits of a code.
         group_size: weights that share a scale.

@@ -22,7 +22,12 @@ def set_of(name: str, *modules: str) -> FusedSet:
     return FusedSet(name, modules, ((64, 128),) * len(modules), 64 * 128 * 2, False)
 
 
-@pytest.mark.parametrize("name", ["tiny", "hybrid"])
+@pytest.fixture(scope="module")
+def mixture() -> Path:
+    return Path(__file__).parents[3] / "examples/models/tiny-qwen3.5-moe"
+
+
+@pytest.mark.parametrize("name", ["tiny", "hybrid", "mixture"])
 @settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -45,6 +50,21 @@ def test_any_choice_comes_back(
     drafting = [scheme for module, scheme in found.items() if module.startswith("mtp.")]
     assert drafting == [Scheme(4, 128)] * len(drafting)
     assert [Override.parse(str(override)) for override in recipe.overrides] == [*recipe.overrides]
+
+
+def test_all_experts_of_a_layer_are_one_pattern(mixture: Path) -> None:
+    checkpoint = open_checkpoint(mixture)
+    sets = fused_sets(checkpoint.config, checkpoint.tensors)
+    wanted: dict[str, Scheme | None] = {fused.name: Scheme(4, 32) for fused in sets}
+    wanted[f"{LAYER}.1.mlp.experts.gate_up"] = Scheme(8, 64)
+    wanted[f"{LAYER}.2.mlp.experts.down"] = None
+    found = [str(override) for override in overrides_for(sets, wanted)]
+    assert [text for text in found if "experts" in text] == [
+        "*.mlp.experts.*.[gu]*_proj=4g32",
+        "*.mlp.experts.*.down_proj=4g32",
+        f"{LAYER}.1.mlp.experts.*.[gu]*_proj=8g64",
+        f"{LAYER}.2.mlp.experts.*.down_proj=16",
+    ]
 
 
 def test_a_pattern_a_kind_and_one_an_exception(hybrid: Path) -> None:
