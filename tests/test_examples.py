@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.scripts
 
@@ -57,6 +59,23 @@ def test_scripts_that_make_models_explain_themselves(script: str, words: str) ->
     done = run(str(EXAMPLES / f"{script}.py"), "--help")
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+
+
+def test_shards_are_filled_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    main = runpy.run_path(str(EXAMPLES / "convert_streamed.py"))["main"]
+    main.callback.__globals__["AHEAD"] = 1_000_000  # less than a shard
+    config = EXAMPLES / "models" / "tiny-qwen3.5-moe" / "config.json"
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, [str(config), str(out), "--layers", "2", "--keep"])
+    assert done.exit_code == 0, done.output
+    assert "GB at the peak" in done.output
+    tensors = load_file(out / "model.safetensors")
+    scales = [tensor for name, tensor in tensors.items() if name.endswith("weight_scale")]
+    assert len(scales) == 3 * 3 * (6 + 1) + 2 * 3 + 4 + 1 + 1
+    assert all(bool(scale.abs().min() > 0) for scale in scales)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run for minutes")
