@@ -112,6 +112,7 @@ def quantize(
     from lowbit.convert.cli.tables.prospect import announce
     from lowbit.convert.cli.target import meet_target
     from lowbit.convert.measure.gate import hold
+    from lowbit.convert.original.answers import check_answers
     from lowbit.convert.pipeline.conversion import convert
     from lowbit.convert.pipeline.finished import Finished, find_finished, may_go_on
     from lowbit.convert.pipeline.origin import remember
@@ -160,6 +161,8 @@ def quantize(
             request=calibration,
         )
         made = ahead.recipe
+        if report:
+            check_answers(ahead.plan.config, source)
         if not made.method.calibrated:
             _check_calibration(calib, target)
         done = None

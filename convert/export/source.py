@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures import Config, Part, part_of, read_config
+from lowbit.formats.architectures import Config, Part, kind_of, part_of, read_config
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import PACKED, SCALE, WORD_BITS, unpack
 from lowbit.formats.layout.quantization_config import KEY
@@ -81,8 +81,8 @@ class PackedSource:
 
     @property
     def model_type(self) -> str:
-        """The `model_type` of config.json."""
-        return str(self.checkpoint.config["model_type"])
+        """The `model_type` of config.json; the class of a drafter."""
+        return kind_of(self.checkpoint.config)
 
     @property
     def has_mtp(self) -> bool:

@@ -12,7 +12,7 @@ from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
-from lowbit.formats.architectures import is_carried, is_tied, part_of, tensor_table
+from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES
 from lowbit.formats.foreign.reader import open_native
@@ -61,7 +61,7 @@ def build_report(
         else command_of(manifest, printable(folder.resolve().name)),
         measured_on=datetime.now(UTC).date().isoformat(),
         original=original or (None if manifest is None else manifest.source.repo),
-        model_type=str(config.get("model_type")),
+        model_type=kind_of(config),
         parameters=parameters(config),
         held_out_excess=held_out_excess,
         coverage=coverage,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.formats.architectures import read_config
+from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
 from lowbit.formats.foreign.reader import TRANSLATED
@@ -75,7 +75,7 @@ class Inspection:
     Attributes:
         source: folder or Hub id.
         commit: of a Hub id; None for a folder.
-        model_type: of its architecture.
+        model_type: of its architecture; the class of a drafter.
         entries: everything in it, in the order of the architecture.
         manifest: its lowbit.json; None where another tool wrote it.
     """
@@ -154,7 +154,7 @@ def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> In
         count = len(packed.carried)
         entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
     entries += _draft_head(packed.manifest, read_config(config).hidden_size)
-    return Inspection(source, commit, config["model_type"], tuple(entries), packed.manifest)
+    return Inspection(source, commit, kind_of(config), tuple(entries), packed.manifest)
 
 
 def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.experts import separate_experts
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied, prefix_of
@@ -101,9 +102,10 @@ def _transformers_config(weights: Weights) -> Any:
     """The configuration as transformers reads it, less what would make it unpack weights itself.
 
     Raises:
-        UnsupportedModelError: transformers does not know the architecture.
+        UnsupportedModelError: transformers does not know the architecture, or it is a drafter.
         CheckpointError: config.json is not valid.
     """
+    check_answers(weights.checkpoint.config, str(weights.name))
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 

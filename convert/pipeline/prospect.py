@@ -15,7 +15,6 @@ from lowbit.convert.pipeline.journal import begun_method
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.calibration_cost import (
     Memory,
-    Shapes,
     Windows,
     calibration_memory,
     calibration_seconds,
@@ -93,10 +92,12 @@ class Prospect:
     def gain(self) -> Gain | None:
         """The step to a better method; None where there is none, or nothing to gain."""
         method = self.recipe.method
+        sizes = read_config(self.plan.config)
         if needs_no_calibration(self.plan.schemes) or self.recipe.rule == "absmax":
             return None
-        experts = read_config(self.plan.config).experts is not None
-        return gain_of(method, self.obstacle is None, experts)
+        if sizes.block_drafts is not None:
+            return None
+        return gain_of(method, self.obstacle is None, sizes.experts is not None)
 
     def of(self, method: Method) -> Estimate:
         """The estimate for one of the methods."""
@@ -133,11 +134,17 @@ def look_ahead(
     place = open_device(device)
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     sizes = read_config(config)
+    if sizes.block_drafts is not None:  # it is rounded to nearest
+        windows = expected_windows(request, sizes.max_position_embeddings, place.type)
+        seconds = _rounding_seconds(sum(plan.parameters.values()), place.type)
+        rounded = Estimate(recipe.method, seconds, None)
+        return Prospect(recipe, plan, place, windows, (rounded,), "it is a drafter")
     shapes = shapes_of(tensor_table(config, tensors), plan.schemes, sizes.experts)
     context, experts = sizes.max_position_embeddings, sizes.experts is not None
     windows = expected_windows(request, context, place.type)
     rate = matmul_rate(place, *shapes.largest)
-    rounding = _rounding_seconds(shapes, place.type)
+    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+    rounding = _rounding_seconds(weights, place.type)
 
     def estimate(method: Method) -> Estimate:
         if not method.calibrated:
@@ -225,6 +232,5 @@ def earlier_method(out: Path, recipe: Recipe) -> Method | None:
         return None
 
 
-def _rounding_seconds(shapes: Shapes, device: str) -> float:
-    weights = shapes.weights + shapes.vocabulary * shapes.hidden
+def _rounding_seconds(weights: int, device: str) -> float:
     return weights / (ROUNDED[device] * (core_count() if device == "cpu" else 1))

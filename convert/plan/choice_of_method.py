@@ -108,12 +108,18 @@ def automatic_method(
     return WITH_EXPERTS[-1] if experts and found not in WITH_EXPERTS else found
 
 
-def check_method(method: Method, experts: bool) -> None:
-    """Refuse a method that mixtures of experts do not have.
+def check_method(method: Method, experts: bool, drafter: bool = False) -> None:
+    """Refuse a method that mixtures of experts, or drafters, do not have.
 
     Raises:
         QuantizationError: naming those that they have.
     """
+    if drafter and method.calibrated:
+        raise QuantizationError(
+            f"method `{method}` is not implemented for drafters: no text passes through one "
+            "without its target",
+            hint="leave out --method, or give rtn or absmax",
+        )
     if experts and method not in WITH_EXPERTS:
         raise QuantizationError(
             f"method `{method}` is not implemented for mixtures of experts",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
@@ -117,6 +118,7 @@ def open_original(folder: Path) -> Weights:
         QuantizationError: it is quantized.
     """
     weights = open_weights(folder)
+    check_answers(weights.checkpoint.config, str(folder))
     if weights.quantization is not None:
         raise QuantizationError(
             f"`{folder}` is already quantized", hint="start from the BF16 checkpoint"

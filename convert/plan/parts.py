@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowbit.convert.plan.recipe import DROP, Recipe
-from lowbit.formats.architectures import part_of, read_config
+from lowbit.formats.architectures import is_drafter, kind_of, part_of, read_config
 from lowbit.formats.draft_head import BITS
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
@@ -28,6 +28,20 @@ def dropped_mtp(
             "the checkpoint has no head for multi-token prediction", hint="leave out --mtp"
         )
     return {name: tensors[name] for name in names} if recipe.mtp == DROP else {}
+
+
+def check_drafter(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse settings of a head for a drafter, which takes that of its target.
+
+    Raises:
+        QuantizationError: naming the option.
+    """
+    given = {"--lm-head": recipe.head, "--draft-vocabulary": recipe.draft_vocabulary}
+    for option, value in given.items():
+        if value and is_drafter(config):
+            raise QuantizationError(
+                f"a drafter ({kind_of(config)}) has no output head", hint=f"leave out {option}"
+            )
 
 
 def draft_rows(config: Mapping[str, Any], recipe: Recipe, drafts: bool) -> int:

@@ -13,12 +13,13 @@ import torch
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.choice_of_method import check_method
-from lowbit.convert.plan.parts import draft_rows, draft_scheme, dropped_mtp
+from lowbit.convert.plan.parts import check_drafter, draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
     is_carried,
+    is_drafter,
     is_tied,
     never_quantized,
     part_of,
@@ -188,7 +189,8 @@ def make_plan(
             f"the source is already quantized (`{method}`)",
             hint="convert from the BF16 checkpoint",
         )
-    check_method(recipe.method, read_config(config).experts is not None)
+    check_method(recipe.method, read_config(config).experts is not None, is_drafter(config))
+    check_drafter(config, recipe)
     table = tensor_table(config, tensors)
     tied = is_tied(config)
     carried = {name: info for name, info in tensors.items() if is_carried(config, name)}
@@ -315,7 +317,7 @@ def _steps(
     schemes: Mapping[str, Scheme | None],
     rotated: Collection[str],
 ) -> list[Step]:
-    embedding = next(spec.name for spec in table if spec.role == "embedding")
+    embedding = next((spec.name for spec in table if spec.role == "embedding"), None)
     steps = []
     for spec in table:
         if spec.role != "head" or not tied:
@@ -329,7 +331,7 @@ def _steps(
         if spec.name in tensors:
             reason = "tied: the embedding is used"
             steps.append(Step(tensors[spec.name], "dropped", reason, spec.module, None, ()))
-        if spec.module in schemes:
+        if embedding is not None and spec.module in schemes:
             step = _step(tensors[embedding], spec, schemes[spec.module])
             reason = "tied to the embedding, untied to be quantized"
             steps.append(replace(step, reason=reason, rereads=True))

@@ -15,7 +15,7 @@ from lowbit.convert.report.metadata import front_matter
 from lowbit.convert.report.source_card import SourceCard
 from lowbit.convert.report.terminal import size_text
 from lowbit.convert.report.verdict import judge
-from lowbit.formats.architectures import part_of
+from lowbit.formats.architectures import is_drafter, kind_of, part_of
 from lowbit.formats.layout.manifest import Manifest
 from lowbit.formats.layout.quantization_config import unserved
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
@@ -83,7 +83,7 @@ def render_card(
         base_model=source.base_model or fetched,
         fetched=fetched,
         commit=None if manifest is None else manifest.source.commit,
-        family=str(packed.checkpoint.config.get("model_type", "")),
+        family=kind_of(packed.checkpoint.config),
         source=source,
         version=_version(manifest, report),
         schemes=sorted({str(scheme) for scheme in schemes}),
@@ -104,6 +104,7 @@ def render_card(
         text_only=text_only,
         several_schemes=len(set(schemes)) > 1,
         mtp=any(part_of(packed.checkpoint.config, spec.name) == "mtp" for spec in packed.specs),
+        drafter=is_drafter(packed.checkpoint.config),
         rotated=is_rotated(manifest),
         verifiable=manifest is not None,
     )

@@ -13,6 +13,7 @@ from lowbit.convert.measure.measure import Measured, Note, measure_logits
 from lowbit.convert.measure.overfitting import held_out_excess
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.pipeline.conversion import Conversion
 from lowbit.convert.pipeline.finished import Finished, current_quality
@@ -210,6 +211,7 @@ def write_full_report(
             than the original.
     """
     packed = open_packed(folder)
+    check_answers(packed.checkpoint.config, str(folder))
     if packed.manifest is not None:  # the report names its hash, so it must be about those bytes
         check_recorded(packed, packed.manifest, progress)
     original = origin.confirmed(progress)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.convert.measure.record import LogitQuality, QualityReport
+from lowbit.convert.original.answers import WHERE_MEASURED
 from lowbit.convert.report import words
 from lowbit.convert.report.aspects import (
     UNREADABLE,
@@ -27,6 +28,7 @@ from lowbit.convert.report.limits import (
 )
 from lowbit.convert.report.linears import main_bits
 from lowbit.convert.report.next_steps import next_steps
+from lowbit.formats.architectures import DRAFTERS
 from lowbit.formats.printable import printable
 
 Level = Literal["good", "caution", "bad", "unknown"]
@@ -71,6 +73,8 @@ def judge(report: QualityReport) -> Verdict:
     """The verdict: the worst of all aspects."""
     logits = report.logits
     if logits is None:
+        if report.model_type in DRAFTERS:
+            return _not_judged("a drafter predicts nothing without its target", WHERE_MEASURED)
         reason = "the predictions were not measured"
         return _not_judged(reason, "measure them with lowbit-convert report")
     refused = _refusal(logits)

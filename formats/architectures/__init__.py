@@ -1,10 +1,10 @@
-"""Families of models, found by `model_type`."""
+"""Families of models, found by `model_type`; of drafters, by the class of the model."""
 
 from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from lowbit.formats.architectures import dense, qwen3_5, qwen3_5_moe, qwen3_moe
+from lowbit.formats.architectures import dense, dflash, qwen3_5, qwen3_5_moe, qwen3_moe
 from lowbit.formats.architectures.architecture import PREFIX, Architecture, Part, plain_tied
 from lowbit.formats.architectures.config import Config
 from lowbit.formats.architectures.decoder import TEXT, TIED
@@ -14,6 +14,7 @@ from lowbit.formats.fields import MAX_SHOWN
 
 __all__ = [
     "ARCHITECTURES",
+    "DRAFTERS",
     "MIXTURES",
     "ROTATABLE",
     "SUPPORTED",
@@ -22,7 +23,9 @@ __all__ = [
     "Part",
     "architecture_of",
     "is_carried",
+    "is_drafter",
     "is_tied",
+    "kind_of",
     "never_quantized",
     "part_of",
     "prefix_of",
@@ -42,6 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
     )
     for model_type in family.model_types
 }
+DRAFTERS: Mapping[str, Architecture[Any]] = {dflash.CLASS: dflash.ARCHITECTURE}
 SUPPORTED = tuple(ARCHITECTURES)
 MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
 ROTATABLE = tuple(name for name, family in ARCHITECTURES.items() if family.stream is not None)
@@ -58,15 +62,30 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture[Any]:
         raise UnsupportedModelError(
             f"config.json: model_type `{str(config.get('model_type'))[:MAX_SHOWN]}` is not "
             "supported",
-            hint=f"supported: {', '.join(SUPPORTED)}",
+            hint=f"supported: {', '.join((*SUPPORTED, *DRAFTERS))}",
         )
     return found
 
 
 def _find(config: Mapping[str, Any]) -> Architecture[Any] | None:
     """Family of a `config.json` that nobody has checked; None for an unknown one."""
+    kind = kind_of(config)
+    return DRAFTERS.get(kind) or ARCHITECTURES.get(kind)
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """Class of a drafter, model_type of another model; empty where an unchecked config has none."""
+    classes = config.get("architectures")
+    for name in classes if isinstance(classes, list) else ():
+        if isinstance(name, str) and name in DRAFTERS:
+            return name
     model_type = config.get("model_type")
-    return ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
+    return model_type if isinstance(model_type, str) else ""
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Tell if a checkpoint proposes tokens for another model, and has no head of its own."""
+    return kind_of(config) in DRAFTERS
 
 
 def tensor_table(config: Mapping[str, Any], names: Collection[str] = ()) -> list[TensorSpec]:

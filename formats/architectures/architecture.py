@@ -43,7 +43,7 @@ class Architecture(Generic[C]):
     """A family of models.
 
     Attributes:
-        model_types: of config.json.
+        model_types: of config.json; a drafter is found by the class of its model instead.
         read_config: parses config.json, or raises UnsupportedModelError.
         tensor_table: lists the tensors of a config under a prefix, MTP and a tied head included.
         prefix_of: finds the prefix of decoder tensors from config.json and the tensors' names;

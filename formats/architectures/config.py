@@ -57,6 +57,21 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockDrafts:
+    """Blocks of a drafter, which proposes tokens of another model, the target.
+
+    Attributes:
+        size: tokens of a block: the last known one, then drafts.
+        mask_token: id that stands in the place of drafts.
+        taps: layers of the target whose outputs it reads, in the order of its input.
+    """
+
+    size: int
+    mask_token: int
+    taps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Sizes of a decoder; h = hidden_size, I = intermediate_size, D = head_dim.
 
@@ -91,6 +106,11 @@ class Config:
     @property
     def linear_layers(self) -> LinearLayers | None:
         """Layers with a recurrent state; None in a family without them."""
+        return None
+
+    @property
+    def block_drafts(self) -> BlockDrafts | None:
+        """Blocks of a drafter; None in a family of models that answer by themselves."""
         return None
 
     @property

@@ -4,7 +4,7 @@ The configuration and the tensor table; transformers `Qwen3ForCausalLM`, `Qwen2F
 `LlamaForCausalLM`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,8 +74,10 @@ class DenseConfig(Config):
         return cls(intermediate_size=read_field(config, INNER), **read_values(config))
 
 
-def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_values(config: Mapping[str, Any], kinds: Collection[str] = (FULL,)) -> dict[str, Any]:
     """Read what a DenseConfig holds beside the width of its MLP.
+
+    kinds: of layers, those that the family has.
 
     Raises:
         UnsupportedModelError: a key is missing or out of range, or two keys disagree.
@@ -84,7 +86,7 @@ def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = read_fields(config, (*SIZES, TIED_FIELD))
     read_field(config, WINDOW)
     values |= _heads(config, values)
-    read_layer_types(config, values["num_hidden_layers"], (FULL,))
+    read_layer_types(config, values["num_hidden_layers"], kinds)
     theta = LLAMA_THETA if model_type == "llama" else REQUIRED
     rope = _rope(config, values["max_position_embeddings"], theta)
     return values | {
@@ -124,7 +126,18 @@ def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfi
 def tensor_table(config: DenseConfig, prefix: str) -> list[TensorSpec]:
     """All tensors of the checkpoint, in the order of the forward pass."""
     h = config.hidden_size
-    table = [TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding")]
+    return [
+        TensorSpec(f"{prefix}embed_tokens.weight", (config.vocab_size, h), "embedding"),
+        *layer_table(config, prefix),
+        TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
+        TensorSpec("lm_head.weight", (config.vocab_size, h), "head"),
+    ]
+
+
+def layer_table(config: DenseConfig, prefix: str) -> list[TensorSpec]:
+    """Tensors of all layers."""
+    h = config.hidden_size
+    table = []
     for i in range(config.num_hidden_layers):
         p = f"{prefix}layers.{i}"
         table += [
@@ -133,10 +146,6 @@ def tensor_table(config: DenseConfig, prefix: str) -> list[TensorSpec]:
             TensorSpec(f"{p}.post_attention_layernorm.weight", (h,), "norm"),
             *mlp_layer(config, f"{p}.mlp"),
         ]
-    table += [
-        TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
-        TensorSpec("lm_head.weight", (config.vocab_size, h), "head"),
-    ]
     return table
 
 

@@ -1,0 +1,26 @@
+"""Checkpoints that predict nothing by themselves: drafters, which read states of another model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit.formats.architectures import is_drafter, kind_of
+from lowbit.formats.errors import UnsupportedModelError
+
+WHERE_MEASURED = "lowbit-run bench TARGET --drafter DIR shows how many tokens a round it gives"
+
+
+def check_answers(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a drafter where a model's own predictions are needed.
+
+    Args:
+        config: its config.json.
+        name: of the checkpoint, for the message.
+
+    Raises:
+        UnsupportedModelError: it is a drafter.
+    """
+    if is_drafter(config):
+        raise UnsupportedModelError(
+            f"`{name}` is a drafter ({kind_of(config)}), which predicts nothing without its target",
+            hint=WHERE_MEASURED,
+        )

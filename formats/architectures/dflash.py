@@ -1,0 +1,140 @@
+"""DFlash drafters: a few Qwen3 layers that draft a block of tokens for another model, the target.
+
+`DFlashDraftModel` of z-lab, whose config.json has the model_type of its layers, `qwen3`. `fc` joins
+outputs of the target's layers, the taps, to a context; embedding and head are the target's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.formats.architectures import dense
+from lowbit.formats.architectures.architecture import Architecture
+from lowbit.formats.architectures.config import BlockDrafts
+from lowbit.formats.architectures.decoder import (
+    FULL,
+    INNER,
+    MAX_LAYERS,
+    check_features,
+    read_layer_types,
+)
+from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.table import TensorSpec
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.fields import Field, read_field, shown
+
+CLASS = "DFlashDraftModel"
+LAYERS = ("qwen3",)  # model types whose layers are implemented
+SECTION = "dflash_config"  # its keys win over the same keys beside it
+SLIDING = "sliding_attention"
+TAPS = "target_layer_ids"
+BLOCK = Field("block_size", least=2, most=256, default=16)
+WINDOW = Field("sliding_window", least=1, most=2**31)
+WINDOWED = Field("use_sliding_window", "flag", default=True)
+CAUSAL = Field("is_causal", "flag", default=None, nullable=True)
+TARGET_LAYERS = Field("num_target_layers", least=1, most=MAX_LAYERS, default=MAX_LAYERS)
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    **dense.FEATURES,
+    "input_embedding_scale": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
+    "sample_from_anchor": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(DenseConfig):
+    """Sizes of a DFlash drafter.
+
+    Attributes:
+        blocks: what it takes from its target, and drafts.
+        windows: for every layer, positions that a token sees, itself included; None for all.
+        causal: for every layer, a token of a block sees those before it alone.
+    """
+
+    blocks: BlockDrafts
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+
+    @property
+    def block_drafts(self) -> BlockDrafts:
+        """What it takes from its target, and drafts."""
+        return self.blocks
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DFlashConfig":
+        """Read a `config.json`.
+
+        Raises:
+            UnsupportedModelError: a key is missing, out of range or names a feature that is not
+                implemented, or two keys disagree.
+        """
+        section = config.get(SECTION, {})
+        if not isinstance(section, dict):
+            raise UnsupportedModelError(
+                f"config.json: `{SECTION}` must be an object, got {shown(section)}"
+            )
+        merged = {**config, **section}
+        if merged.get("model_type") not in LAYERS:
+            raise UnsupportedModelError(
+                f"config.json: a {CLASS} with layers of `{shown(merged.get('model_type'))}` is not "
+                "implemented",
+                hint=f"implemented: {', '.join(LAYERS)}",
+            )
+        check_features(merged, FEATURES, read=(WINDOWED.key, CAUSAL.key))
+        values = dense.read_values(merged, (FULL, SLIDING))
+        windows = _windows(merged, values["num_hidden_layers"])
+        causal = read_field(merged, CAUSAL)
+        return cls(
+            intermediate_size=read_field(merged, INNER),
+            blocks=_blocks(merged, values["vocab_size"]),
+            windows=windows,
+            causal=tuple(window is not None if causal is None else causal for window in windows),
+            **values,
+        )
+
+
+def _blocks(config: Mapping[str, Any], vocab_size: int) -> BlockDrafts:
+    mask = Field("mask_token_id", least=0, most=vocab_size - 1)
+    layers = read_field(config, TARGET_LAYERS)
+    taps = config.get(TAPS)
+    known = isinstance(taps, list) and all(type(t) is int and 0 <= t < layers for t in taps)
+    if not isinstance(taps, list) or not known or not taps or len({*taps}) < len(taps):
+        named = f", got {shown(taps)}" if TAPS in config else ""
+        raise UnsupportedModelError(
+            f"config.json: `{TAPS}` must be a list of different layers of the target, from 0 to "
+            f"{layers - 1}{named}"
+        )
+    return BlockDrafts(read_field(config, BLOCK), read_field(config, mask), tuple(taps))
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Window of every layer; without a list of kinds no layer has one."""
+    kinds = read_layer_types(config, layers, (FULL, SLIDING)) or (FULL,) * layers
+    if SLIDING not in kinds:
+        return (None,) * layers
+    if not read_field(config, WINDOWED):
+        raise UnsupportedModelError(
+            f"config.json: `{WINDOWED.key}: false` beside layers of `{SLIDING}`"
+        )
+    window: int = read_field(config, WINDOW)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def tensor_table(config: DFlashConfig, prefix: str) -> list[TensorSpec]:
+    """All tensors of the checkpoint, in the order of the forward pass."""
+    h = config.hidden_size
+    return [
+        TensorSpec(f"{prefix}fc.weight", (h, len(config.blocks.taps) * h), "attention"),
+        TensorSpec(f"{prefix}hidden_norm.weight", (h,), "norm"),
+        *dense.layer_table(config, prefix),
+        TensorSpec(f"{prefix}norm.weight", (h,), "norm"),
+    ]
+
+
+ARCHITECTURE = Architecture(
+    model_types=LAYERS,
+    read_config=DFlashConfig.from_hf,
+    tensor_table=tensor_table,
+    prefix_of=lambda config, names: "",
+    is_tied=lambda config: False,  # it has neither embedding nor head
+)

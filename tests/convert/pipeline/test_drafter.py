@@ -1,0 +1,78 @@
+"""Drafters are packed by rounding to nearest; what needs predictions of their own is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from lowbit.convert import convert
+from lowbit.convert.plan.choice_of_method import check_method
+from lowbit.convert.plan.method import Method
+from lowbit.convert.plan.recipe import Recipe
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.layout.packing import PACKED, SCALE, dequantize, unpack
+from lowbit.formats.packed import open_packed
+from tests.drafters import write_drafter
+
+Cli = Callable[..., Result]
+
+
+def test_a_packed_drafter_is_the_source_rounded(tmp_path: Path) -> None:
+    weights = write_drafter(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", Recipe(base="int8"))
+    packed = open_packed(tmp_path / "out")
+    assert {scheme.bits for scheme in packed.schemes.values() if scheme} == {8}
+    for spec in packed.specs:
+        if not spec.quantizable:
+            assert packed.checkpoint.read(spec.name).float().equal(weights[spec.name])
+            continue
+        codes, scale = (packed.checkpoint.read(f"{spec.module}.{x}") for x in (PACKED, SCALE))
+        found = dequantize(unpack(codes, 8, spec.shape[1]), scale)
+        assert (found - weights[spec.name]).norm() < 0.01 * weights[spec.name].norm()
+
+
+def test_commands_take_drafters(tmp_path: Path, cli: Cli, cli_as_typed: Cli) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_drafter(source)
+    made = json.loads(cli_as_typed(str(source), str(out), "--device", "cpu", "--json").stdout)
+    assert made["method"] == "rtn"
+    assert made["verdict"]["grade"] is None
+    assert "predicts nothing without its target" in made["verdict"]["reason"]
+    assert "--speculate dflash --drafter" in (out / "README.md").read_text()
+    assert cli("verify", str(out), "--source", str(source)).exit_code == 0
+    assert "DFlashDraftModel" in cli("inspect", str(out)).output
+    assert cli("diff", str(out), str(out)).exit_code == 0
+    assert cli("plan", str(source)).exit_code == 0
+    assert "which predicts nothing without its" in cli("report", str(out)).stderr
+    exported = cli("export", str(out), str(tmp_path / "file"), "--to", "gguf")
+    assert "`DFlashDraftModel` cannot be exported yet" in exported.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("quantize SRC OUT --method gptq", "method `gptq` is not implemented for drafters"),
+        ("quantize SRC OUT --report", "is a drafter (DFlashDraftModel), which predicts nothing"),
+        ("quantize SRC OUT --target-bpw 5", "is a drafter (DFlashDraftModel), which predicts"),
+        ("quantize SRC OUT --lm-head int4", "has no output head"),
+        ("quantize SRC OUT --draft-vocabulary 9", "has no output head"),
+        ("quantize SRC OUT --mtp int8", "no head for multi-token prediction"),
+    ],
+)
+def test_what_needs_predictions_is_refused(
+    tmp_path: Path, cli: Cli, words: str, message: str
+) -> None:
+    write_drafter(tmp_path / "src")
+    places = {"SRC": str(tmp_path / "src"), "OUT": str(tmp_path / "out")}
+    done = cli(*(places.get(word, word) for word in words.split()))
+    assert done.exit_code == 1, done.output
+    assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_methods_of_drafters() -> None:
+    check_method(Method(), experts=False, drafter=True)
+    with pytest.raises(QuantizationError, match="without its target"):
+        check_method(Method.parse("weighted"), experts=False, drafter=True)
