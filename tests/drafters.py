@@ -71,3 +71,57 @@ def write_drafter(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tens
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return {name: values.float() for name, values in weights.items()}
+
+
+def hidden_by_torch(
+    config: dict[str, Any], weights: dict[str, Tensor], taps: Tensor, block: Tensor
+) -> Tensor:
+    """Hidden states of a block behind a context, after the last norm, in plain FP32.
+
+    Args:
+        config: config.json.
+        weights: by name.
+        taps: [T, n * h] of the positions before the block.
+        block: [b, h], embedded tokens.
+    """
+    T, D, eps = len(taps), config["head_dim"], config["rms_norm_eps"]
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return x * scale * weights[f"{name}.weight"]
+
+    def rotate(x: Tensor, first: int) -> Tensor:
+        places = torch.arange(first, first + x.shape[1], dtype=torch.float32)
+        steps = config["rope_theta"] ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+        angle = torch.cat([places[:, None] * steps] * 2, dim=1)
+        turned = torch.cat((-x[..., D // 2 :], x[..., : D // 2]), dim=-1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def heads(x: Tensor) -> Tensor:
+        return x.view(len(x), -1, D).transpose(0, 1)
+
+    context = norm(taps @ weights["fc.weight"].T, "hidden_norm")
+    x = block
+    ahead = torch.arange(T + len(x)) - torch.arange(T, T + len(x))[:, None]
+    for index, kind in enumerate(config["layer_types"]):
+        p = f"layers.{index}"
+
+        def linear(x: Tensor, name: str, p: str = p) -> Tensor:
+            return x @ weights[f"{p}.{name}.weight"].T
+
+        normed = norm(x, f"{p}.input_layernorm")
+        both = torch.cat((context, normed))
+        q = rotate(norm(heads(linear(normed, "self_attn.q_proj")), f"{p}.self_attn.q_norm"), T)
+        k = rotate(norm(heads(linear(both, "self_attn.k_proj")), f"{p}.self_attn.k_norm"), 0)
+        v = heads(linear(both, "self_attn.v_proj"))
+        scores = q @ k.repeat_interleave(groups, 0).transpose(1, 2) / D**0.5
+        if kind == "sliding_attention":
+            unseen = (ahead > 0) | (ahead <= -config["sliding_window"])
+            scores = scores.masked_fill(unseen, -torch.inf)
+        mixed = scores.softmax(-1) @ v.repeat_interleave(groups, 0)
+        x = x + linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        normed = norm(x, f"{p}.post_attention_layernorm")
+        gate = linear(normed, "mlp.gate_proj")
+        x = x + linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+    return norm(x, "norm")

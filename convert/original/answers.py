@@ -6,7 +6,7 @@ from typing import Any
 from lowbit.formats.architectures import is_drafter, kind_of
 from lowbit.formats.errors import UnsupportedModelError
 
-WHERE_MEASURED = "lowbit-run bench TARGET --drafter DIR shows how many tokens a round it gives"
+WHERE_MEASURED = "lowbit-run MODEL PROMPT --speculate dflash --drafter DIR shows its tokens a round"
 
 
 def check_answers(config: Mapping[str, Any], name: str) -> None:

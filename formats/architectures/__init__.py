@@ -46,6 +46,7 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
     for model_type in family.model_types
 }
 DRAFTERS: Mapping[str, Architecture[Any]] = {dflash.CLASS: dflash.ARCHITECTURE}
+DRAFTS = "DraftModel"  # ends the class of every drafter
 SUPPORTED = tuple(ARCHITECTURES)
 MIXTURES = tuple(name for name, family in ARCHITECTURES.items() if family.experts)
 ROTATABLE = tuple(name for name, family in ARCHITECTURES.items() if family.stream is not None)
@@ -59,10 +60,13 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture[Any]:
     """
     found = _find(config)
     if found is None:
+        kind = kind_of(config)
+        by_class = kind.endswith(DRAFTS)
+        value = kind if by_class else str(config.get("model_type"))
         raise UnsupportedModelError(
-            f"config.json: model_type `{str(config.get('model_type'))[:MAX_SHOWN]}` is not "
+            f"config.json: {'class' if by_class else 'model_type'} `{value[:MAX_SHOWN]}` is not "
             "supported",
-            hint=f"supported: {', '.join((*SUPPORTED, *DRAFTERS))}",
+            hint=f"supported: {', '.join(DRAFTERS if by_class else SUPPORTED)}",
         )
     return found
 
@@ -77,7 +81,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
     """Class of a drafter, model_type of another model; empty where an unchecked config has none."""
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list) else ():
-        if isinstance(name, str) and name in DRAFTERS:
+        if isinstance(name, str) and name.endswith(DRAFTS):
             return name
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else ""

@@ -102,19 +102,8 @@ def _attended(
     together: all queries at once, which rounds otherwise than one by one.
     """
     stop = span.first + span.count
-    ids = span.pages[: pages_for(stop)]
-    adjacent = ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
-    both = []
-    for new, store in ((k, pages.k[layer]), (v, pages.v[layer])):
-        if adjacent:  # then they are one block of memory
-            rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, D]
-            rows[span.first : stop] = new.transpose(0, 1)
-        else:
-            for at in range(span.first, stop):
-                store[ids[at // PAGE], at % PAGE] = new[:, at - span.first]
-            rows = store[torch.tensor(ids)].flatten(0, 1)
-        both.append(rows[:stop].transpose(0, 1))
-    keys, values = both  # [Hkv, stop, D]
+    _append(k, v, pages, span, layer)
+    keys, values = _stored(pages, span, layer, stop)
     if together and span.count > 1:
         mask = torch.ones(span.count, stop, dtype=torch.bool, device=q.device).tril(span.first)
         return _attention(q, keys, values, mask)
@@ -123,6 +112,97 @@ def _attended(
         for m in range(span.count)
     ]
     return each[0] if len(each) == 1 else torch.cat(each, dim=1)
+
+
+def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> None:
+    """Write k and v [Hkv, M, D] of one sequence to its pages."""
+    stop = span.first + span.count
+    ids = _page_ids(span, stop)
+    for new, store in ((k, pages.k[layer]), (v, pages.v[layer])):
+        if _adjacent(ids):
+            rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, D]
+            rows[span.first : stop] = new.transpose(0, 1)
+            continue
+        for at in range(span.first, stop):
+            store[ids[at // PAGE], at % PAGE] = new[:, at - span.first]
+
+
+def _stored(pages: KVPages, span: Span, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence up to a position, [Hkv, stop, D] each."""
+    ids = _page_ids(span, stop)
+    both = []
+    for store in (pages.k[layer], pages.v[layer]):
+        part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
+        both.append(part.flatten(0, 1)[:stop].transpose(0, 1))
+    return both[0], both[1]
+
+
+def _page_ids(span: Span, stop: int) -> tuple[int, ...]:
+    return span.pages[: pages_for(stop)]
+
+
+def _adjacent(ids: tuple[int, ...]) -> bool:
+    """True if pages are one block of memory."""
+    return ids[-1] - ids[0] == len(ids) - 1 and ids == tuple(range(ids[0], ids[-1] + 1))
+
+
+def write_context(
+    kv: Tensor, k_norm: Tensor, eps: float, rope: Rope, pages: KVPages, step: Step, layer: int
+) -> None:
+    """Norm and rotate k, write k and v; see `DraftOps.write_context`."""
+    k, v = _key_heads(kv, k_norm, eps, pages)
+    k = _rotate(k, rope, step)
+    start = 0
+    for span in step.spans:
+        part = slice(start, start + span.count)
+        _append(k[:, part], v[:, part], pages, span, layer)
+        start += span.count
+
+
+def attend_block(
+    q: Tensor,
+    kv: Tensor,
+    gains: tuple[Tensor, Tensor],
+    eps: float,
+    rope: Rope,
+    pages: KVPages,
+    step: Step,
+    layer: int,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    """Attend to what stands before each block and to the block; see `DraftOps.attend_block`."""
+    M, D = q.shape[0], pages.k.shape[4]
+    k, v = _key_heads(kv, gains[1], eps, pages)
+    queries = rms_norm(q.view(M, -1, D).transpose(0, 1), gains[0], eps)
+    rotated = _rotate(torch.cat((queries, k)), rope, step)
+    queries, k = rotated[: -len(k)], rotated[-len(k) :]
+    outs, start = [], 0
+    for span in step.spans:
+        part = slice(start, start + span.count)
+        keys, values = _stored(pages, span, layer, span.first)
+        both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
+        mask = _block_mask(span, window, causal)
+        outs.append(_attention(queries[:, part], *both, mask))
+        start += span.count
+    return torch.cat(outs, dim=1).transpose(0, 1).reshape(M, -1)
+
+
+def _key_heads(kv: Tensor, k_norm: Tensor, eps: float, pages: KVPages) -> tuple[Tensor, Tensor]:
+    """Normed keys and values of [M, 2 * Hkv * D]: [Hkv, M, D] each."""
+    Hkv, D = pages.k.shape[3:]
+    heads = kv.view(len(kv), -1, D).transpose(0, 1)
+    return rms_norm(heads[:Hkv], k_norm, eps), heads[Hkv:]
+
+
+def _block_mask(span: Span, window: int | None, causal: bool) -> Tensor | None:
+    """Positions that each token of a block sees: [count, first + count]; None for all."""
+    if window is None and not causal:
+        return None
+    stop = span.first + span.count
+    ahead = torch.arange(stop) - torch.arange(span.first, stop)[:, None]  # of each token
+    mask = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    return mask if window is None else mask & (ahead.abs() < window)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -224,3 +224,60 @@ class Ops(Protocol[W]):
 
     def leave_rows(self, x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
         """Write x [M, h] to trail [R, T, h], each token at its row and its position modulo T."""
+
+
+class DraftOps(Ops[W], Protocol[W]):
+    """What a drafter of blocks calls beside these."""
+
+    def write_context(
+        self,
+        kv: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rope: Rope,
+        pages: KVPages,
+        step: Step,
+        layer: int,
+    ) -> None:
+        """Norm and rotate k, write k and v to the sequences' pages.
+
+        Args:
+            kv: [M, 2 * Hkv * D], k heads first, then v.
+            k_norm: [D] gain of every k head.
+            eps: of the norm.
+            rope: tables for every position.
+            pages: written at every token's position.
+            step: sequence and position of every token.
+            layer: which of the pages' L layers.
+        """
+
+    def attend_block(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
+        pages: KVPages,
+        step: Step,
+        layer: int,
+        window: int | None,
+        causal: bool,
+    ) -> Tensor:
+        """Norm and rotate q and k, attend to what stands before a block and to the block itself.
+
+        Args:
+            q: [M, Hq * D].
+            kv: [M, 2 * Hkv * D] of the blocks, k heads first, then v; they are not kept.
+            gains: [D] of every q head, and of every k head.
+            eps: of the norms.
+            rope: tables for every position.
+            pages: read up to the first position of each block.
+            step: sequence and position of every token; those of a sequence are a block.
+            layer: which of the pages' L layers.
+            window: a token sees so many positions, itself included; None for all.
+            causal: a token of a block sees those before it alone.
+
+        Returns:
+            [M, Hq * D].
+        """

@@ -342,10 +342,10 @@ def tokens_before(batch: int, speculation: bool) -> int:
 
 
 def _trunk(opened: OpenedModel) -> OpenedModel:
-    """The model without its head for multi-token prediction."""
+    """The model without its head for multi-token prediction, and without a drafter."""
     config = opened.checkpoint.config
     specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
-    return replace(opened, specs=specs, head=False, draft=None)
+    return replace(opened, specs=specs, head=False, draft=None, drafter=None)
 
 
 def _run(model: Model, prompt: Sequence[int], new_tokens: int, params: SamplingParams) -> TimedRun:

@@ -278,4 +278,5 @@ def _load(name: str, options: Mapping[str, Any], sequences: int = 1) -> "Model":
         sequences,
         options["speculate"],
         options["draft_tokens"],
+        options["drafter"],
     )

@@ -76,6 +76,7 @@ def chat(
     method: "Method | None",
     speculate: "Mode | None",
     draft_tokens: int | None,
+    drafter: str | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -95,15 +96,14 @@ def chat(
     from lowbit.runtime.conversation.turns import Conversation
 
     schema = None if json_schema is None else read_schema(json_schema)
+    drafts = speculate, draft_tokens, drafter
     if url is not None:
-        _check_remote(
-            context, device, threads, quantize, group_size, method, speculate, draft_tokens
-        )
+        _check_remote(context, device, threads, quantize, group_size, method, *drafts)
         model = _remote(url, api_key, name)
         name = model.name  # type: ignore[attr-defined]
     elif name is not None:
         loaded = name, device, context, threads, quantize, group_size, method
-        model = load_model(*loaded, speculate=speculate, draft_tokens=draft_tokens)
+        model = load_model(*loaded, 1, *drafts)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(

@@ -89,6 +89,7 @@ def generate(
     method: "Method | None",
     speculate: "Mode | None",
     draft_tokens: int | None,
+    drafter: str | None,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
@@ -115,7 +116,7 @@ def generate(
 
     def load(sequences: int) -> "Model":
         loaded = name, device, context, threads, quantize, group_size, method
-        return load_model(*loaded, sequences, speculate, draft_tokens)
+        return load_model(*loaded, sequences, speculate, draft_tokens, drafter)
 
     if prompts is not None:
         from lowbit.runtime.cli.prompt_file import Settings, read_prompts

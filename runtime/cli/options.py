@@ -20,7 +20,7 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
-from lowbit.runtime.speculation.modes import DEFAULT_MODE, MODES, MOST_DRAFTS
+from lowbit.runtime.speculation.modes import DEFAULT_MODE, DRAFTER_MODES, MODES, MOST_DRAFTS
 
 if TYPE_CHECKING:
     from lowbit.formats.layout.recipes import Base
@@ -154,7 +154,8 @@ speculate_options = with_options(
         show_default=DEFAULT_MODE,
         help="Speculative decoding: one step verifies several draft tokens. They come from n-grams "
         "of the prompt and the output (ngram), from the model's head for multi-token prediction "
-        "(mtp), or from both (auto). The output stays the same.",
+        "(mtp), from a drafter (dflash), or from all that there is (auto). The output stays the "
+        "same.",
     ),
     click.option(
         "--draft-tokens",
@@ -162,6 +163,13 @@ speculate_options = with_options(
         metavar="K",
         show_default="as many as suit the model",
         help="With --speculate: verify at most K draft tokens in a step.",
+    ),
+    click.option(
+        "--drafter",
+        metavar="DIR|ID",
+        shell_complete=folders,
+        help="With --speculate dflash or auto: a DFlash drafter for MODEL, a folder or a Hub id, "
+        "packed or BF16. It stands in for the model's own head. On the CPU only.",
     ),
 )
 model_argument = click.argument("name", metavar="MODEL", shell_complete=folders)
@@ -178,14 +186,14 @@ def load_model(
     sequences: int = 1,
     speculate: "Mode | None" = None,
     draft_tokens: int | None = None,
+    drafter: str | None = None,
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say.
 
     sequences: that are decoded together.
     """
     check_command(name, "model")
-    if draft_tokens is not None and (speculate or DEFAULT_MODE) == "off":
-        raise click.UsageError("--draft-tokens needs --speculate ngram, mtp or auto.")
+    _check_speculation(speculate or DEFAULT_MODE, draft_tokens, drafter)
     if quantize is None and (group_size or method):
         option = "--group-size" if group_size else "--method"
         raise click.UsageError(f"{option} needs --quantize.")
@@ -194,6 +202,7 @@ def load_model(
 
     choose_device(device)  # before anything is fetched
     folder = locate(name).folder
+    beside = None if drafter is None else locate(drafter).folder
     if method == "weighted":
         note("weighted: measuring the inputs of every linear on a bundled text")
     wanted = int(group_size or GROUP_SIZE)
@@ -207,14 +216,25 @@ def load_model(
         method=method or "rtn",
         speculate=speculate or DEFAULT_MODE,
         draft_tokens=draft_tokens,
+        drafter=beside,
     )
-    if speculate == "auto" and not model.opened.head:
+    if speculate == "auto" and drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
     if quantize is not None:
         _note_quantized(model, quantize, wanted, method or "rtn")
     if model.device == "cpu":
         _set_threads(model, threads)
     return model
+
+
+def _check_speculation(mode: "Mode", draft_tokens: int | None, drafter: str | None) -> None:
+    """Refuse options that would have no effect together."""
+    if draft_tokens is not None and mode == "off":
+        raise click.UsageError("--draft-tokens needs --speculate ngram, mtp, dflash or auto.")
+    if drafter is not None and mode not in DRAFTER_MODES:
+        raise click.UsageError(f"--drafter needs --speculate {' or '.join(DRAFTER_MODES)}.")
+    if drafter is None and mode == "dflash":
+        raise click.UsageError("--speculate dflash needs --drafter.")
 
 
 def _note_quantized(model: "Model", base: "Base", group_size: int, method: "Method") -> None:

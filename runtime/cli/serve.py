@@ -133,6 +133,7 @@ def serve(
     method: "Method | None",
     speculate: "Mode | None",
     draft_tokens: int | None,
+    drafter: str | None,
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
@@ -160,7 +161,7 @@ def serve(
     )
     loaded = name, device, context, threads, quantize, group_size, method, max_sequences
     try:
-        _run(settings, lambda: load_model(*loaded, speculate, draft_tokens))
+        _run(settings, lambda: load_model(*loaded, speculate, draft_tokens, drafter))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 

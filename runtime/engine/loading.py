@@ -1,6 +1,7 @@
 """A checkpoint folder becomes a model that answers requests."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from lowbit.runtime.engine.memory import choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.widths import drafts_together
+from lowbit.runtime.models.drafter import load_drafter, open_drafter
 from lowbit.runtime.models.loader import check_device, load_decoder, open_model
 from lowbit.runtime.speculation.modes import DEFAULT_MODE, Mode
 from lowbit.runtime.speculation.settings import Speculation
@@ -40,6 +42,7 @@ def load(
     max_waiting: int | None = None,
     speculate: Mode = DEFAULT_MODE,
     draft_tokens: int | None = None,
+    drafter: str | Path | None = None,
 ) -> Model:
     """Load a packed checkpoint folder (a plain BF16 one works too).
 
@@ -63,8 +66,11 @@ def load(
             is refused. None for any number.
         speculate: what proposes tokens that a step checks together: `off`, `ngram`, which copies
             what followed the same tokens before, `mtp`, the model's head for multi-token
-            prediction, or `auto` for both. The output does not depend on it.
+            prediction, `dflash`, a drafter, or `auto` for all that there is. The output does not
+            depend on it.
         draft_tokens: of a step at most; None for as many as suit the model.
+        drafter: folder of a DFlash drafter for this model, packed or BF16, read as it is stored;
+            it stands in for the model's head. On the CPU only.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -79,7 +85,7 @@ def load(
     """
     if max_waiting is not None and max_waiting < 0:
         raise RequestError(f"`max_waiting` must be at least 0, got {max_waiting}")
-    speculation = Speculation(speculate, draft_tokens)
+    speculation = Speculation(speculate, draft_tokens, drafter is not None)
     started = time.perf_counter()
     folder = Path(folder)
     rule: ScaleRule = "absmax" if method == "absmax" else "signed"
@@ -88,6 +94,8 @@ def load(
         raise UnsupportedModelError(
             f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
         )
+    if drafter is not None:
+        opened = replace(opened, drafter=open_drafter(Path(drafter), opened))
     weighted = quantize is not None and method == "weighted"
     if weighted:
         check_searched(opened)
@@ -106,12 +114,18 @@ def load(
     drafts = speculation.most_drafts(recurrent=opened.config.linear_layers is not None)
     together = drafts_together(drafts, max(1, max_sequences))
     cache = choose_cache(opened, device, dtype, context, max_sequences, cache_tokens, together)
+    beside = None
+    if opened.drafter is not None:  # before the model, which takes longer
+        beside = load_drafter(opened.drafter, dtype, cache.context)
     if weighted:
         power = _measured_power(folder, tokenizer, device, dtype)
-        opened = open_model(folder, quantize, group_size, rule, power, speculation.head)
+        opened = replace(
+            open_model(folder, quantize, group_size, rule, power, speculation.head),
+            drafter=opened.drafter,
+        )
     decoder = load_decoder(opened, device, dtype, cache.context)
     vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside)
     engine = Engine(runner, max_waiting, new_drafting(runner, speculation, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":

@@ -30,7 +30,8 @@ def tokens_of_round(parts: Numbers[Part], chosen: Numbers[Numbers[int]]) -> NewT
         sequence = part.sequence
         if sequence.ended:  # while its masks were made
             continue
-        sequence.note(len(part.drafts), _right(sequence, tokens))
+        note = sequence.note_head if part.blocked else sequence.note
+        note(len(part.drafts), _right(sequence, tokens))
         for slot, token in zip(part.writes, tokens, strict=False):
             if not sequence.ended:
                 sequence.go_on(slot)

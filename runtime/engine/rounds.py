@@ -17,11 +17,13 @@ class Part:
         sequence: all of whose tokens have been read.
         drafts: behind its last token.
         writes: slots that take the recurrent state after the last token and after each draft.
+        blocked: its drafts are a block of the drafter's.
     """
 
     sequence: Sequence
     drafts: tuple[int, ...]
     writes: tuple[int, ...]
+    blocked: bool = False
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from lowbit.runtime.engine.blocks import Blocks
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.rounds import step_spans
 from lowbit.runtime.engine.sent import Flight, Sent, chosen_tokens
@@ -44,6 +45,7 @@ class Runner:
         batch: sequences of the last decode step, in the order of its tokens.
         trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL
             (see `links`); None where no head reads it.
+        blocks: of a drafter beside the decoder; None without one.
         ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
         inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
         graphs: recorded steps.
@@ -58,6 +60,7 @@ class Runner:
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
     trail: Tensor | None = None
+    blocks: Blocks | None = None
     ids: Tensor = field(init=False)
     inputs: Tensor = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
@@ -108,8 +111,10 @@ class Runner:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of a page."""
-        for store in (self.state.pages.k, self.state.pages.v):
-            store[:, target].copy_(store[:, source])
+        beside = () if self.blocks is None else (self.blocks.pages,)
+        for pages in (self.state.pages, *beside):
+            for store in (pages.k, pages.v):
+                store[:, target].copy_(store[:, source])
 
     def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
         """Send tokens through the layers that follow those of a sequence: [M, h]."""
@@ -132,7 +137,7 @@ class Runner:
             prompt=count > EXACT_TOKENS,
         )
         tokens = torch.tensor(ids, dtype=torch.int64, device=self.state.device)
-        return self.decoder.hidden(tokens, self.state, step)
+        return self._hidden(tokens, step)
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> Sent:
         """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
@@ -238,10 +243,19 @@ class Runner:
 
     def logits_of(self, ids: Tensor, step: Step) -> Tensor:
         """Logits after every token of a step that decodes: [M, V or more]."""
-        hidden = self.decoder.hidden(ids, self.state, step)
+        hidden = self._hidden(ids, step)
         if self.trail is not None:
             self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
         return self.decoder.logits(hidden)
+
+    def _hidden(self, ids: Tensor, step: Step) -> Tensor:
+        """Run tokens through the layers, and let the drafter read them: [M, h]."""
+        if self.blocks is None:
+            return self.decoder.hidden(ids, self.state, step)
+        taps = self.blocks.taps(len(ids))
+        hidden = self.decoder.hidden(ids, self.state, step, taps)
+        self.blocks.read(taps, step)
+        return hidden
 
     def choose_tokens(
         self,

@@ -91,7 +91,8 @@ class Sequence:
             be drafted.
         forced: tokens that come next by its constraint, as far as that was known then.
         drafter: proposes its next tokens; None where nobody does.
-        head_pace: chooses how many tokens the model's head proposes; None where it does not.
+        head_pace: chooses how many tokens the model's head, or a drafter, proposes; None where
+            neither does.
         headed: positions that this head has seen.
         tally: of its drafts.
         verified: its last step was one that checks drafts.
@@ -158,14 +159,11 @@ class Sequence:
 
     @property
     def predictable(self) -> bool:
-        """True if the model's head is to see the prompt, because it may draft.
-
-        The device has no masks of places to come.
-        """
+        """True if the model's head or a drafter may draft: no masks come soon."""
         return self.request.constraint is None or self.unbound >= LONG
 
     def most_head_drafts(self, most: int) -> int:
-        """Drafts of the model's head, none of which, nor the token behind them, needs a mask."""
+        """Drafts of a head or a drafter: neither they nor the token behind them need a mask."""
         if self.limited:
             free = 0 if self.masked else self.unbound - (self.due or self.under_way)
             most = min(most, free - 1)
@@ -205,7 +203,7 @@ class Sequence:
             self.drafter.note(drafted, right)
 
     def note_head(self, drafted: int, right: int) -> None:
-        """The same of drafts of the model's head."""
+        """The same of drafts of the model's head, or of a drafter."""
         self.tally.count(drafted, right)
         if self.head_pace is not None:
             self.head_pace.note(drafted, right)

@@ -1,17 +1,19 @@
-"""Build function of every family, found by `model_type`."""
+"""Build function of every family, found by `model_type`; of drafters, by the class."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from lowbit.formats.draft_head import DraftHead
-from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models import dense, qwen3_5, qwen3_5_mtp
+from lowbit.runtime.backends.ops import DraftOps, Ops
+from lowbit.runtime.models import dense, dflash, qwen3_5, qwen3_5_mtp
 from lowbit.runtime.models.dense import Dense
+from lowbit.runtime.models.dflash import DFlash
 from lowbit.runtime.models.qwen3_5 import Qwen35
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
 Model = Dense[W] | Qwen35[W]
+BlockDrafter = DFlash
 HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
@@ -31,6 +33,15 @@ class AddHead(Protocol):
         """The model with its head, and the rows of its own that drafts are chosen from."""
 
 
+class DrafterBuild(Protocol):
+    """Reads the weights of a checked drafter, beside a model for `context` positions."""
+
+    def __call__(
+        self, config: Any, weights: Weights[W], ops: DraftOps[W], context: int, /
+    ) -> BlockDrafter[W]:
+        """Build the drafter over the ops of one backend."""
+
+
 BUILD: Mapping[str, Build] = {
     "qwen3": dense.build,
     "qwen2": dense.build,
@@ -38,4 +49,5 @@ BUILD: Mapping[str, Build] = {
     "qwen3_moe": dense.build,
     **dict.fromkeys(HYBRIDS, qwen3_5.build),
 }
+DRAFTER_BUILD: Mapping[str, DrafterBuild] = {"DFlashDraftModel": dflash.build}
 HEADS: Mapping[str, AddHead] = dict.fromkeys(HYBRIDS, qwen3_5_mtp.with_head)

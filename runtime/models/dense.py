@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.taps import Taps
 from lowbit.runtime.state.delta import no_slots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
@@ -54,13 +55,16 @@ class Dense(Generic[W]):
             new_pages(layers, pages, heads, config.head_dim, dtype, device), no_slots()
         )
 
-    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
+    def hidden(
+        self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
+    ) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
 
         Args:
             ids: [M] int64 on the model's device.
             state: of `new_state`, written where the step says.
             step: sequence and position of every token.
+            taps: take outputs of layers; None where nobody reads them.
 
         Returns:
             [M, h], before the final norm.
@@ -74,6 +78,8 @@ class Dense(Generic[W]):
             )  # [M, Hq * D]
             x = ops.linear_add(mixed, layer.o, x)
             x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
+            if taps is not None:
+                taps.take(index, x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from lowbit.formats.architectures import (
     Config,
     architecture_of,
     footprint,
+    is_drafter,
+    kind_of,
     part_of,
     prefix_of,
     read_config,
@@ -48,6 +50,7 @@ class OpenedModel:
         schemes: of every linear module; None where it is dense.
         head: read the head for multi-token prediction too.
         draft: rows that its drafts are chosen from; None for all of the vocabulary.
+        drafter: that is loaded beside it; None without one.
     """
 
     checkpoint: Checkpoint
@@ -56,10 +59,12 @@ class OpenedModel:
     schemes: Mapping[str, Scheme | None]
     head: bool = False
     draft: DraftHead | None = None
+    drafter: "OpenedModel | None" = None
 
     def weight_bytes(self, device: str, dtype: torch.dtype) -> int:
         """Memory the weights will take on `cpu` or `cuda`."""
         size = 0 if self.draft is None else self.draft.packed.nbytes + self.draft.scale.nbytes
+        size += 0 if self.drafter is None else self.drafter.weight_bytes(device, dtype)
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
 
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
@@ -83,7 +88,8 @@ class OpenedModel:
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Memory that the keys and values of so many tokens take."""
-        return footprint.kv_bytes(self.config, tokens, dtype.itemsize, int(self.head))
+        beside = 0 if self.drafter is None else self.drafter.kv_bytes(tokens, dtype)
+        return beside + footprint.kv_bytes(self.config, tokens, dtype.itemsize, int(self.head))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one state of the linear layers, whatever the length; a cache holds two."""
@@ -122,6 +128,12 @@ def open_model(
         source = quantized(open_checkpoint(folder), quantize, group_size, rule, power)
         packed = check_packed(source, None, SERVED_BITS)
     config = packed.checkpoint.config
+    if is_drafter(config):
+        raise UnsupportedModelError(
+            f"`{folder}` is a drafter ({kind_of(config)}), which answers nothing by itself",
+            hint="run the model that it drafts for: lowbit-run MODEL --speculate dflash --drafter "
+            "DIR",
+        )
     parts = {spec: part_of(config, spec.name) for spec in packed.specs}
     head &= "mtp" in parts.values()
     wanted = ("decoder", "mtp") if head else ("decoder",)
@@ -139,8 +151,13 @@ def check_device(opened: OpenedModel, device: str) -> None:
     """Refuse a model that has no kernels on a device.
 
     Raises:
-        UnsupportedModelError: experts on a GPU.
+        UnsupportedModelError: experts, or a drafter, on a GPU.
     """
+    if device != "cpu" and opened.drafter is not None:
+        raise UnsupportedModelError(
+            f"`{opened.drafter.checkpoint.folder}` is a drafter, which has no GPU kernels yet",
+            hint="leave out --drafter, or run on the CPU with --device cpu",
+        )
     if device != "cpu" and opened.config.experts is not None:
         raise UnsupportedModelError(
             f"`{opened.checkpoint.folder}` is a mixture of experts, which have no GPU kernels yet",

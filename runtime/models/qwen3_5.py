@@ -10,6 +10,7 @@ from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.taps import Taps
 from lowbit.runtime.state.delta import DeltaWeights, new_slots, no_slots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
@@ -95,20 +96,25 @@ class Qwen35(Generic[W]):
             new_slots(len(deltas), slots, deltas[0], dtype, device) if deltas else no_slots(),
         )
 
-    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
+    def hidden(
+        self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
+    ) -> Tensor:
         """Run M tokens through the layers; keys, values and states are brought forward.
 
         Args:
             ids: [M] int64 on the model's device.
             state: of `new_state`, written where the step says.
             step: sequence and position of every token.
+            taps: take outputs of layers; None where nobody reads them.
 
         Returns:
             [M, h], before the final norm.
         """
         x = self.ops.embed(ids, self.embedding)  # [M, h]
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = self.run_layer(x, layer, state, step)
+            if taps is not None:
+                taps.take(index, x)
         return x
 
     def run_layer(self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step) -> Tensor:

@@ -45,7 +45,7 @@ class Costs:
 
     Attributes:
         given: by tokens beyond one, of rounds whose drafts come from the host.
-        head: by drafts, of rounds whose drafts the model's head makes.
+        head: by drafts, of rounds whose drafts the model's head makes, or a drafter.
         measured: learn from the steps; else the first guess stays.
         width: tokens that a step of so many takes, padding included.
         step_s: seconds of a step of one token; None before the first.
@@ -63,7 +63,7 @@ class Costs:
         return lambda k: self.given.at(self.width(sequences * (1 + k)) - 1) / plain
 
     def drafting(self, sequences: int) -> Cost:
-        """The same, where the model's head makes the drafts first."""
+        """The same, where the model's head, or a drafter, makes the drafts first."""
         plain, width = self._plain(sequences), self.width
         return lambda k: self.head.at(width(sequences * (1 + k)) - sequences) / plain
 
@@ -81,7 +81,7 @@ class Costs:
             self.given.learn(self.width(tokens) - 1, seconds / self.step_s)
 
     def note_head(self, drafts: int, sequences: int, seconds: float) -> None:
-        """Take down how long a step took in which the head made drafts of each sequence first."""
+        """Take down how long a step took in which drafts of each sequence were made first."""
         if self.measured and self.step_s is not None:
             beyond = self.width(sequences * (1 + drafts)) - sequences
             self.head.learn(beyond, seconds / self.step_s)
@@ -91,7 +91,12 @@ class Costs:
         return 1 + self.given.each * (self.width(sequences) - 1)
 
 
-def new_costs(device: str, measured: bool, width: Callable[[int], int] | None = None) -> Costs:
+def new_costs(
+    device: str,
+    measured: bool,
+    width: Callable[[int], int] | None = None,
+    drafter: bool = False,
+) -> Costs:
     """The guess for `cpu` or `cuda`, to be corrected by what is measured or not.
 
     On a GPU, and where somebody asks for drafts whatever they cost: those of an H200 with models of
@@ -101,8 +106,11 @@ def new_costs(device: str, measured: bool, width: Callable[[int], int] | None = 
         device: of the model.
         measured: whether they are corrected.
         width: see `Costs`; None where a step takes no padding.
+        drafter: makes a block of drafts in one pass, where a head takes a pass for each.
     """
     width = width or (lambda tokens: tokens)
     if measured and device == "cpu":
-        return Costs(Line(0.0, 0.4), Line(0.0, 0.8), measured, width)
-    return Costs(Line(0.15, 0.08), Line(0.05, 0.18), measured, width)
+        made = Line(0.3, 0.35) if drafter else Line(0.0, 0.8)
+        return Costs(Line(0.0, 0.4), made, measured, width)
+    made = Line(0.35, 0.08) if drafter else Line(0.05, 0.18)
+    return Costs(Line(0.15, 0.08), made, measured, width)

@@ -143,7 +143,7 @@ def test_a_head_that_is_not_there_is_refused(run: Run, command: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--speculate", "fast"), "'fast' is not one of 'off', 'ngram', 'mtp', 'auto'"),
+        (("--speculate", "fast"), "'fast' is not one of 'off', 'ngram', 'mtp', 'dflash', 'auto'"),
         (("--speculate", "ngram", "--draft-tokens", "0"), "0 is not in the range 1<=x<=15"),
         (("--speculate", "ngram", "--draft-tokens", "16"), "16 is not in the range 1<=x<=15"),
         (("--speculate", "off", "--draft-tokens", "3"), "--draft-tokens needs --speculate"),

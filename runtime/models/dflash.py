@@ -1,0 +1,133 @@
+"""DFlash: drafts a block of tokens of another model, the target, in one pass.
+
+The context of a position is made of the target's taps there: `hidden_norm(fc(taps))`. Every layer
+keeps the keys and values of that context, which the layers above never change. A block is the last
+known token, then mask tokens; its queries see the context before it, and the keys and values of the
+block itself, which are not kept. Embedding and head are the target's.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.architectures.config import BlockDrafts
+from lowbit.formats.architectures.dflash import DFlashConfig
+from lowbit.runtime.backends.ops import DraftOps
+from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
+from lowbit.runtime.state.pages import KVPages, new_pages
+from lowbit.runtime.state.rope import Rope, rope_tables
+from lowbit.runtime.state.step import Step
+from lowbit.runtime.weights.weights import Weights
+
+W = TypeVar("W")  # what the backend keeps a linear as
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(Generic[W]):
+    """Weights of one layer; k/v are fused by rows."""
+
+    input_norm: Tensor  # [h]
+    q: W  # [Hq * D, h]
+    kv: W  # [2 * Hkv * D, h]
+    q_norm: Tensor  # [D]
+    k_norm: Tensor  # [D]
+    o: W  # [h, Hq * D]
+    post_norm: Tensor  # [h]
+    mlp: Mlp[W]
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash(Generic[W]):
+    """A loaded drafter: weights on one device and the ops that run there."""
+
+    config: DFlashConfig
+    fc: W  # [h, n * h]
+    hidden_norm: Tensor  # [h]
+    layers: tuple[Layer[W], ...]
+    norm: Tensor  # [h]
+    rope: Rope
+    ops: DraftOps[W]
+
+    @property
+    def blocks(self) -> BlockDrafts:
+        """What it takes from its target, and drafts."""
+        return self.config.blocks
+
+    def new_pages(self, count: int, dtype: torch.dtype, device: str) -> KVPages:
+        """Empty pages for the context of sequences."""
+        config = self.config
+        heads, layers = config.num_key_value_heads, config.num_hidden_layers
+        return new_pages(layers, count, heads, config.head_dim, dtype, device)
+
+    def read(self, taps: Tensor, pages: KVPages, step: Step) -> None:
+        """Write keys and values of the context at M positions.
+
+        Args:
+            taps: [M, n * h], of the target.
+            pages: of `new_pages`.
+            step: sequence and position of every token.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, eps)  # [M, h]
+        for index, layer in enumerate(self.layers):
+            kv = ops.linear(context, layer.kv)
+            ops.write_context(kv, layer.k_norm, eps, self.rope, pages, step, index)
+
+    def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
+        """Run a block of each sequence through the layers.
+
+        Args:
+            x: [M, h], embedded tokens.
+            pages: with the context of every position before the blocks.
+            step: sequence and position of every token.
+
+        Returns:
+            [M, h], before the final norm.
+        """
+        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        for index, layer in enumerate(self.layers):
+            q, kv = ops.norm_linears(x, layer.input_norm, eps, layer.q, layer.kv)
+            gains = layer.q_norm, layer.k_norm
+            sight = config.windows[index], config.causal[index]
+            mixed = ops.attend_block(q, kv, gains, eps, self.rope, pages, step, index, *sight)
+            x = run_mlp(ops, ops.linear_add(mixed, layer.o, x), layer.post_norm, eps, layer.mlp)
+        return x
+
+
+def build(config: DFlashConfig, weights: Weights[W], ops: DraftOps[W], context: int) -> DFlash[W]:
+    """Read the weights of a checked checkpoint into a drafter for `context` positions.
+
+    Args:
+        config: sizes of the drafter.
+        weights: reads them.
+        ops: of the backend that the weights are prepared for.
+        context: of the target; a block may reach beyond it.
+    """
+    layers = []
+    for index in range(config.num_hidden_layers):
+        p, attn = f"layers.{index}", f"layers.{index}.self_attn"
+        layers.append(
+            Layer(
+                input_norm=weights.tensor(f"{p}.input_layernorm.weight"),
+                q=weights.linear(f"{attn}.q_proj"),
+                kv=weights.linear(f"{attn}.k_proj", f"{attn}.v_proj"),
+                q_norm=weights.tensor(f"{attn}.q_norm.weight"),
+                k_norm=weights.tensor(f"{attn}.k_norm.weight"),
+                o=weights.linear(f"{attn}.o_proj"),
+                post_norm=weights.tensor(f"{p}.post_attention_layernorm.weight"),
+                mlp=read_mlp(weights, f"{p}.mlp", None),
+            )
+        )
+    positions = context + config.blocks.size
+    scaling = config.rope_scaling
+    return DFlash(
+        config=config,
+        fc=weights.linear("fc"),
+        hidden_norm=weights.tensor("hidden_norm.weight"),
+        layers=tuple(layers),
+        norm=weights.tensor("norm.weight"),
+        rope=rope_tables(positions, config.head_dim, config.rope_theta, weights.device, scaling),
+        ops=ops,
+    )
