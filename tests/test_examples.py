@@ -53,6 +53,7 @@ def test_bits_table_names_what_is_wrong() -> None:
     [
         ("make_random_checkpoint", "Write a random checkpoint of SIZE"),
         ("train_tiny_experts", "Train a mixture of experts on TEXT from its dense SIBLING"),
+        ("train_tiny_drafter", "Train a DFlash drafter for the target model FOLDER"),
     ],
 )
 def test_scripts_that_make_models_explain_themselves(script: str, words: str) -> None:
