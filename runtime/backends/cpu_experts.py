@@ -14,7 +14,7 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
 
     A token's sum runs over its experts by number, then the shared one, whatever the other tokens'.
     """
-    E = len(experts.gate_up)
+    E = len(experts.gate_up) - experts.shared
     scores = linear(x.float(), DenseLinear(experts.router.float()))  # [M, E], or one more
     shares, numbers = routes(scores[:, :E], experts.chosen)
     places = numbers.flatten().argsort(stable=True)  # by expert, then by token
@@ -26,9 +26,9 @@ def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
         tokens = part // experts.chosen
         made = _gated(x[tokens], experts.gate_up[expert], experts.down[expert])
         out[tokens] += shares.flatten()[part, None] * made
-    if experts.shared is not None:
+    if experts.shared:
         gate = torch.sigmoid(scores[:, E:].contiguous())  # strided ones round otherwise
-        out += gate * _gated(x, experts.shared.gate_up, experts.shared.down)
+        out += gate * _gated(x, experts.gate_up[E], experts.down[E])
     return out
 
 

@@ -24,6 +24,7 @@ from lowbit.runtime.kernels.logprobs import log_probabilities as log_probabiliti
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm as rms_norm
 from lowbit.runtime.kernels.rows import swiglu
+from lowbit.runtime.kernels.tiled_experts import gathered as gathered
 from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights

@@ -70,8 +70,8 @@ class Ops(Protocol[W]):
             x: [M, h].
             norm: [h] gain.
             eps: of the norm.
-            experts: router [E or E + 1, h], gate and up [E, 2 * I, h], down [E, h, I], the shared
-                expert's [2 * S, h] and [h, S].
+            experts: router [E or E + 1, h], gate and up [E, 2 * I, h], down [E, h, I], and the
+                shared expert's [2 * S, h] and [h, S] behind them.
 
         Returns:
             [M, h].

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.names import expert_of
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.rtn import SEARCHED_BITS
 from lowbit.runtime.backends import cpu
@@ -100,9 +101,12 @@ class _WatchedWeights(Weights[WatchedLinear]):
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
     ) -> Sequence[WatchedLinear]:
-        """Linears of experts, which see some of the tokens; those of few say too little."""
-        linears = (self.linear(*modules, paired=paired) for modules in experts)
-        return tuple(replace(linear, least=FEWEST_TOKENS) for linear in linears)
+        """Linears of experts; those that see few tokens say too little, the shared one sees all."""
+        linears = [self.linear(*modules, paired=paired) for modules in experts]
+        return tuple(
+            linear if expert_of(linear.modules[0]) is None else replace(linear, least=FEWEST_TOKENS)
+            for linear in linears
+        )
 
 
 def _never_read(w: Linear, paired: bool) -> WatchedLinear:

@@ -21,7 +21,7 @@ from lowbit.formats.architectures import (
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import DraftHead, open_draft_head
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.formats.layout.packing import SCALE
+from lowbit.formats.layout.packing import PACKED, SCALE
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.layout.scheme import SERVED_BITS, Scheme
@@ -195,11 +195,38 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     linear = config.linear_layers
     if linear is not None:
         cuda.check_delta(linear.key_head_dim, linear.value_head_dim)
-    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare)
+    check_shared_experts(opened)
+    to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare, cuda.gathered)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
+
+
+def check_shared_experts(opened: OpenedModel) -> None:
+    """Refuse a shared expert that cannot lie beside the others of its layer, in one buffer.
+
+    Raises:
+        UnsupportedModelError: another width, scheme or dtype of scales.
+    """
+    for spec in opened.specs:
+        if ".shared_expert." not in spec.name:
+            continue
+        other = spec.module.replace(".shared_expert.", ".experts.0.")
+        if _kind(opened, spec.module) != _kind(opened, other):
+            raise UnsupportedModelError(
+                f"`{spec.module}` has no GPU kernel: expected width, scheme and dtype of scales of "
+                f"`{other}`",
+                hint="run on the CPU with --device cpu",
+            )
+
+
+def _kind(opened: OpenedModel, module: str) -> tuple[object, ...]:
+    """What a linear must have in common with another that lies beside it in one buffer."""
+    scheme, tensors = opened.schemes[module], opened.checkpoint.tensors
+    names = ["weight"] if scheme is None else [PACKED, SCALE]
+    infos = [tensors[f"{module}.{name}"] for name in names]
+    return scheme, *((info.shape, info.dtype) for info in infos)
 
 
 def build_decoder(opened: OpenedModel, weights: Weights[W], ops: Ops[W], context: int) -> Model[W]:

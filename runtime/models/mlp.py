@@ -24,13 +24,16 @@ def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Te
 def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
     """Read the MLP whose tensors begin with `p`, or the experts of such sizes."""
     if experts is None:
-        return _gated(weights, p)
+        return MlpWeights(
+            gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True),
+            down=weights.linear(f"{p}.down_proj"),
+        )
     each = [f"{p}.experts.{number}" for number in range(experts.count)]
     routers = [f"{p}.gate"]
-    shared = None
-    if experts.shared_inner is not None:
+    shared = experts.shared_inner is not None
+    if shared:
         routers.append(f"{p}.shared_expert_gate")
-        shared = _gated(weights, f"{p}.shared_expert")
+        each.append(f"{p}.shared_expert")
     return ExpertWeights(
         router=weights.dense_rows(routers),
         gate_up=weights.stack(
@@ -39,11 +42,4 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
         down=weights.stack([(f"{one}.down_proj",) for one in each]),
         chosen=experts.chosen,
         shared=shared,
-    )
-
-
-def _gated(weights: Weights[W], p: str) -> MlpWeights[W]:
-    return MlpWeights(
-        gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True),
-        down=weights.linear(f"{p}.down_proj"),
     )

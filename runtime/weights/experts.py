@@ -31,14 +31,15 @@ class ExpertWeights(Generic[W]):
 
     Attributes:
         router: [E, h]; with a shared expert [E + 1, h], the last row is that expert's gate.
-        gate_up: E of [2 * I, h], gate rows first.
-        down: E of [h, I].
+        gate_up: E of [2 * I, h], gate rows first, and then that of the shared expert.
+        down: E of [h, I], and then that of the shared expert.
         chosen: experts of a token.
-        shared: the expert that all tokens pass through, of a width of its own; None without one.
+        shared: the last expert is one that all tokens pass through, which may have another width
+            and another scheme.
     """
 
     router: Tensor
     gate_up: Sequence[W]
     down: Sequence[W]
     chosen: int
-    shared: MlpWeights[W] | None
+    shared: bool

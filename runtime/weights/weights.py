@@ -29,6 +29,7 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint, read_at
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 W = TypeVar("W")
+Gather = Callable[[Callable[[int, int], W], int], Sequence[W]]
 
 BLOCK_BYTES = 32 << 20  # read at a time where a tensor cannot be read in place
 DERIVED_BYTES = 8 << 20  # likewise where its rows are computed, which takes several times as much
@@ -38,6 +39,11 @@ WIDE_BITS = 8
 def served(scheme: Scheme) -> Scheme:
     """Scheme that serves a linear: INT8 for INT4 with zero points, as its codes hold q - z."""
     return scheme if scheme.symmetric else Scheme(WIDE_BITS, scheme.group_size)
+
+
+def one_by_one(read: Callable[[int, int], W], count: int) -> Sequence[W]:
+    """Linears of so many experts, each in buffers of its own."""
+    return tuple(read(number, number + 1) for number in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class Weights(Generic[W]):
         device: where the model lives.
         dtype: of its dense tensors and activations.
         prepare: what the backend makes of a linear, and of one whose two halves are paired.
+        gather: makes the linears of all experts of a layer; it is given a function that reads those
+            from one number up to another, their rows below each other, and the number of experts.
         extremes: least and largest value of every dense tensor read so far, on its device.
     """
 
@@ -58,6 +66,7 @@ class Weights(Generic[W]):
     device: str
     dtype: torch.dtype
     prepare: Callable[[Linear, bool], W]
+    gather: Gather[W] = one_by_one
     extremes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _staging: list["_PinnedBlock"] = field(default_factory=list)
 
@@ -88,7 +97,8 @@ class Weights(Generic[W]):
     def linear(self, *modules: str, paired: bool = False) -> W:
         """One linear over the rows of several modules of one scheme, in the given order.
 
-        paired: two modules, gate and up, whose rows meet one by one.
+        paired: the rows of the first half of the modules, gates, meet those of the others, ups, one
+            by one.
         """
         scheme = self.schemes.get(modules[0])
         if scheme is None:
@@ -109,7 +119,12 @@ class Weights(Generic[W]):
 
     def stack(self, experts: Sequence[Sequence[str]], paired: bool = False) -> Sequence[W]:
         """One linear for each expert, over the rows of its modules; see `linear`."""
-        return tuple(self.linear(*modules, paired=paired) for modules in experts)
+
+        def read(first: int, stop: int) -> W:
+            modules = [name for part in zip(*experts[first:stop], strict=True) for name in part]
+            return self.linear(*modules, paired=paired)
+
+        return self.gather(read, len(experts))
 
     def dense_rows(self, modules: Sequence[str]) -> Tensor:
         """Rows of several dense modules in one buffer, in the given order."""

@@ -10,7 +10,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_experts import routes
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.state.step import EXACT_TOKENS
-from lowbit.runtime.weights.experts import ExpertWeights, MlpWeights
+from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 EPS = 1e-6
@@ -29,28 +29,24 @@ def linear(kind: str, N: int, K: int) -> Linear:
 
 def experts(kind: str, E: int, chosen: int, shared: bool) -> ExpertWeights[Linear]:
     one = [(linear(kind, 2 * INNER, H), linear(kind, H, INNER)) for _ in range(E)]
-    beside = (
-        MlpWeights(linear("int8", 2 * SHARED, H), linear("int8", H, SHARED)) if shared else None
-    )
+    if shared:
+        one.append((linear("int8", 2 * SHARED, H), linear("int8", H, SHARED)))
     return ExpertWeights(
         router=torch.randn(E + shared, H).bfloat16() * 0.3,
         gate_up=[gate_up for gate_up, _ in one],
         down=[down for _, down in one],
         chosen=chosen,
-        shared=beside,
+        shared=shared,
     )
 
 
 def prepared(w: ExpertWeights[Linear], dtype: torch.dtype) -> ExpertWeights[CpuLinear]:
-    shared: MlpWeights[CpuLinear] | None = None
-    if w.shared is not None:
-        shared = MlpWeights(prepare(w.shared.gate_up, dtype), prepare(w.shared.down, dtype))
     return ExpertWeights(
         router=w.router.to(dtype),
         gate_up=[prepare(each, dtype) for each in w.gate_up],
         down=[prepare(each, dtype) for each in w.down],
         chosen=w.chosen,
-        shared=shared,
+        shared=w.shared,
     )
 
 
@@ -65,12 +61,12 @@ def in_fp64(x: Tensor, norm: Tensor, w: ExpertWeights[Linear]) -> Tensor:
     for token in out:
         h = token * torch.rsqrt(token.square().mean() + EPS) * norm.double()
         scores = w.router.double() @ h
-        p = scores[: len(w.gate_up)].softmax(0)
+        p = scores[: len(w.gate_up) - w.shared].softmax(0)
         best = sorted(range(len(p)), key=lambda e: -float(p[e]))[: w.chosen]
         for e in best:
             token += p[e] / p[best].sum() * gated(h, w.gate_up[e], w.down[e])
-        if w.shared is not None:
-            token += torch.sigmoid(scores[-1]) * gated(h, w.shared.gate_up, w.shared.down)
+        if w.shared:
+            token += torch.sigmoid(scores[-1]) * gated(h, w.gate_up[-1], w.down[-1])
     return out
 
 

@@ -23,7 +23,12 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.bench.bench import step_bytes
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.input_power import FEWEST_TOKENS, input_power
-from lowbit.runtime.models.loader import check_device, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    check_device,
+    check_shared_experts,
+    load_decoder,
+    open_model,
+)
 from tests.oracle import dequantized_weights
 
 if TYPE_CHECKING:
@@ -175,7 +180,8 @@ def test_memory_is_known_before_loading(
     opened = open_model(make_experts(hybrid, mtp_num_hidden_layers=int(hybrid)).folder, head=True)
     decoder: Any = load_decoder(opened, "cpu", dtype, 16)
     assert sum(leaf.nbytes for leaf in leaves(decoder)) == opened.weight_bytes("cpu", dtype)
-    experts = [(layer.mlp.gate_up, layer.mlp.down) for layer in decoder.layers]
+    mlps = [layer.mlp for layer in decoder.layers]
+    experts = [each[: len(each) - mlp.shared] for mlp in mlps for each in (mlp.gate_up, mlp.down)]
     assert sum(leaf.nbytes for leaf in leaves(tuple(experts))) == opened.expert_bytes("cpu", dtype)
 
 
@@ -196,6 +202,23 @@ def test_a_gpu_is_refused_before_memory_is_counted(
             lowbit.load(make_experts(True).folder, device=device)
         assert caught.value.hint == "run on the CPU with --device cpu"
     check_device(open_model(make_model().folder), "cuda")
+
+
+@pytest.mark.parametrize("inner", [32, 64])
+def test_a_shared_expert_unlike_the_others_has_no_gpu_kernel(
+    make_experts: Make, inner: int
+) -> None:
+    """Kernels take it for one more expert."""
+    shared = {"shared_expert_intermediate_size": inner}
+    same = {"schemes": lambda role: Scheme(8, 32)}
+    check_shared_experts(open_model(make_experts(False, **same).folder))
+    for alike, changes in ((inner == 32, same | shared), (False, shared)):
+        opened = open_model(make_experts(True, **changes).folder)
+        if alike:
+            check_shared_experts(opened)
+            continue
+        with pytest.raises(UnsupportedModelError, match=r"shared_expert\.gate_proj` has no GPU"):
+            check_shared_experts(opened)
 
 
 E3 = "model.layers.1.mlp.experts.3"
