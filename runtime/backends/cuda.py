@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.accept import accept as accept
 from lowbit.runtime.kernels.attention_decode import attention_decode
 from lowbit.runtime.kernels.attention_prefill import attention_prefill
@@ -154,8 +155,8 @@ def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
-    """No kernel yet: `loader.check_device` refuses mixtures of experts before they are read."""
-    raise NotImplementedError
+    """`x` plus what a mixture of experts makes of it; see `Ops.moe`."""
+    return mixture(x, norm, eps, experts)
 
 
 def _product(

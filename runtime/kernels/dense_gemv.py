@@ -1,4 +1,4 @@
-"""dense_gemv: y[b, n] = sum_k w[n, k] * x[b, k]     (up to 16 tokens, BF16 weights, FP32 sums).
+"""dense_gemv: y[b, n] = sum_k w[n, k] * x[b, k]     (few tokens, BF16 weights, FP32 sums).
 
 Layout  w [N, K] and x [B, K] bf16 -> y [B, N]
 Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
@@ -17,12 +17,13 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.access import declaration, shared_buffer
 from lowbit.runtime.kernels.device import programmatic_launch, run
 from lowbit.runtime.kernels.gemv_rows import multiply_rows, rows_bytes
-from lowbit.runtime.kernels.launch import power_of_two
+from lowbit.runtime.kernels.launch import STATIC_SHARED, power_of_two
 from lowbit.runtime.kernels.mma import threads
 from lowbit.runtime.kernels.rows import rms_norm_ref
 
 FEW_TOKENS = 16  # of a launch
 WARPS = 8
+FEW_ROWS = 1024
 CHUNK = 8  # columns that a lane loads together
 
 
@@ -43,13 +44,13 @@ def dense_gemv_ref(
 @gluon.jit(do_not_specialize=["B", "N", "added_stride"])
 def _dense_gemv_kernel(
     x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, B, N, added_stride, eps,
-    TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, SHARED: gl.constexpr,
-    PDL: gl.constexpr,
+    TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, STAGED: gl.constexpr,
+    SHARED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     warp, lane, zero, none = threads(WARPS)
     multiply_rows(
         x_ptr, gain_ptr, w_ptr, added_ptr, y_ptr, shared_buffer(SHARED) + zero, warp, lane, none,
-        B, N, added_stride, eps, TOKENS, K, WARPS, PDL, False, False,
+        B, N, added_stride, eps, TOKENS, K, WARPS, PDL, False, STAGED,
     )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def dense_gemv(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for up to 16 tokens and a weight as stored.
+    """`added + rms_norm(x) @ w.T` for a weight as stored, which every 16 tokens read.
 
     Args:
         x: [B, K] bfloat16, contiguous.
@@ -85,10 +86,22 @@ def dense_gemv(
             f"columns in multiples of {CHUNK}",
             hint="run on the CPU with --device cpu",
         )
-    B = x.shape[0]
-    y = torch.empty((B, N), dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty((x.shape[0], N), dtype=dtype or x.dtype, device=x.device)
+    for first in range(0, x.shape[0], FEW_TOKENS):
+        part = slice(first, first + FEW_TOKENS)
+        of_part = added if added is None or added.shape[0] == 1 else added[part]
+        _launch(x[part], w, norm, eps, of_part, y[part])
+    return y
+
+
+def _launch(
+    x: Tensor, w: Tensor, norm: Tensor | None, eps: float, added: Tensor | None, y: Tensor
+) -> None:
+    B, (N, K) = x.shape[0], w.shape
     tokens = power_of_two(B)
     pdl = programmatic_launch(x)
+    needed = rows_bytes(tokens, K)
+    staged = tokens == 1 and K % 256 == 0 and N <= FEW_ROWS and needed <= STATIC_SHARED
     run(
         _dense_gemv_kernel,
         (-(-N // 16),),
@@ -104,10 +117,10 @@ def dense_gemv(
         TOKENS=tokens,
         K=K,
         WARPS=WARPS,
-        SHARED=declaration(rows_bytes(tokens)),
+        STAGED=staged,
+        SHARED=declaration(needed if staged else rows_bytes(tokens)),
         PDL=pdl,
         num_warps=WARPS,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return y

@@ -178,7 +178,7 @@ def _launch(
         SPLIT=split,
         SHARED=declaration(size) if size <= STATIC_SHARED else "",
         LARGE=0 if size <= STATIC_SHARED else large_size(size),
-        X_BYTES=_staged_bytes(w.K, tokens, normed) if staged else 0,
+        X_BYTES=staged_bytes(w.K, tokens, normed) if staged else 0,
         DIGITS=digit_bytes(w.K, tokens),
         PLANE=plane_bytes(w.K),
         NARROW=launch.registers is not None and launch.registers <= NARROW,
@@ -193,7 +193,7 @@ def _launch(
         join(sums, planes, w, y, added, tokens, launch.parts, normed)
 
 
-def _staged_bytes(K: int, tokens: int, normed: bool) -> int:
+def staged_bytes(K: int, tokens: int, normed: bool) -> int:
     """Shared memory for digits, squares of blocks and factors."""
     squares = tokens * blocks_of(K) * 32 + -(-tokens // 4) * 16 if normed else 0
     return digit_bytes(K, tokens) + squares
@@ -207,4 +207,4 @@ def sums_bytes(launch: GemvLaunch, tokens: int) -> int:
 
 def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:
     """Shared memory of a program that stages x, a power of two of tokens."""
-    return _staged_bytes(K, tokens, normed) + sums_bytes(launch, tokens)
+    return staged_bytes(K, tokens, normed) + sums_bytes(launch, tokens)

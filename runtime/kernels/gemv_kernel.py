@@ -113,7 +113,7 @@ def _multiply_tiles(
     if SPLIT > 1:
         part += gl.program_id(1) * EACH
     first_tile = program * (ROUNDS * ABREAST * R)
-    words, scales = _addresses(
+    words, scales = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // EACH * R, tiles, part, lane, STEPS, GROUPS,
         SCALES, R,
     )  # fmt: skip
@@ -190,7 +190,7 @@ def _multiply_tiles(
     digits = digits + column_of(lane, TOKENS, TO_PLANE, TO_TOKEN) + part * (8 // BITS * STRIDE)
     mixed = gl.where(t % 2 == 0, 256, 0)
     if ROUNDS == 1:
-        loaded, raw = _multiply_round(
+        loaded, raw = multiply_round(
             loaded, raw, words, scales, words, scales, digits, units, part, mixed, held,
             warp // EACH, slot, sums_at, none, G, BITS, K, R, C, PARTS, SCALES, TOKENS, STAGED,
             STRIDE, TO_PLANE, TO_TOKEN, HELD, False,
@@ -198,11 +198,11 @@ def _multiply_tiles(
     else:
         for turn in range(ROUNDS):
             own = gl.minimum(turn + 1, ROUNDS - 1) * ABREAST + warp // EACH
-            next_words, next_scales = _addresses(
+            next_words, next_scales = tile_addresses(
                 words_ptr, scales_ptr, first_tile + own * R, tiles, part, lane, STEPS, GROUPS,
                 SCALES, R,
             )  # fmt: skip
-            loaded, raw = _multiply_round(
+            loaded, raw = multiply_round(
                 loaded, raw, words, scales, next_words, next_scales, digits, units, part, mixed,
                 held, turn * ABREAST + warp // EACH, slot, sums_at,
                 none, G, BITS, K, R, C, PARTS, SCALES, TOKENS, STAGED, STRIDE, TO_PLANE, TO_TOKEN,
@@ -260,7 +260,7 @@ def store_result(
 
 
 @gluon.jit
-def _multiply_round(
+def multiply_round(
     loaded, raw, words, scales, next_words, next_scales, digits, units, part, mixed, held, share,
     slot, sums_at, none, G: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
     C: gl.constexpr, PARTS: gl.constexpr, SCALES: gl.constexpr, TOKENS: gl.constexpr,
@@ -329,12 +329,12 @@ def _multiply_round(
             raw = next_raw
     at = sums_at + ((share * len(acc) * PARTS + part) * HELD + slot) * (8 * COLUMNS)
     for i in gl.static_range(len(acc)):
-        _store_sums(acc[i], at + i * (PARTS * HELD * 8 * COLUMNS), held, PAIRED)
+        store_sums(acc[i], at + i * (PARTS * HELD * 8 * COLUMNS), held, PAIRED)
     return loaded, raw
 
 
 @gluon.jit
-def _addresses(
+def tile_addresses(
     words_ptr, scales_ptr, first_tile, tiles, part, lane, STEPS: gl.constexpr,
     GROUPS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -352,7 +352,7 @@ def _addresses(
 
 
 @gluon.jit
-def _store_sums(a, at, held, PAIRED: gl.constexpr):
+def store_sums(a, at, held, PAIRED: gl.constexpr):
     """Join the digits of a warp's sums and leave them in shared or, where split, global memory."""
     if PAIRED:
         low = a[0] + TOP_WEIGHT * across(a[0], 1)

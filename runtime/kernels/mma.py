@@ -172,6 +172,32 @@ def largest(x):
 
 
 @gluon.jit
+def largest_signed(x):
+    """The largest int32 of the warp's lanes."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def least(x):
+    """The least int32 of the warp's lanes."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.min.s32 $0, $1, 0xffffffff;",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def total(x):
     """The sum of an int32 over the warp's lanes."""
     return gl.inline_asm_elementwise(

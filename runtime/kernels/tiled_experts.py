@@ -84,6 +84,17 @@ def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
     return TiledExperts(words, scales, first.bits, first.group_size, first.N, first.K, first.paired)
 
 
+def stacked(experts: Sequence[GpuLinear]) -> TiledExperts:
+    """Experts that `gathered` has made.
+
+    Raises:
+        UnsupportedModelError: they do not lie in one buffer.
+    """
+    if isinstance(experts, TiledExperts):
+        return experts
+    raise UnsupportedModelError("experts that do not lie in one buffer have no GPU kernel")
+
+
 def _blocks(one: TiledLinear, count: int) -> Iterator[tuple[int, int]]:
     """Numbers of experts that are read together: one where its last tile is not full."""
     whole = one.N % TILE == 0

@@ -20,6 +20,15 @@ def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any
     return cuda.prepare(PackedLinear(codes, zeros(N, K // G), bits, G), paired)
 
 
+def tiled_experts(bits: int, E: int, N: int, K: int, paired: bool = False) -> Any:
+    """Packed linears of experts as the GPU keeps them."""
+    from lowbit.runtime.kernels.tiled_experts import TiledExperts
+
+    one = weight(bits, N, K, paired=paired)
+    words, scales = (x.new_empty((E, *x.shape)) for x in (one.words, one.scales))
+    return TiledExperts(words, scales, bits, one.group_size, N, K, paired)
+
+
 def step_of(sequences: int, tokens: int, prompt: bool = False, reach: int = 1) -> Any:
     """A step without numbers, of as many tokens of each sequence."""
     from lowbit.runtime.state.step import Span, Step

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.kernels.choice_launches import choices_of_rows
+from tests.runtime.kernels.expert_launches import mixtures
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
 
 KB = 1024
@@ -44,8 +45,9 @@ VOCABULARY = 151936
 CHOICE = {"adjust", "best_rows", "likeliest_rows", "rank_groups_rows", "draw_rows", "sum_masses"}
 CHOICE |= {"pick", "exp_sums", "log_probabilities"}
 DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
-DECODE |= CHOICE | {"digits", "gemv_join", "norm_heads"}
+DECODE |= CHOICE | {"digits", "gemv_join", "norm_heads", "experts_gate_up", "experts_down"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
+PREFILL |= {"experts_route", "experts_gate_up_gemm", "experts_down_gemm", "experts_sum"}
 
 STARVED = "starved gemv"
 
@@ -151,6 +153,7 @@ def workload(full: bool) -> Iterator[str]:
         yield from measured({size for model, bits in whole for size in sizes(model, bits)})
     yield from attentions(full)
     yield from delta_nets(full)
+    yield from mixtures(full)
     yield from choices_of_rows(full)
     yield from others(full)
 
@@ -297,6 +300,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float64: "*fp64",

@@ -1,0 +1,210 @@
+"""experts_down: y[b] = x[b] + sum_s share[b, s] * down_e @ act[b, s], e = expert s of token b.
+
+Layout  act [M, slots, width] bf16 of `experts_gate_up`, scores [M, experts] fp32, weights in tiles
+        of all experts (`tiled_experts`), x [M, N] bf16 -> y [M, N]
+Fused   the choice of experts, softmax over those that are chosen, sigmoid of the shared one's gate;
+        residual
+Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
+Plan    a program takes some tiles of rows for one token; a unit of work is one step of one expert,
+        and units go round the warps. An expert's steps are summed in order, then its share joins
+        those of the experts before it, the likeliest first and the shared one last, then the
+        residual, in FP32, and is rounded once. Where `ahead`, warps choose experts and ask for
+        weights before they wait: the scores are those of the kernel before the last, which has
+        ended, as `experts_gate_up` lets this kernel start after it has waited itself
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.access import barrier, declaration, load4_l2, shared_buffer
+from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
+from lowbit.runtime.kernels.experts_choice import expert_of, likeliest, shares
+from lowbit.runtime.kernels.experts_gate_up import padded_width
+from lowbit.runtime.kernels.experts_launch import ExpertsDownLaunch, experts_down_launch
+from lowbit.runtime.kernels.gemv_columns import (
+    column_of,
+    multiply_digits,
+    sums_of_tokens,
+    unit_of,
+)
+from lowbit.runtime.kernels.gemv_digits import digit_bytes, plane_bytes, stage_tokens
+from lowbit.runtime.kernels.gemv_kernel import store_result, store_sums, tile_addresses
+from lowbit.runtime.kernels.gemv_stage import BLOCK_K, sum_of_parts, turns_of
+from lowbit.runtime.kernels.gemv_steps import load_steps
+from lowbit.runtime.kernels.mma import as_float, threads
+from lowbit.runtime.kernels.tiled_experts import TiledExperts
+from lowbit.runtime.kernels.tiles import SCALES
+
+SUM_BYTES = gl.constexpr(64)  # of 16 rows
+
+
+@gluon.jit(do_not_specialize=["N", "tiles"])
+def _experts_down_kernel(
+    act_ptr, scores_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
+    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+    WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
+    PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """TURNS: in which warps stage act. X_BYTES: of shared memory that its digits take."""
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    GROUPS: gl.constexpr = (K + G - 1) // G
+    UNITS: gl.constexpr = SLOTS * STEPS
+    OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    warp, lane, zero, none = threads(WARPS)
+    buffer = shared_buffer(SHARED) + zero
+    g = lane // 4
+    t = lane % 4
+    token = gl.program_id(1)
+    first_tile = gl.program_id(0) * R
+    if PDL and not AHEAD:
+        gdc_wait()
+    scores = scores_ptr.to(gl.int64, bitcast=True)
+    scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN)) + zero
+    numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+    loaded = ()
+    raw = ()
+    for turn in gl.static_range(OWN):
+        unit = gl.minimum(turn * WARPS + warp, UNITS - 1)
+        expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
+        words, scales = tile_addresses(
+            words_ptr, scales_ptr, expert * tiles + first_tile, (expert + 1) * tiles,
+            unit % STEPS, lane, STEPS, GROUPS, SCALES, R,
+        )  # fmt: skip
+        own, own_raw = load_steps(
+            words, scales, unit % STEPS, 0, G, BITS, K, R, 1, STEPS, SCALES
+        )  # fmt: skip
+        loaded = loaded + (own,)
+        raw = raw + (own_raw,)
+    share = shares(found, CHOSEN)
+    if SLOTS > CHOSEN:
+        gate = as_float(load4_l2(scores + 4 * EXPERTS))
+        share = share + (1.0 / (1.0 + gl.exp(-gate)),)
+
+    if PDL:
+        if AHEAD:
+            gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    tile = first_tile + gl.minimum(warp, R - 1)
+    added = ()
+    for half in gl.static_range(2):
+        n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
+        added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
+    stage_tokens(
+        act_ptr + token.to(gl.int64) * (SLOTS * WIDTH), (), None, buffer, warp, lane, none, 1, 0.0,
+        False, False, SLOTS * WIDTH, WARPS, 1, TURNS, BITS, 0, PLANE, 0,
+    )  # fmt: skip
+    barrier()
+    sums_at = buffer + X_BYTES
+    for turn in gl.static_range(OWN):
+        unit = turn * WARPS + warp
+        _multiply_unit(
+            loaded[turn], raw[turn], buffer, gl.minimum(unit, UNITS - 1), lane, none,
+            sums_at + (unit * 8 + g) * 8, (t == 0) & (unit < UNITS), WIDTH, K, G, BITS, SCALES, R,
+            STEPS, UNITS, PLANE,
+        )  # fmt: skip
+    barrier()
+    at = sums_at + (gl.minimum(warp, R - 1) * (UNITS * 8) + g) * 8
+    low = none
+    high = none
+    for slot in gl.static_range(SLOTS):
+        y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), none, STEPS, 8, 1)
+        low = gl.fma(share[slot], y[0], low)
+        high = gl.fma(share[slot], y[1], high)
+    factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
+    store_result(
+        y_ptr, low * factor, high * factor, added, tile, g, token + zero, (t == 0) & (warp < R), N,
+        False, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_unit(
+    loaded, raw, buffer, unit, lane, none, sums_at, held,
+    WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SCALES: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr,
+    PLANE: gl.constexpr,
+):  # fmt: skip
+    """One step of one expert times its slot, for all tiles; leaves their sums UNITS apart."""
+    slot = unit // STEPS
+    step = unit % STEPS
+    digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE)
+    digits += slot * WIDTH + step * (8 // BITS * 64)  # 64 k are 64 bytes of a plane
+    units = buffer + 3 * PLANE + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
+    mixed = gl.where(lane % 2 == 0, 256, 0)
+    acc = multiply_digits(
+        sums_of_tokens(none, R, 1), loaded, raw, digits, units, step, mixed, 0, 1, G, BITS, K, R,
+        STEPS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
+    )  # fmt: skip
+    for r in gl.static_range(R):
+        store_sums(acc[r], sums_at + r * (UNITS * SUM_BYTES), held, True)
+
+
+def experts_down(
+    act: Tensor, scores: Tensor, w: TiledExperts, chosen: int, shared: bool, x: Tensor
+) -> Tensor:
+    """Add to every token what its experts make of it.
+
+    Args:
+        act: [M, slots, width], of `experts_gate_up`.
+        scores: [M, experts] float32, of the router.
+        w: [N, K] of every expert.
+        chosen: experts of a token, beside the shared one.
+        shared: the last expert is every token's.
+        x: [M, N], the residual.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    M, slots, width = act.shape
+    launch = experts_down_launch(w.bits, w.tiles, w.steps)
+    pdl = programmatic_launch(x)
+    needed = experts_down_bytes(w.bits, w.K, slots, launch)
+    y = torch.empty_like(x)
+    run(
+        _experts_down_kernel,
+        (-(-w.tiles // launch.tiles), M),
+        act,
+        scores,
+        w.words,
+        w.scales.view(torch.int32),
+        x,
+        y,
+        w.N,
+        w.tiles,
+        EXPERTS=len(w) - shared,
+        CHOSEN=chosen,
+        SLOTS=slots,
+        WIDTH=width,
+        K=w.K,
+        G=w.group_size,
+        BITS=w.bits,
+        SCALES=SCALES[w.scales.dtype],
+        R=launch.tiles,
+        WARPS=launch.warps,
+        TURNS=turns_of(slots * width, launch.warps, 1),
+        SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
+        X_BYTES=digit_bytes(slots * width),
+        PLANE=plane_bytes(slots * width),
+        PDL=pdl,
+        EARLY=launch.early,
+        AHEAD=launch.ahead,
+        num_warps=launch.warps,
+        maxnreg=register_cap(x, launch.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def experts_down_bytes(bits: int, inner: int, slots: int, launch: ExpertsDownLaunch) -> int:
+    """Shared memory of a program: digits of all slots, and sums of all units."""
+    steps = -(-inner * bits // 512)
+    sums = launch.tiles * slots * steps * 64
+    return digit_bytes(slots * padded_width(inner)) + sums

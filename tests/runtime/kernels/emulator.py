@@ -1,0 +1,312 @@
+"""Gluon kernels run in NumPy: what they compute, without a GPU.
+
+A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
+holds; so it must not branch on the number of its program. Only what stands for one PTX instruction
+is done here by hand (`access` and `mma` wrap no more than that). All lanes do one operation before
+any does the next, so barriers have nothing to do, and races are not seen; rounding is that of
+NumPy. Memory is checked: an address that no tensor given to the kernel holds is an error, and
+shared memory begins as NaN.
+"""
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TOGETHER = 256  # programs
+FLOAT, INT, LONG = np.float32, np.int32, np.int64
+
+
+class Lanes(np.ndarray):
+    """Values of every lane."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # NumPy changes what others name
+        return self + other
+
+    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self * other
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if isinstance(dtype, torch.dtype):
+            assert dtype == torch.bfloat16
+            rounded = torch.from_numpy(np.ascontiguousarray(self, FLOAT)).bfloat16()
+            return lanes(rounded.view(torch.int16).numpy())
+        return lanes(self.view(dtype) if bitcast else self.astype(dtype))
+
+
+def lanes(x: Any) -> Lanes:
+    return np.asarray(x).view(Lanes)
+
+
+class Kind:
+    """Of what a pointer points to."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.element_ty = {torch.float32: FLOAT, torch.int32: INT}.get(dtype, dtype)
+
+
+class Pointer:
+    """An address, or one for every lane."""
+
+    def __init__(self, memory: "Memory", address: Any, dtype: torch.dtype):
+        self.memory, self.address, self.kind = memory, lanes(address), dtype
+        self.dtype = Kind(dtype)
+
+    def __add__(self, offset: Any) -> "Pointer":
+        step = self.kind.itemsize * np.asarray(offset, LONG)
+        return Pointer(self.memory, self.address + step, self.kind)
+
+    def to(self, dtype: Any, bitcast: bool) -> Lanes:
+        assert dtype is LONG
+        assert bitcast
+        return self.address
+
+
+class Memory:
+    """Tensors given to a kernel, and the shared memory of a program."""
+
+    def __init__(self, tensors: list[Tensor]):
+        self.tensors = [(x.data_ptr(), x.contiguous().flatten().view(torch.uint8)) for x in tensors]
+        self.shared = np.zeros((0, 0), np.uint8)  # [programs, bytes]
+
+    def held(self, address: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of a tensor, and where those of each lane begin."""
+        for start, values in self.tensors:
+            if start <= address.flat[0] < start + len(values):
+                at = address - start
+                assert (at >= 0).all(), "before the tensor"
+                assert (at + size <= len(values)).all(), "behind the tensor"
+                return values.numpy(), at
+        raise AssertionError("an address of no tensor")
+
+    def place(self, address: Any, size: int, shared: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes that hold an address of each lane, and where."""
+        if not shared:
+            values, at = self.held(address, size)
+        else:
+            programs, length = self.shared.shape
+            assert (address >= 0).all()
+            assert (address + size <= length).all(), "behind shared memory"
+            values = self.shared.reshape(-1)
+            at = address + np.arange(programs)[:, None, None] * length
+        assert (at % size == 0).all(), "not aligned"
+        return values, at
+
+    def load(self, address: Any, words: int, shared: bool) -> tuple[Lanes, ...]:
+        values, at = self.place(np.asarray(address), 4 * words, shared)
+        found = values.view(INT)[at[..., None] // 4 + np.arange(words)]
+        return tuple(lanes(found[..., i]) for i in range(words))
+
+    def store(self, address: Any, words: tuple[Any, ...], inside: Any, shared: bool) -> None:
+        inside = np.broadcast_to(np.asarray(inside, bool), np.shape(words[0]))
+        if not inside.any():
+            return
+        address = np.broadcast_to(np.asarray(address), inside.shape)
+        safe = np.where(inside, address, address[inside][0])
+        values, at = self.place(safe, 4 * len(words), shared)
+        stacked = np.stack([np.asarray(word)[inside].view(INT) for word in words], -1)
+        values.view(INT)[at[inside][:, None] // 4 + np.arange(len(words))] = stacked
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """In place of `device.run`."""
+    memory = Memory([x for x in arguments if isinstance(x, Tensor)])
+    given = [
+        Pointer(memory, x.data_ptr(), x.dtype)
+        if isinstance(x, Tensor)
+        else (lanes(INT(x)) if isinstance(x, int) else x)
+        for x in arguments
+    ]
+    constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
+    numbers = np.indices((*grid, 1)[:2]).reshape(2, -1, 1, 1).astype(INT)
+    with np.errstate(all="ignore"):
+        for first in range(0, numbers.shape[1], TOGETHER):
+            emulation = Emulation(memory, numbers[:, first : first + TOGETHER])
+            emulation.function(kernel)(*given, *constants)
+
+
+class Emulation:
+    """Kernels and device functions as plain Python functions."""
+
+    def __init__(self, memory: Memory, programs: np.ndarray):
+        self.made = dict[int, Callable[..., Any]]()
+        self.language = language(memory, programs)
+        self.leaves = leaves(memory, programs.shape[1])
+
+    def function(self, jitted: Any) -> Callable[..., Any]:
+        fn = jitted.fn
+        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".mma")):
+            return self.leaves[fn.__name__]
+        if id(fn) not in self.made:
+            scope = dict[str, Any]()
+            made = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
+            self.made[id(fn)] = made
+            scope |= {name: self.value(name, x) for name, x in fn.__globals__.items()}
+        return self.made[id(fn)]
+
+    def value(self, name: str, x: Any) -> Any:
+        if name == "gl":
+            return self.language
+        if name in ("gdc_wait", "gdc_launch_dependents"):
+            return lambda: None
+        if type(x).__name__ == "GluonJITFunction":
+            return self.function(x)
+        return x.value if type(x).__name__ == "constexpr" else x
+
+
+def language(memory: Memory, programs: np.ndarray) -> Any:
+    """Of `triton.experimental.gluon.language` what the kernels use."""
+
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Lanes:
+        size = pointer.kind.itemsize
+        inside = np.broadcast_to(True if mask is None else mask, pointer.address.shape)
+        safe = np.where(inside, pointer.address, pointer.address.flat[np.argmax(inside)])
+        values, at = memory.held(safe, size)
+        found = torch.from_numpy(values[at[..., None] + np.arange(size)].copy())
+        floats = found.view(pointer.kind)[..., 0]
+        as_numpy = (floats.float() if floats.is_floating_point() else floats).numpy()
+        return lanes(np.where(inside, as_numpy, as_numpy.dtype.type(other)))
+
+    def store(pointer: Pointer, value: Any, mask: Any) -> None:
+        value = lanes(value)
+        shape = np.broadcast_shapes(pointer.address.shape, value.shape)
+        address = np.broadcast_to(pointer.address, shape)
+        inside = np.broadcast_to(np.asarray(mask, bool), shape)
+        if inside.any():
+            values, at = memory.held(np.asarray(address)[inside], pointer.kind.itemsize)
+            wide = np.broadcast_to(value, shape)[inside]
+            bytes_ = np.ascontiguousarray(wide)[:, None].view(np.uint8)
+            values[at[:, None] + np.arange(pointer.kind.itemsize)] = bytes_
+
+    def where(condition: Any, a: Any, b: Any) -> Lanes:
+        out = np.where(condition, a, b)
+        return lanes(out.astype(INT) if isinstance(a, int) and isinstance(b, int) else out)
+
+    return types.SimpleNamespace(
+        constexpr=lambda x: x,
+        float32=FLOAT,
+        int32=INT,
+        int64=LONG,
+        static_range=range,
+        program_id=lambda axis: lanes(programs[axis]),
+        where=where,
+        minimum=lambda a, b: lanes(np.minimum(a, b)),
+        maximum=lambda a, b: lanes(np.maximum(a, b)),
+        exp=lambda x: lanes(np.exp(x)),
+        rsqrt=lambda x: lanes(FLOAT(1) / np.sqrt(x)),
+        fma=lambda a, b, c: lanes(a * b + c),
+        load=load,
+        store=store,
+    )
+
+
+def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
+    """One PTX instruction each."""
+
+    def loads(words: int, shared: bool) -> Callable[..., Any]:
+        def load(address: Any, OFFSET: int = 0) -> Any:
+            found = memory.load(address + OFFSET, words, shared)
+            return found if words > 1 else found[0]
+
+        return load
+
+    def stores(shared: bool) -> Callable[..., None]:
+        def store(address: Any, words: Any, inside: Any) -> None:
+            parts = words if isinstance(words, tuple) else (words,)
+            memory.store(address, parts, inside, shared)
+
+        return store
+
+    def shared_buffer(declared: str) -> Lanes:
+        size = re.search(r"staged\[(\d+)\]", declared)
+        assert size is not None
+        memory.shared = np.full((programs, -(-int(size[1]) // 16) * 16), 0xFF, np.uint8)
+        return lanes(INT(0))
+
+    named = {"load16": 4, "stream16": 4, "reload16": 4, "load8": 2, "load4": 1, "load4_l2": 1}
+    found = {name: loads(words, False) for name, words in named.items()}
+    found |= {"load_shared8": loads(2, True), "load_shared16": loads(4, True)}
+    found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
+    found |= {
+        "load_shared4": lambda *at: loads(1, True)(*at).view(FLOAT),
+        "shared_buffer": shared_buffer,
+        "barrier": lambda: None,
+        "warp_barrier": lambda: None,
+        "threads": lambda warps: threads(programs, warps),
+        "mma": mma,
+        "integer_mma": integer_mma,
+        "times": lambda a, b: packed(*(x * y for x, y in zip(halves(a), halves(b), strict=True))),
+        "bf16_pair": packed,
+        "larger": lambda a, b: packed(
+            *(np.maximum(x, y) for x, y in zip(halves(a), halves(b), strict=True))
+        ),
+        "across": lambda x, distance: lanes(x[..., np.arange(32) ^ distance]),
+        "largest": lambda x: over_warp(x.view(np.uint32), np.max).view(INT),
+        "largest_signed": lambda x: over_warp(x, np.max),
+        "least": lambda x: over_warp(x, np.min),
+        "bytes_of": bytes_of,
+    }
+    return found
+
+
+def over_warp(x: Lanes, function: Callable[..., Any]) -> Lanes:
+    return lanes(np.broadcast_to(function(x, axis=-1, keepdims=True), x.shape).copy())
+
+
+def threads(programs: int, warps: int) -> tuple[Lanes, ...]:
+    _, warp, lane = (lanes(x.astype(INT)) for x in np.indices((programs, warps, 32)))
+    return warp, lane, lanes(np.zeros(lane.shape, INT)), lanes(np.zeros(lane.shape, FLOAT))
+
+
+def halves(word: Lanes) -> tuple[Lanes, Lanes]:
+    """Two BF16 of a word."""
+    return lanes((word << 16).view(FLOAT)), lanes((word & -65536).view(FLOAT))
+
+
+def packed(low: Any, high: Any) -> Lanes:
+    """Two FP32 as BF16 in a word."""
+    a, b = (lanes(x).to(torch.bfloat16).astype(INT) for x in (low, high))
+    return lanes((a & 0xFFFF) | (b << 16))
+
+
+def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:
+    both = np.stack([first, second], -1).view(np.uint8)
+    picked = both[..., [selector >> (4 * i) & 7 for i in range(4)]]
+    return lanes(np.ascontiguousarray(picked).view(INT)[..., 0])
+
+
+def product(c: Any, a: Any, b: Any, values: Callable[[Any], np.ndarray], each: int) -> Any:
+    """C + a @ b; a register holds `each` values of k."""
+    outer = a[0].shape[:-1]
+    kind = values(a[0]).dtype
+    A = np.zeros((*outer, 16, 8 * each), kind)
+    B = np.zeros((*outer, 8 * each, 8), kind)
+    g, t = np.divmod(np.arange(32), 4)
+    for i in range(each):
+        for half in range(2):
+            k = half * 4 * each + each * t + i
+            A[..., g, k] = values(a[2 * half])[..., i]
+            A[..., g + 8, k] = values(a[2 * half + 1])[..., i]
+            B[..., k, g] = values(b[half])[..., i]
+    D = A @ B
+    places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
+    return tuple(lanes(c[i] + D[..., row, column]) for i, (row, column) in enumerate(places))
+
+
+def mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
+    def values(word: Any) -> np.ndarray:
+        return np.stack(halves(lanes(np.broadcast_to(word, b0.shape))), -1)
+
+    return product(c, (a0, a1, a2, a3), (b0, b1), values, 2)
+
+
+def integer_mma(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any) -> Any:
+    def values(word: Any) -> np.ndarray:
+        whole = np.ascontiguousarray(np.broadcast_to(word, b0.shape))
+        return whole.view(np.int8).reshape(*whole.shape, 4).astype(INT)
+
+    return product(c, (a0, a1, a2, a3), (b0, b1), values, 4)

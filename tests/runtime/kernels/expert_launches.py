@@ -1,0 +1,28 @@
+"""Launches of mixtures of experts for `test_compile`."""
+
+from collections.abc import Iterator
+
+from tests.runtime.kernels.meta_inputs import tiled_experts, zeros
+
+EPS = 1e-6
+
+
+def mixtures(full: bool) -> Iterator[str]:
+    """Experts of Qwen3.5-35B-A3B and Qwen3-30B-A3B, for a step and for a prompt."""
+    from lowbit.runtime.backends import cuda
+    from lowbit.runtime.weights.experts import ExpertWeights
+
+    # hidden, experts, width of one, a shared one
+    sizes = [(2048, 256, 512, True), (2048, 128, 768, False)]
+    for h, E, inner, shared in sizes if full else sizes[:1]:
+        for bits in (4, 8):
+            experts = ExpertWeights(
+                router=zeros(E + shared, h),
+                gate_up=tiled_experts(bits, E + shared, 2 * inner, h, paired=True),
+                down=tiled_experts(bits, E + shared, h, inner),
+                chosen=8,
+                shared=shared,
+            )
+            for tokens in (1, 16, 100, 1024) if full else (1, 1024):
+                cuda.moe(zeros(tokens, h), zeros(h), EPS, experts)
+                yield f"{E} of {inner} INT{bits} B{tokens}"

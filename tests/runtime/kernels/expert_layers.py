@@ -1,0 +1,102 @@
+"""Random mixtures of experts as the GPU keeps them, and what they make of tokens in float64."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.tiled_experts import TiledExperts, gathered, stacked
+from lowbit.runtime.kernels.tiles import GpuLinear, dequantized, tiled
+from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import PackedLinear
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Sizes of a layer; shared: beside E experts there is one of every token."""
+
+    bits: int
+    h: int
+    inner: int
+    E: int
+    chosen: int
+    shared: bool
+    G: int = 128
+
+    def __str__(self) -> str:
+        beside = "+1" if self.shared else ""
+        return f"INT{self.bits}-h{self.h}-I{self.inner}-{self.chosen}{beside}of{self.E}-G{self.G}"
+
+
+def random_experts(size: Size, device: str) -> ExpertWeights[GpuLinear]:
+    """Codes of every value; scales are powers of two, so that weights are exact in BF16."""
+    count = size.E + size.shared
+
+    def stack(N: int, K: int, paired: bool) -> TiledExperts:
+        def read(first: int, stop: int) -> GpuLinear:
+            shape = (stop - first) * N, K * size.bits // 32
+            codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
+            powers = torch.randint(-2, 2, (shape[0], K // size.G), device=device)
+            scales = torch.exp2(powers.float()) / (2**size.bits * K**0.5)
+            scales *= torch.randint(0, 2, scales.shape, device=device) * 2 - 1
+            packed = PackedLinear(codes, _power_of_two(scales).bfloat16(), size.bits, size.G)
+            return tiled(packed, paired)
+
+        return gathered(read, count)
+
+    router = torch.randn(count, size.h, device=device) * 2 / size.h**0.5
+    return ExpertWeights(
+        router=router.bfloat16(),
+        gate_up=stack(2 * size.inner, size.h, True),
+        down=stack(size.h, size.inner, False),
+        chosen=size.chosen,
+        shared=size.shared,
+    )
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    return torch.exp2(x.abs().log2().round()) * x.sign()
+
+
+def routes(scores: Tensor, chosen: int, shared: bool) -> list[list[tuple[int, float]]]:
+    """Experts of every token with their shares, the likeliest first, the shared one last."""
+    found = []
+    for row in scores.double().cpu():
+        own = row[: len(row) - shared]
+        best = sorted(range(len(own)), key=lambda e: (-float(own[e]), e))[:chosen]
+        part = own[best].softmax(0).tolist()
+        pairs = list(zip(best, part, strict=True))
+        if shared:
+            pairs.append((len(own), float(torch.sigmoid(row[-1]))))
+        found.append(pairs)
+    return found
+
+
+def normed(x: Tensor, norm: Tensor) -> Tensor:
+    """The norm as the kernels do it: products with the gain are rounded once."""
+    factor = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    return (x.float() * norm.float()).bfloat16().double() * factor
+
+
+def acts(h: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
+    """silu(gate) * up of every token and slot: [M, slots, I] float64."""
+    rows, gate_up = [], stacked(w.gate_up)
+    for token, pairs in zip(h.double(), routes(scores, w.chosen, w.shared), strict=True):
+        made = [dequantized(gate_up[e]).double() @ token for e, _ in pairs]
+        halves = [one.chunk(2) for one in made]
+        rows.append(torch.stack([torch.nn.functional.silu(gate) * up for gate, up in halves]))
+    return torch.stack(rows)
+
+
+def added(act: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
+    """What the experts add to every token: [M, h] float64."""
+    out, down = [], stacked(w.down)
+    for slots, pairs in zip(act.double(), routes(scores, w.chosen, w.shared), strict=True):
+        parts = [
+            share * (dequantized(down[e]).double() @ slot)
+            for slot, (e, share) in zip(slots, pairs, strict=True)
+        ]
+        out.append(torch.stack(parts).sum(0))
+    return torch.stack(out)

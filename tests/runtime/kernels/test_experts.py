@@ -1,0 +1,251 @@
+"""Kernels of mixtures of experts against float64, and a token's bits in any company.
+
+Without a GPU the Gluon kernels run in the emulator, the Triton ones in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends import cuda
+from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
+from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up
+from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
+from lowbit.runtime.kernels.experts_route import by_expert, experts_route
+from lowbit.runtime.kernels.tiled_experts import stacked
+from tests.runtime.kernels.emulator import run_kernel
+from tests.runtime.kernels.expert_layers import (
+    EPS,
+    Size,
+    acts,
+    added,
+    normed,
+    random_experts,
+    routes,
+)
+
+Randn = Callable[..., Tensor]
+
+gpu = pytest.mark.gpu
+FP32_ERROR = 5e-6  # relative to the norm of the result
+EXACT = 16  # tokens of a step that have the bits of a step of their own
+
+# Tails of a step and of a block, groups of several steps and several in one, one expert or all.
+SMALL = [
+    Size(4, 256, 128, 6, 2, True),
+    Size(8, 96, 96, 5, 3, True, 32),
+    Size(4, 160, 32, 3, 3, False, 32),
+    Size(8, 128, 64, 40, 1, False, 64),
+    Size(4, 512, 256, 34, 8, True, 256),
+]
+REAL = [
+    Size(4, 2048, 512, 256, 8, True),
+    Size(8, 2048, 512, 256, 8, True),
+    Size(4, 2048, 768, 128, 8, False),
+    Size(8, 2048, 768, 128, 8, False),
+]
+SIZES = pytest.mark.parametrize(
+    "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
+)
+ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon kernels run without a GPU too."""
+    if device == "cpu":
+        for module in (dense_gemv, experts_gate_up, experts_down):
+            monkeypatch.setattr(module, "run", run_kernel)
+
+
+def relative_error(y: Tensor, ref: Tensor) -> float:
+    return float((y.double() - ref).norm() / ref.norm())
+
+
+def scores_of(M: int, size: Size, device: str) -> Tensor:
+    """Scores of which every other token has equal ones, zeros of both signs among them."""
+    scores = 2 * torch.randn(M, size.E + size.shared, device=device)
+    scores[1::2] = scores[1::2].round() / 2
+    return torch.where(scores.abs() < 0.2, -0.0 * scores, scores)
+
+
+@SIZES
+def test_gate_up(size: Size, device: str, randn: Randn) -> None:
+    w, M = random_experts(size, device), 3
+    x, norm = 3 * randn(M, size.h), 1 + 0.2 * randn(size.h)
+    norm = norm.float() if size.bits == 4 else norm
+    scores = scores_of(M, size, device)
+    found = experts_gate_up.experts_gate_up(
+        x, norm, EPS, scores, stacked(w.gate_up), size.chosen, size.shared
+    )
+    expected = acts(normed(x, norm), scores, w)
+    assert relative_error(found[..., : size.inner], expected) < 2**-8
+    assert not found[..., size.inner :].any()
+
+
+@SIZES
+def test_down(size: Size, device: str, randn: Randn) -> None:
+    """Sums are rounded once, here not at all: the residual is FP32."""
+    w, M, slots = random_experts(size, device), 3, size.chosen + size.shared
+    x, scores = torch.randn(M, size.h, device=device), scores_of(M, size, device)
+    act = torch.zeros(M, slots, experts_gate_up.padded_width(size.inner), device=device)
+    act = act.bfloat16()
+    act[..., : size.inner] = randn(M, slots, size.inner)
+    found = experts_down.experts_down(act, scores, stacked(w.down), size.chosen, size.shared, x)
+    expected = added(act[..., : size.inner], scores, w) + x.double()
+    assert relative_error(found, expected) < FP32_ERROR
+
+
+@pytest.mark.parametrize("size", [SMALL[0], *(pytest.param(s, marks=gpu) for s in REAL)], ids=str)
+def test_launches_have_the_same_bits(
+    size: Size, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for warps that share a tile of gate and up."""
+    w = random_experts(size, device)
+    x, norm = randn(2, size.h), 1 + 0.2 * randn(size.h)
+    expected = cuda.moe(x, norm, EPS, w)
+
+    def check(module: Any, name: str, launch: dict[str, Any]) -> None:
+        chosen = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *sizes: replace(chosen(*sizes), **launch))
+        assert torch.equal(cuda.moe(x, norm, EPS, w), expected), launch
+        monkeypatch.setattr(module, name, chosen)
+
+    check(experts_down, "experts_down_launch", {"tiles": 2, "warps": 4, "ahead": False})
+    check(experts_down, "experts_down_launch", {"tiles": 4, "early": True, "registers": None})
+    check(experts_down, "experts_down_launch", {"warps": 16, "shared": 32})
+    check(experts_gate_up, "experts_gate_up_launch", {"tiles": 1, "steps": 1})
+    check(experts_gate_up, "experts_gate_up_launch", {"warps": 8, "abreast": 2})
+    check(experts_gate_up, "experts_gate_up_launch", {"steps": 3, "shared": 32})
+
+
+def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
+    """Its experts are some that exist."""
+    size = Size(4, 64, 32, 6, 2, True, 32)
+    w, x, norm = random_experts(size, device), randn(3, 64), randn(64)
+    clean = cuda.moe(x, norm, EPS, w)
+    for bad in (torch.nan, -torch.nan, torch.inf):
+        x[1, 5] = bad
+        y = cuda.moe(x, norm, EPS, w)
+        assert not bool(y[1].isfinite().any())
+        assert torch.equal(y[::2], clean[::2])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_routes(shared: bool, device: str) -> None:
+    size = Size(4, 32, 32, 40, 8, shared)
+    scores = scores_of(12, size, device)
+    scores[7], scores[8] = 1.5, torch.nan
+    numbers, shares = experts_route(scores, 8, shared)
+    assert bool(((numbers >= 0) & (numbers < 40 + shared)).all())
+    wanted = [pairs for i, pairs in enumerate(routes(scores, 8, shared)) if i != 8]
+    rows = torch.arange(12, device=device) != 8
+    assert numbers[rows].tolist() == [[e for e, _ in pairs] for pairs in wanted]
+    right = torch.tensor([[share for _, share in pairs] for pairs in wanted])
+    assert float((shares[rows].cpu() - right).abs().max()) < 1e-6
+    order, ends = by_expert(numbers, 40 + shared)
+    flat = numbers.flatten()
+    assert flat[order].tolist() == sorted(flat.tolist())
+    assert ends.tolist() == [int((flat <= e).sum()) for e in range(40 + shared)]
+
+
+@pytest.mark.parametrize(
+    ("size", "M"),
+    [
+        (Size(4, 64, 64, 4, 2, True, 32), 18),
+        (Size(8, 96, 96, 3, 3, False, 96), 7),
+        (Size(4, 128, 128, 9, 8, True), 2),
+        *(pytest.param(s, M, marks=gpu) for s in REAL for M in (65, 300)),
+    ],
+    ids=str,
+)
+def test_gemm(size: Size, M: int, device: str, randn: Randn, bf16_error: float) -> None:
+    """Act is rounded between the products, all else is exact or FP32."""
+    w = random_experts(size, device)
+    h, x, scores = (
+        randn(M, size.h),
+        torch.randn(M, size.h, device=device),
+        scores_of(M, size, device),
+    )
+    scores[M // 2 :] = scores[M // 2]  # many tokens have the same experts
+    found = experts_gemm(
+        h, scores, stacked(w.gate_up), stacked(w.down), size.chosen, size.shared, x
+    )
+    expected = added(acts(h, scores, w), scores, w)
+    assert relative_error(found.double() - x.double(), expected) < bf16_error
+    assert bool(found.isfinite().all())
+
+
+@gpu
+@ON_GPU
+@pytest.mark.parametrize("M", [1, 5, EXACT, FEW_TOKENS, FEW_TOKENS + 1, MOST_TOKENS + 300])
+def test_the_op(size: Size, M: int, device: str, randn: Randn) -> None:
+    """All of it, but for tokens whose last expert is hardly more likely than the next."""
+    w, x, norm = random_experts(size, device), randn(M, size.h), 1 + 0.2 * randn(size.h)
+    found = cuda.moe(x, norm, EPS, w)
+    some = torch.randperm(M, device=device)[:24]
+    h = normed(x[some], norm)
+    scores = h @ w.router.double().T
+    order = scores[:, : size.E].sort(-1, descending=True).values
+    clear = torch.ones(len(some), dtype=torch.bool, device=device)
+    if size.chosen < size.E:
+        clear = order[:, size.chosen - 1] - order[:, size.chosen] > 0.02
+    assert bool(clear.any())
+    expected = x[some].double() + added(acts(h, scores, w), scores, w)
+    assert relative_error(found[some][clear], expected[clear]) < 0.01
+
+
+@gpu
+@ON_GPU
+def test_a_token_has_the_same_bits_in_any_company(size: Size, device: str, randn: Randn) -> None:
+    w, norm = random_experts(size, device), 1 + 0.2 * randn(size.h)
+    x = randn(FEW_TOKENS, size.h)
+    alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
+    for count in (2, 3, 4, 7, 8, 9, EXACT, 17, 40, FEW_TOKENS):
+        for some in (torch.arange(count), torch.randperm(FEW_TOKENS)[:count]):
+            assert torch.equal(cuda.moe(x[some.to(device)], norm, EPS, w), alone[some.to(device)])
+
+
+@gpu
+@ON_GPU
+@pytest.mark.parametrize("M", [1, 8, 64])
+def test_graphs(size: Size, M: int, device: str, randn: Randn) -> None:
+    """Replays follow what is in the input, layer after layer."""
+    w, norm = random_experts(size, device), 1 + 0.2 * randn(size.h)
+    x = randn(M, size.h)
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = cuda.moe(x, norm, EPS, w)
+        return x
+
+    layers(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(x)
+    for _ in range(5):
+        x.copy_(randn(M, size.h))
+        expected = layers(x)
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(out, expected)
+
+
+@gpu
+@ON_GPU
+@pytest.mark.parametrize("M", [16, 200])
+def test_all_tokens_on_the_same_experts(size: Size, M: int, device: str, randn: Randn) -> None:
+    """Equal rows of the router: the first experts are chosen, for every token."""
+    w = random_experts(size, device)
+    w = replace(w, router=w.router[:1].expand(len(w.router), -1).contiguous())
+    x, norm = randn(M, size.h), 1 + 0.2 * randn(size.h)
+    found = cuda.moe(x, norm, EPS, w)
+    h = normed(x[:8], norm)
+    scores = (h @ w.router[:1].double().T).expand(-1, len(w.router))
+    expected = x[:8].double() + added(acts(h, scores, w), scores, w)
+    assert relative_error(found[:8], expected) < 0.01
