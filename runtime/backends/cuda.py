@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.accept import accept as accept
 from lowbit.runtime.kernels.attention_decode import attention_decode

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.config import Experts
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.experts_down import experts_down
+from lowbit.runtime.kernels.experts_down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts_gate_up import experts_gate_up
 from lowbit.runtime.kernels.experts_gemm import experts_gemm
 from lowbit.runtime.kernels.rows import rms_norm
@@ -12,7 +14,28 @@ from lowbit.runtime.kernels.tiled_experts import stacked
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.weights.experts import ExpertWeights
 
+MOST_SLOTS = 32  # of a warp's lanes
+MOST_SHARED = 96 << 10  # bytes of a program that every card has
+WIDE_BITS = 8
 FEW_TOKENS = 64  # each computed as if it were alone; more are taken expert by expert
+
+
+def check_experts(experts: Experts) -> None:
+    """Refuse experts that the kernels have no place for.
+
+    Raises:
+        UnsupportedModelError: naming the size.
+    """
+    slots = experts.chosen + (experts.shared_inner is not None)
+    size = experts_down_bytes(WIDE_BITS, experts.inner, slots)
+    for wrong, what in (
+        (slots > MOST_SLOTS, f"{slots} experts of a token, at most {MOST_SLOTS}"),
+        (size > MOST_SHARED, f"{slots} experts of a token as wide as {experts.inner}"),
+    ):
+        if wrong:
+            raise UnsupportedModelError(
+                f"experts have no GPU kernel: {what}", hint="run on the CPU with --device cpu"
+            )
 
 
 def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:

@@ -19,11 +19,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.access import barrier, declaration, load4_l2, shared_buffer
+from lowbit.runtime.kernels.access import (
+    barrier,
+    declaration,
+    large_shared_buffer,
+    large_size,
+    load4_l2,
+    shared_buffer,
+)
 from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.experts_choice import expert_of, likeliest, shares
 from lowbit.runtime.kernels.experts_gate_up import padded_width
-from lowbit.runtime.kernels.experts_launch import ExpertsDownLaunch, experts_down_launch
+from lowbit.runtime.kernels.experts_launch import (
+    EXPERTS_DOWN_DEFAULT,
+    ExpertsDownLaunch,
+    experts_down_launch,
+)
 from lowbit.runtime.kernels.gemv_columns import (
     column_of,
     multiply_digits,
@@ -34,6 +45,7 @@ from lowbit.runtime.kernels.gemv_digits import digit_bytes, plane_bytes, stage_t
 from lowbit.runtime.kernels.gemv_kernel import store_result, store_sums, tile_addresses
 from lowbit.runtime.kernels.gemv_stage import BLOCK_K, sum_of_parts, turns_of
 from lowbit.runtime.kernels.gemv_steps import load_steps
+from lowbit.runtime.kernels.launch import STATIC_SHARED
 from lowbit.runtime.kernels.mma import as_float, threads
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 from lowbit.runtime.kernels.tiles import SCALES
@@ -46,8 +58,9 @@ def _experts_down_kernel(
     act_ptr, scores_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
-    PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
+    X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """TURNS: in which warps stage act. X_BYTES: of shared memory that its digits take."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
@@ -57,7 +70,10 @@ def _experts_down_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
-    buffer = shared_buffer(SHARED) + zero
+    if LARGE > 0:
+        buffer = large_shared_buffer(N < 0, LARGE, WARPS) + zero
+    else:
+        buffer = shared_buffer(SHARED) + zero
     g = lane // 4
     t = lane % 4
     token = gl.program_id(1)
@@ -166,6 +182,7 @@ def experts_down(
     launch = experts_down_launch(w.bits, w.tiles, w.steps)
     pdl = programmatic_launch(x)
     needed = experts_down_bytes(w.bits, w.K, slots, launch)
+    size = max(launch.shared << 10 if pdl else 0, needed)
     y = torch.empty_like(x)
     run(
         _experts_down_kernel,
@@ -189,7 +206,8 @@ def experts_down(
         R=launch.tiles,
         WARPS=launch.warps,
         TURNS=turns_of(slots * width, launch.warps, 1),
-        SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
+        SHARED=declaration(size) if size <= STATIC_SHARED else "",
+        LARGE=0 if size <= STATIC_SHARED else large_size(size),
         X_BYTES=digit_bytes(slots * width),
         PLANE=plane_bytes(slots * width),
         PDL=pdl,
@@ -203,7 +221,9 @@ def experts_down(
     return y
 
 
-def experts_down_bytes(bits: int, inner: int, slots: int, launch: ExpertsDownLaunch) -> int:
+def experts_down_bytes(
+    bits: int, inner: int, slots: int, launch: ExpertsDownLaunch = EXPERTS_DOWN_DEFAULT
+) -> int:
     """Shared memory of a program: digits of all slots, and sums of all units."""
     steps = -(-inner * bits // 512)
     sums = launch.tiles * slots * steps * 64

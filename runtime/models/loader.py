@@ -195,7 +195,9 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     linear = config.linear_layers
     if linear is not None:
         cuda.check_delta(linear.key_head_dim, linear.value_head_dim)
-    check_shared_experts(opened)
+    if config.experts is not None:
+        cuda.check_experts(config.experts)
+        check_shared_experts(opened)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare, cuda.gathered)
     decoder = build_decoder(opened, to_cuda, cuda, context)
     to_cuda.check_finite()

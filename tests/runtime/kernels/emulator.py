@@ -227,6 +227,9 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         memory.shared = np.full((programs, -(-int(size[1]) // 16) * 16), 0xFF, np.uint8)
         return lanes(INT(0))
 
+    def large_shared_buffer(never: Any, size: int, warps: int) -> Lanes:
+        return shared_buffer(f"staged[{size}]")
+
     named = {"load16": 4, "stream16": 4, "reload16": 4, "load8": 2, "load4": 1, "load4_l2": 1}
     found = {name: loads(words, False) for name, words in named.items()}
     found |= {"load_shared8": loads(2, True), "load_shared16": loads(4, True)}
@@ -234,6 +237,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
     found |= {
         "load_shared4": lambda *at: loads(1, True)(*at).view(FLOAT),
         "shared_buffer": shared_buffer,
+        "large_shared_buffer": large_shared_buffer,
         "barrier": lambda: None,
         "warp_barrier": lambda: None,
         "threads": lambda warps: threads(programs, warps),

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.config import Experts
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
 from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up
@@ -42,6 +44,7 @@ SMALL = [
     Size(8, 128, 64, 40, 1, False, 64),
     Size(4, 512, 256, 34, 8, True, 256),
 ]
+WIDE = Size(8, 64, 1600, 2, 2, True, 64)  # more shared memory than a kernel can declare
 REAL = [
     Size(4, 2048, 512, 256, 8, True),
     Size(8, 2048, 512, 256, 8, True),
@@ -87,7 +90,9 @@ def test_gate_up(size: Size, device: str, randn: Randn) -> None:
     assert not found[..., size.inner :].any()
 
 
-@SIZES
+@pytest.mark.parametrize(
+    "size", [*SMALL, WIDE, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
+)
 def test_down(size: Size, device: str, randn: Randn) -> None:
     """Sums are rounded once, here not at all: the residual is FP32."""
     w, M, slots = random_experts(size, device), 3, size.chosen + size.shared
@@ -121,6 +126,20 @@ def test_launches_have_the_same_bits(
     check(experts_gate_up, "experts_gate_up_launch", {"tiles": 1, "steps": 1})
     check(experts_gate_up, "experts_gate_up_launch", {"warps": 8, "abreast": 2})
     check(experts_gate_up, "experts_gate_up_launch", {"steps": 3, "shared": 32})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "inner", "words"),
+    [
+        (32, 64, "33 experts of a token, at most 32"),
+        (8, 4096, "9 experts of a token as wide as 40"),
+    ],
+)
+def test_sizes_without_kernels_are_named(chosen: int, inner: int, words: str) -> None:
+    cuda.check_experts(Experts(256, 8, 512, 512))
+    cuda.check_experts(Experts(128, 8, 1536, None))
+    with pytest.raises(UnsupportedModelError, match=words):
+        cuda.check_experts(Experts(64, chosen, inner, inner))
 
 
 def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
