@@ -1,12 +1,12 @@
 """Decode speed of models on this GPU, with random weights that need no files.
 
 Run: python examples/bench_models.py [SIZE ...]
-Sizes are those of `make_random_checkpoint`; by default all but 14B, whose launches nobody tried. A
-line for each size and recipe: tokens per second of the engine's loop, 128 tokens after a prompt of
-64, greedy and drawn (top-k 20, top-p 0.95), a median of three captures of three runs each; what the
-slowest and the fastest capture made of it, since captures of the same step differ; the packed
-weights it reads a second, of what a plain read of memory reaches; and the rate at which the cache
-is read at long contexts: its bytes by the time that a step takes longer.
+Sizes are those of `make_random_checkpoint`; by default all but LARGE. A line for each size and
+recipe: tokens per second of the engine's loop, 128 tokens after a prompt of 64, greedy and drawn
+(top-k 20, top-p 0.95), a median of three captures of three runs each; what the slowest and the
+fastest capture made of it, since captures of the same step differ; the packed weights it reads a
+second, of what a plain read of memory reaches; and the rate at which the cache is read at long
+contexts: its bytes by the time that a step takes longer.
 """
 
 import gc
@@ -27,6 +27,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS
 from lowbit.runtime.state.sampling import SamplingParams
 
+LARGE = ("14B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
 CONTEXTS = (8_000, 32_000)
 CONTEXT = 33_000
 CACHE_ITEM = 2  # bytes
@@ -81,9 +82,13 @@ def cache_rates(engine: Engine, size: str) -> str:
 
 
 def weight_bytes(size: str, bits: int) -> float:
-    """What a step reads of the packed weights."""
+    """What a step reads of the packed weights; of experts, those of one token."""
+    experts = read_config(config_of(size)).experts
+    share = 1.0 if experts is None else experts.chosen / experts.count
     linears = [spec for spec in tensor_table(config_of(size)) if spec.quantizable]
-    weights = [math.prod(spec.shape) for spec in linears]
+    weights = [
+        math.prod(spec.shape) * (share if spec.role == "expert" else 1.0) for spec in linears
+    ]
     widths = [HEAD_BITS if spec.role == "head" else bits for spec in linears]
     return sum(n * (width / 8 + 2 / GROUP) for n, width in zip(weights, widths, strict=True))
 
@@ -91,9 +96,7 @@ def weight_bytes(size: str, bits: int) -> float:
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench_models needs an NVIDIA GPU")
-    sizes = sys.argv[1:] or [
-        size for size in (*SIZES, *HYBRID_SIZES) if size not in ("14B", "3.5-27B")
-    ]
+    sizes = sys.argv[1:] or [size for size in (*SIZES, *HYBRID_SIZES) if size not in LARGE]
     unknown = [size for size in sizes if size not in (*SIZES, *HYBRID_SIZES)]
     if unknown:
         raise SystemExit(f"bench_models: no size {unknown[0]}")

@@ -3,7 +3,7 @@
 For scripts that measure speed, which does not depend on what the weights are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
-from lowbit.runtime.engine.sequence import Sequence, TokenRequest
+from lowbit.runtime.engine.sequence import Sequence as TokenSequence
+from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.kernels.tiled_experts import TiledExperts
 from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
@@ -36,6 +38,14 @@ def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     scales = torch.randn(N // TILE, K // GROUP, 8, 2, device="cuda") / (2 ** (bits - 1) * K**0.5)
     return TiledLinear(words, scales.bfloat16(), bits, GROUP, N, K, paired)
+
+
+def packed_experts(bits: int, count: int, N: int, K: int, paired: bool) -> TiledExperts:
+    """The same of several experts, in one buffer."""
+    w = packed(bits, count * N, K, paired)
+    words = w.words.view(count, N // TILE, *w.words.shape[1:])
+    scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])
+    return TiledExperts(words, scales, bits, GROUP, N, K, paired)
 
 
 def packed_on_cpu(bits: int, N: int, K: int) -> CpuLinear:
@@ -74,6 +84,20 @@ class RandomWeights:
         if modules[0].endswith("in_proj_b"):  # too few rows for tiles; recipes leave them dense
             return DenseLinear(0.02 * torch.randn(N, K, device=self.device).bfloat16())
         return self.packed(HEAD_BITS if modules[0] == "lm_head" else self.bits, N, K, paired)
+
+    def stack(
+        self, experts: Sequence[Sequence[str]], paired: bool = False
+    ) -> Sequence[GpuLinear | CpuLinear]:
+        """One linear for each expert."""
+        if self.device == "cpu":
+            return [self.linear(*modules, paired=paired) for modules in experts]
+        shapes = [self.shapes[f"{module}.weight"] for module in experts[0]]
+        N, K = sum(rows for rows, _ in shapes), shapes[0][1]
+        return packed_experts(self.bits, len(experts), N, K, paired)
+
+    def dense_rows(self, modules: Sequence[str]) -> Tensor:
+        """Rows of a router."""
+        return torch.cat([self.tensor(f"{module}.weight") for module in modules])
 
     def packed(self, bits: int, N: int, K: int, paired: bool = False) -> GpuLinear | CpuLinear:
         """A quantized linear of the device."""
@@ -137,10 +161,10 @@ def engine_of(
     return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, device))
 
 
-def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> Sequence:
+def standing_sequence(engine: Engine, tokens: int, new_tokens: int) -> TokenSequence:
     """A sequence with so many tokens in the cache, most of which are zeros, ready for steps."""
     engine.forget()
-    sequence = Sequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
+    sequence = TokenSequence(TokenRequest((0,) * tokens), count=new_tokens, seed=0)
     sequence.row, sequence.length = 1, tokens
     sequence.pages = list(range(1, 1 + sequence.page_count))
     engine.runner.batch = []
