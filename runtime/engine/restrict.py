@@ -62,6 +62,8 @@ def restrict_round(
             failed += restrict([part.sequence], sampler)
             masks[0] = sampler.mask[part.sequence.row]
             drafts = drafts[: _set_masks(part.sequence.ahead, drafts, masks[1:])]
+        elif part.sequence.request.constraint is not None:  # done; the device still reads masks
+            masks.fill_(-1)
         checked.append(drafts)
     return failed, checked
 

@@ -307,6 +307,26 @@ def test_a_constraint_that_ends_among_drafts_is_told_nothing_behind(model: lowbi
                 assert handle.tally.rounds > 0
 
 
+def test_a_constraint_that_is_done_limits_nothing_beside_one_that_is_not(
+    model: lowbit.Model,
+) -> None:
+    @dataclass
+    class Short(Residues):
+        def accept(self, token: int) -> None:
+            super().accept(token)
+            self.done = len(self.tokens) == 3
+
+    truth = new_engine(model).submit(request_of(1, Foreseen(), 30)).result()
+    expected = [new_engine(model).submit(request_of(n, Short(), 24)).result() for n in (2, 3)]
+    engine = new_engine(model, drafted=True)
+    foreseen = Foreseen(guess=guessing(truth, lambda count: count, 4))
+    beside = engine.submit(request_of(1, foreseen, 30))
+    handles = [engine.submit(request_of(n, Short(), 24)) for n in (2, 3)]
+    assert [handle.result() for handle in handles] == expected
+    assert beside.result() == truth
+    assert sum(beside.tally.accepted) > 10
+
+
 def test_an_interrupted_round_ends_its_requests_and_no_others(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
