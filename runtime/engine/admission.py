@@ -41,7 +41,8 @@ def check_queue(engine: "Engine") -> None:
     Raises:
         QueueFullError: see `Engine.submit`.
     """
-    ahead = len(engine.running) + engine.waiting
+    asked = {*engine.waiting, *engine.running}  # a step may move one from these to those
+    ahead = sum(not each.cancelled for each in asked)  # the next step ends the others
     if engine.most_waiting is not None and ahead >= engine.rows + engine.most_waiting:
         raise QueueFullError(
             f"{ahead} requests run or wait, and no more than {engine.rows} run together",

@@ -180,9 +180,9 @@ class Engine:
         return tuple(self._decoding) if prompt is None else (*self._decoding, prompt)
 
     @property
-    def waiting(self) -> int:
+    def waiting(self) -> tuple[Sequence, ...]:
         """Sequences that have no room yet."""
-        return len(self._arrived) + len(self._waiting)
+        return (*list(self._arrived), *list(self._waiting))
 
     @property
     def free_pages(self) -> int:

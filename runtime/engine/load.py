@@ -37,7 +37,7 @@ def load_of(engine: Engine) -> Load:
     used = len({page for sequence in running for page in sequence.pages})
     return Load(
         running=len(running),
-        waiting=engine.waiting,
+        waiting=len(engine.waiting),
         pages_used=used,
         pages_kept=max(0, pages + EXTRA - 1 - engine.free_pages - used),
         pages=pages,

@@ -94,6 +94,18 @@ def test_none_may_wait(model: lowbit.Model) -> None:
     engine.submit(request(2))
 
 
+def test_who_has_left_fills_no_queue(model: lowbit.Model) -> None:
+    engine = new_engine(model, most_waiting=1)
+    handles = [engine.submit(request(n)) for n in range(3)]
+    next(handles[0])
+    for handle in handles:
+        handle.cancel()
+    later = [engine.submit(request(n)) for n in range(3)]
+    with pytest.raises(QueueFullError, match="3 requests run or wait"):
+        engine.submit(request(3))
+    assert [len(handle.result()) for handle in later] == [5] * 3
+
+
 def test_a_list_of_prompts_does_not_fill_the_queue() -> None:
     model = lowbit.load(
         BUNDLED, device="cpu", dtype=torch.float32, context=64, max_sequences=2, max_waiting=0
@@ -101,5 +113,8 @@ def test_a_list_of_prompts_does_not_fill_the_queue() -> None:
     greedy = lowbit.SamplingParams()  # a drawn token may end an answer
     made = model.generate(list("abcde"), raw=True, max_new_tokens=3, sampling=greedy)
     assert [each.finish_reason for each in made] == ["length"] * 5
+    stops = [made[0].text[-1]]  # a stop string cancels what the engine would go on with
+    made = model.generate(list("aaa"), raw=True, max_new_tokens=9, sampling=greedy, stop=stops)
+    assert [each.finish_reason for each in made] == ["stop"] * 3
     with pytest.raises(RequestError, match="`max_waiting` must be at least 0, got -1"):
         lowbit.load(BUNDLED, device="cpu", max_waiting=-1)
