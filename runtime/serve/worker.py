@@ -60,6 +60,8 @@ class Worker:
                 self._step()
                 self._collect()
                 self._wake()
+                if not self._running and self.error is None:
+                    self._step()  # gives back what a stop string has cancelled; nobody waits
         self._wake()
 
     def _admit(self) -> bool:

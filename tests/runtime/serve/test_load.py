@@ -46,6 +46,13 @@ def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
     until(lambda: server.service.metrics.finished["abort"] == before + 2)
 
 
+def test_a_stop_string_frees_the_row_of_the_last_answer(server: Running) -> None:
+    body = {**LONG, "stream": False, "stop": ["e"]}
+    made = httpx2.post(f"{server.url}/v1/completions", json=body).json()
+    assert made["choices"][0]["finish_reason"] == "stop"
+    until(lambda: busy(server) == 0, seconds=5.0)
+
+
 def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
     slow = raw_request(server, {**LONG, "logprobs": 20, "max_tokens": 300})
     until(lambda: busy(server) > 0)
