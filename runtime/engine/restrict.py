@@ -160,7 +160,10 @@ def allowed(sequence: Sequence, drafts: Numbers[int]) -> Numbers[int]:
     """The drafts before the first one that the constraint of a sequence does not take."""
     if not drafts or not sequence.limited or sequence.forced:
         return drafts
-    probe = None if sequence.ahead is None else sequence.ahead.copy()
+    try:
+        probe = None if sequence.ahead is None else sequence.ahead.copy()
+    except Exception:  # of a copy
+        return ()
     if probe is None:
         return ()
     for count, draft in enumerate(drafts):

@@ -271,10 +271,20 @@ def test_a_copy_that_fails_drafts_nothing_and_one_that_is_none_ends_the_request(
         def copy(self) -> Constraint:
             raise ZeroDivisionError("what")
 
+    @dataclass
+    class Once(Foreseen):
+        def copy(self) -> Foreseen:
+            return Broken(tokens=list(self.tokens))  # type: ignore[return-value]
+
     truth = new_engine(model).submit(request_of(1, Residues())).result()
+    drafter = guessers({request_of(1, None).prompt: truth}, seed=3)
     engine = new_engine(model, drafted=True)
-    for constraint in (Residues(), Blind()):
-        handle = engine.submit(request_of(1, constraint))
+    for used, constraint in (
+        (engine, Residues()),
+        (engine, Blind()),
+        (new_engine(model, True, drafter), Once()),
+    ):
+        handle = used.submit(request_of(1, constraint))
         assert handle.result() == truth
         assert handle.tally.rounds == 0
     with pytest.raises(RequestError, match="the constraint failed: ZeroDivisionError: what"):
