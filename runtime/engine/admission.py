@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def check_prompt(ids: Ids[int], engine: "Engine", start: int = 0) -> None:
-    """Refuse a prompt that cannot be run, or that has no token number `start`.
+    """Refuse a prompt that cannot be run.
 
     Raises:
-        RequestError: see `Engine.check`.
+        RequestError: empty, longer than the context, an id outside the vocabulary, or no token
+            number `start`.
     """
     if not ids:
         raise RequestError("the prompt is empty", hint="give at least one token")

@@ -154,11 +154,16 @@ class Engine:
                     raise RequestError("other requests leave no room for this one")
                 self._begin()
             parts = []
-            while sequence.length < len(ids):
-                first = sequence.length
-                hidden = self._send_chunk(sequence)
-                if first + len(hidden) > start:
-                    parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
+            try:
+                while sequence.length < len(ids):
+                    first = sequence.length
+                    hidden = self._send_chunk(sequence)
+                    if first + len(hidden) > start:
+                        parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
+            except Exception:  # such as too little memory: only this call ends
+                self._end(sequence)
+                self._stepping = False
+                raise
             self._end(sequence)
             self._stepping = False
         return torch.cat(parts)
@@ -209,14 +214,6 @@ class Engine:
         """Words that ask for a context of so many tokens; empty where the model has too few."""
         possible = tokens <= self.decoder.config.max_position_embeddings
         return f"{before}ask for a larger --context" if possible else ""
-
-    def check(self, ids: Ids[int]) -> None:
-        """Refuse a prompt that cannot be run.
-
-        Raises:
-            RequestError: empty, longer than the context, or an id outside the vocabulary.
-        """
-        check_prompt(ids, self)
 
     def _begin(self) -> None:
         """Begin what Ctrl-C or an error may interrupt; end what was cancelled before."""

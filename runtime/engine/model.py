@@ -12,6 +12,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.many import answer_all
@@ -180,7 +181,7 @@ class Model:
             raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
         if not all(stop):
             raise RequestError("a stop string is empty")
-        self.engine.check(ids)
+        check_prompt(ids, self.engine)
         begin: Begin = "raw" if raw else begin_of(ids, self.tokenizer)
         if constraint is None:
             constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.nonfinite import nonfinite_error
 from lowbit.runtime.engine.stream import Request, Stream
@@ -77,7 +78,7 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
         )
     whole = [*context, *continuation]
     kept = whole[-model.context - 1 :]
-    model.engine.check([kept[-1]])
+    check_prompt([kept[-1]], model.engine)
     ids = kept[:-1]
     total, greedy = 0.0, True
     for start in range(len(kept) - len(continuation) - 1, len(ids), ROWS):

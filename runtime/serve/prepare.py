@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.serve.conversation import Conversation, encode
@@ -82,7 +83,7 @@ def tokens_of(model: Model, prompt: Sequence[int], wanted: Wanted) -> TokenReque
     Raises:
         RequestError, ApiError: a prompt that cannot be run, or a value out of range.
     """
-    model.engine.check(prompt)
+    check_prompt(prompt, model.engine)
     stop_ids = frozenset() if wanted.ignore_stops else model.stop_ids
     return TokenRequest(
         prompt=tuple(prompt),

@@ -312,6 +312,28 @@ def test_logits_wait_for_who_runs(model: lowbit.Model) -> None:
     assert [*tokens, *first] == list(second)
 
 
+@pytest.mark.parametrize("place", ["logits", "hidden"])
+def test_logits_that_fail_end_no_request(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    engine = new_engine(model)
+    expected = list(engine.generate(PROMPT, lowbit.SamplingParams(), 8))
+    engine.forget()
+    handle = engine.generate(PROMPT, lowbit.SamplingParams(), 8)
+    tokens = [next(handle)]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("too many logits")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.decoder), place, fail)
+        with pytest.raises(MemoryError, match="too many logits"):
+            engine.logits([1, 2, 3])
+    assert [*tokens, *handle] == expected
+    assert engine.logits([1, 2, 3]).shape == (3, 272)
+    assert_all_free(engine)
+
+
 def test_what_was_cancelled_is_forgotten_too(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
