@@ -64,4 +64,4 @@ def _of_flight(
 def _right(sequence: Sequence, tokens: Numbers[int]) -> int:
     """Drafts of a round that were right; those behind the end of the output do not count."""
     ends = (place for place, token in enumerate(tokens) if token in sequence.request.stop_ids)
-    return next(ends, len(tokens) - 1)
+    return min(next(ends, len(tokens)) + 1, len(tokens) - 1)

@@ -13,7 +13,8 @@ class Speculated:
         rounds: steps that verified drafts.
         drafted: drafts by position: how many rounds had a first one, a second one, and so on.
         accepted: how many of them were accepted, which takes all before them to be.
-        tokens_a_round: mean number of tokens that a round gave; None without rounds.
+        tokens_a_round: mean number of tokens that a round gave, or would have given behind a stop
+            token that was drafted; None without rounds.
     """
 
     rounds: int

@@ -233,6 +233,19 @@ def test_drafts_are_counted(model: lowbit.Model) -> None:
     assert tally.accepted[2:] == [0] * len(tally.accepted[2:])
 
 
+def test_a_stop_token_that_was_drafted_counts_as_right(model: lowbit.Model) -> None:
+    tokens = model.engine.submit(request_of(0, 21)).result()
+    place = next(n for n in range(3, 21) if tokens[n] not in tokens[:n])
+    request = replace(request_of(0, 21), stop_ids=frozenset({tokens[place]}))
+    model.engine.drafting = drafting_by(
+        always(tokens, lambda count: count, place + 2), model.engine.runner, 15
+    )
+    handle = model.engine.submit(request)
+    assert handle.result() == tokens[: place + 1]
+    drafts = len(handle.tally.drafted)
+    assert handle.tally.accepted == [1] * place + [0] * (drafts - place)
+
+
 def test_a_step_takes_no_more_tokens_than_keep_their_bits(model: lowbit.Model) -> None:
     request = request_of(0, 12)
     tokens = model.engine.submit(request).result()
