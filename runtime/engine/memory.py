@@ -77,7 +77,8 @@ def choose_cache(
     if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
         return _sized(fits * PAGE, sequences, fits, drafts)
     pages = all_pages if tokens else pages_for(wanted)
-    raise _too_large(opened, device, dtype, sequences, pages, free, drafts)
+    least = wanted if tokens else None
+    raise _too_large(opened, device, dtype, sequences, pages, free, drafts, least)
 
 
 def pages_that_fit(
@@ -119,16 +120,23 @@ def _too_large(
     pages: int,
     free: int,
     drafts: int,
+    least: int | None,
 ) -> ResourceError:
-    """The error of a cache that does not fit; its hint names a size that does."""
+    """The error of a cache that does not fit; its hint names a size that does.
+
+    least: tokens of a cache whose size has been asked for; None where only the context has.
+    """
     fixed = _fixed_bytes(opened, device, dtype, sequences, drafts)
     need = int((fixed + opened.kv_bytes((EXTRA + pages) * PAGE, dtype)) * HEADROOM)
     fits = pages_that_fit(opened, device, dtype, sequences, free, drafts) * PAGE
     alone = pages_that_fit(opened, device, dtype, 1, free, drafts) * PAGE
-    if fits >= MIN_CONTEXT:
-        hint = f"--context {fits} fits"
+    limit = opened.config.max_position_embeddings
+    if least is not None and fits >= least:
+        hint = f"a cache of {fits} tokens fits"
+    elif fits >= MIN_CONTEXT:
+        hint = f"--context {min(fits, limit)} fits"
     elif alone >= MIN_CONTEXT:
-        hint = f"one sequence with --context {alone} fits"
+        hint = f"one sequence with --context {min(alone, limit)} fits"
     else:
         hint = "the weights alone do not fit"
     return ResourceError(

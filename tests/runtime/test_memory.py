@@ -93,6 +93,10 @@ def test_too_little_memory_says_what_is_needed_and_what_fits(
         load(folder, device="cpu", context=fitting + 1)
     with pytest.raises(ResourceError, match=r"needs .* 90048 tokens for 4 sequences"):
         load(folder, device="cpu", context=fitting, cache_tokens=90_000)
+    with pytest.raises(ResourceError) as e:
+        load(folder, device="cpu", context=64, cache_tokens=90_000)
+    assert e.value.hint == f"a cache of {fitting} tokens fits"
+    load(folder, device="cpu", context=64, cache_tokens=fitting)
     free(1000)
     with pytest.raises(ResourceError, match="needs") as e:
         load(folder, device="cpu")
