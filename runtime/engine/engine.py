@@ -46,10 +46,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        most_waiting: int | None = None,
-        drafting: Drafting | None = None,
+        self, runner: Runner, most_waiting: int | None = None, drafting: Drafting | None = None
     ) -> None:
         """Nothing has been asked yet."""
         self.runner, self.most_waiting = runner, most_waiting
@@ -220,8 +217,10 @@ class Engine:
         if self._stepping:
             self._recover()
         self._stepping = True  # stays where what follows is interrupted
-        while self._arrived:
-            self._waiting.append(self._arrived.popleft())
+        while self._arrived:  # here and below, who was interrupted is in both, never in neither
+            if self._arrived[0] not in self._waiting:
+                self._waiting.append(self._arrived[0])
+            self._arrived.popleft()
         for sequence in (*self._waiting, *self._decoding, self._prompt):
             if sequence is not None and sequence.cancelled:
                 self._end(sequence, finish="cancelled")
@@ -232,7 +231,8 @@ class Engine:
             first = self._waiting[0]
             scored = None if first.request.prompt_logprobs is None else 0
             if self._room.open(first, scored):
-                self._prompt = self._waiting.popleft()
+                self._prompt = first
+                self._waiting.popleft()
                 self.reuse.count(first.reused)
         return self._prompt
 
@@ -384,7 +384,7 @@ class Engine:
     def _recover(self) -> None:
         """Begin anew after a step that was interrupted halfway: its sequences are lost."""
         for sequence in (*self._decoding, self._prompt):
-            if sequence is not None and not sequence.ended:
+            if sequence is not None and not sequence.ended and sequence not in self._waiting:
                 sequence.lose()
         for sequence in self._waiting:  # the first may have been given a row
             sequence.phase = "waiting"

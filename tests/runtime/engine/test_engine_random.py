@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import Constraint, TokenRequest
+from lowbit.runtime.engine.sequence import Constraint, Sequence, TokenRequest
 from lowbit.runtime.speculation.drafter import NewDrafter
 from tests.runtime.engine.guesses import drafting_by, guessers
 
@@ -350,6 +351,43 @@ def test_what_was_cancelled_is_forgotten_too(
     interrupt(monkeypatch, engine.generate(PROMPT, lowbit.SamplingParams(), 8))
     engine.forget()
     assert engine._room.pages.free == SMALL.pages + 1
+
+
+class Interrupted(deque[Sequence]):
+    """A queue with Ctrl-C as its first one leaves, or when it has left."""
+
+    at: str
+
+    def popleft(self) -> Sequence:
+        if self.at == "leaves":
+            raise KeyboardInterrupt
+        left = super().popleft()
+        if self.at == "left":
+            raise KeyboardInterrupt
+        return left
+
+
+@pytest.mark.parametrize("queue", ["_arrived", "_waiting"])
+@pytest.mark.parametrize("at", ["leaves", "left"])
+def test_a_request_interrupted_between_queues_is_not_lost(
+    model: lowbit.Model, queue: str, at: str
+) -> None:
+    engine = new_engine(model)
+    expected = list(engine.generate(PROMPT, lowbit.SamplingParams(), 8))
+    engine.forget()
+    handles = [engine.generate(PROMPT, lowbit.SamplingParams(), 8) for _ in range(2)]
+    interrupted = Interrupted(getattr(engine, queue))
+    interrupted.at = at
+    setattr(engine, queue, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    setattr(engine, queue, deque(interrupted))
+    if (queue, at) == ("_waiting", "left"):  # it had begun
+        with pytest.raises(RequestError, match=INTERRUPTED):
+            handles.pop(0).result()
+    assert [list(handle) for handle in handles] == [expected] * len(handles)
+    assert not engine.waiting
+    assert_all_free(engine)
 
 
 def test_a_request_interrupted_as_it_is_given_room_still_runs(
