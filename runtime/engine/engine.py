@@ -366,8 +366,8 @@ class Engine:
         finish: Finish | None = None,
     ) -> None:
         """End a sequence, in whatever phase; without an error its tokens stay in the cache."""
-        phase, sequence.phase, sequence.error = sequence.phase, "ended", error
-        sequence.finish = finish
+        phase, sequence.error, sequence.finish = sequence.phase, error, finish
+        sequence.phase = "ended"  # last, since handles look without the lock
         if phase == "waiting":
             self._waiting.remove(sequence)
             return

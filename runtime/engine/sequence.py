@@ -220,8 +220,8 @@ class Sequence:
 
     def lose(self) -> None:
         """End it with a step that was interrupted halfway."""
-        self.phase = "ended"
         self.error = RequestError("a step was interrupted while this request ran", hint="ask again")
+        self.phase = "ended"
 
     @property
     def page_count(self) -> int:

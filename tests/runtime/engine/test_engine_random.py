@@ -13,6 +13,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.backends import cpu
+from lowbit.runtime.engine import admission
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
@@ -333,6 +334,27 @@ def test_logits_that_fail_end_no_request(
     assert [*tokens, *handle] == expected
     assert engine.logits([1, 2, 3]).shape == (3, 272)
     assert_all_free(engine)
+
+
+class Watched(Sequence):
+    """Ends only once it is known why."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (name, value) == ("phase", "ended"):
+            assert self.error is not None or self.finish is not None
+        super().__setattr__(name, value)
+
+
+def test_who_looks_at_a_request_that_ends_sees_why(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "Sequence", Watched)
+    engine = new_engine(model)
+    assert len(engine.generate(PROMPT, lowbit.SamplingParams(), 8).result()) == 8
+    handle = engine.generate(PROMPT, lowbit.SamplingParams(), 8)
+    interrupt(monkeypatch, handle)
+    with pytest.raises(RequestError, match=INTERRUPTED):
+        next(handle)
 
 
 def test_what_was_cancelled_is_forgotten_too(
