@@ -204,7 +204,7 @@ class Engine:
         """Drop what the cache holds of ended requests."""
         with self._lock:
             self._begin()
-            self._room.prefixes.clear()
+            self._room.forget()
             self._stepping = False
 
     def advice(self, tokens: int, before: str = "") -> str:

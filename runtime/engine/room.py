@@ -25,6 +25,8 @@ class Room:
         self.pages, self.rows = Pool(state.pages.count), Pool(rows)
         self.snapshots = Pool(rows + runner.snapshots, first=rows)
         self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
+        self._changes = 0  # of what is kept or taken back: only then is it worth trying again
+        self._refused: tuple[Sequence, int | None, int] | None = None  # with the changes by then
         runner.batch = []
         for row in range(1, rows):
             runner.sampler.clear_row(row)
@@ -39,7 +41,8 @@ class Room:
         Returns:
             False where no row or too few pages are free.
         """
-        if not self.rows.free:
+        attempt = sequence, scored, self._changes
+        if not self.rows.free or attempt == self._refused:
             return False
         prompt = sequence.request.prompt
         cuts = prompt_cuts(prompt, sequence.request.message_ends)
@@ -55,6 +58,7 @@ class Room:
         needed = sequence.page_count - len(shared)
         if not self.prefixes.make_room(needed):
             self.pages.drop(shared if partial is None else [*shared, partial])
+            self._refused = attempt
             return False
         fresh = self.pages.take(needed)
         if partial is not None:
@@ -87,6 +91,7 @@ class Room:
         """Keep the first `length` tokens of a sequence for prompts that begin with them."""
         if length == 0:
             return
+        self._changes += 1
         decoded = len(sequence.request.prompt)
         prefix = new_prefix(
             sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
@@ -96,12 +101,18 @@ class Room:
             del sequence.snapshots[at]
         self.prefixes.insert(prefix)
 
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self._changes += 1
+        self.prefixes.clear()
+
     def close(self, sequence: Sequence) -> None:
         """Take everything back from a sequence.
 
         Steps that are under way still write to its row and pages; whoever gets these next writes
         later.
         """
+        self._changes += 1
         self.snapshots.drop(sequence.snapshots.values())
         self.pages.drop(sequence.pages)
         self.rows.drop([sequence.row])

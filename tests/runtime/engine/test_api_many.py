@@ -14,6 +14,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.prefix import PrefixCache
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.engine.stream import Request
 
@@ -293,6 +294,25 @@ def test_too_small_a_cache_makes_requests_wait_in_order(model: lowbit.Model) -> 
     assert ends == [0, 2, 1, 3]
     assert most == 2
     assert [handle.result() for handle in handles] == [alone(model, r) for r in requests]
+
+
+def test_the_cache_is_searched_again_only_after_a_change(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(model, 4, 4)
+    searched: list[int] = []
+    find = PrefixCache.find
+
+    def counted(cache: PrefixCache, ids: Ids, *given: Any) -> Any:
+        searched.append(ids[0])
+        return find(cache, ids, *given)
+
+    monkeypatch.setattr(PrefixCache, "find", counted)
+    requests = [TokenRequest(prompt(n, 120), GREEDY, 12) for n in range(3)]  # of 3 pages
+    handles = [engine.submit(request) for request in requests]
+    results = [handle.result() for handle in handles]
+    assert searched == [0, 31, 31, 62, 62]  # at once, and when the one before has ended
+    assert results == [alone(model, request) for request in requests]
 
 
 def test_what_never_fits_is_refused_at_once(model: lowbit.Model) -> None:
