@@ -1,6 +1,6 @@
 """What a gated DeltaNet layer needs beside its linears: small weights, and a state per sequence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,71 +36,6 @@ class DeltaWeights:
     def value_dim(self) -> int:
         """Dv."""
         return self.norm.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaState:
-    """What linear layers remember of a sequence; its size does not grow with the length.
-
-    Attributes:
-        conv: [L, B * (W - 1), C] the last inputs of the convolution, oldest first, before it and
-            SiLU.
-        memory: [L, B * Hv, Dk, Dv] float32.
-        sequences: B, 1 but for a batch.
-        arrived: [B * Hv] int32, zero between kernels: programs that have read a window they share,
-            by key head.
-    """
-
-    conv: Tensor
-    memory: Tensor
-    sequences: int = 1
-    arrived: Tensor = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Make room for the counters."""
-        heads = self.memory.shape[1] if self.memory.dim() > 1 else 0
-        arrived = torch.zeros(heads, dtype=torch.int32, device=self.memory.device)
-        object.__setattr__(self, "arrived", arrived)
-
-    def of(self, index: int) -> "DeltaState":
-        """The part of one sequence, in the same memory."""
-        rows, heads = self.conv.shape[1] // self.sequences, self.memory.shape[1] // self.sequences
-        return DeltaState(
-            self.conv[:, index * rows : (index + 1) * rows],
-            self.memory[:, index * heads : (index + 1) * heads],
-        )
-
-    def clear(self) -> None:
-        """Back to the state before the first token."""
-        self.conv.zero_()
-        self.memory.zero_()
-
-    def copy_(self, other: "DeltaState") -> None:
-        """Take over the state of another sequence of the same sizes."""
-        self.conv.copy_(other.conv)
-        self.memory.copy_(other.memory)
-
-    def clone(self) -> "DeltaState":
-        """A copy in memory of its own."""
-        return DeltaState(self.conv.clone(), self.memory.clone(), self.sequences)
-
-
-def no_delta_state() -> DeltaState:
-    """The state of a model without linear layers."""
-    return DeltaState(torch.empty(0), torch.empty(0))
-
-
-def new_delta_state(
-    layers: int, weights: DeltaWeights, dtype: torch.dtype, device: str, sequences: int = 1
-) -> DeltaState:
-    """The state before the first token, for a number of linear layers of the same sizes."""
-    channels, taps = weights.conv.shape
-    sizes = (layers, sequences * weights.value_heads, weights.key_dim, weights.value_dim)
-    return DeltaState(
-        conv=torch.zeros(layers, sequences * (taps - 1), channels, dtype=dtype, device=device),
-        memory=torch.zeros(sizes, dtype=torch.float32, device=device),
-        sequences=sequences,
-    )
 
 
 @dataclass(frozen=True, slots=True)
