@@ -76,7 +76,7 @@ class Bounds:
         return ThinkingConstraint(begin, tokens, budget, then, opened or b"")
 
     def _after(self, ids: Sequence[int], mark: int) -> bytes | None:
-        """Blank text behind a token that a prompt ends with but for that; None if it does not."""
+        """Whitespace behind the prompt's last `mark`; None if anything else follows it."""
         text = b""
         for id in reversed(ids):
             if id == mark:

@@ -30,7 +30,8 @@ class Checks:
         links: inputs of a round.
         graphs: recorded rounds.
         masks: [EXACT_TOKENS] int32, the sampler's mask of each token of a restricted round.
-        linked: they are those that the last round by the head has left.
+        linked: `links` holds what the last round by the head has left, so that the next one needs
+            nothing from the host.
     """
 
     runner: Runner

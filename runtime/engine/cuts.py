@@ -44,7 +44,7 @@ def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
 
 
 def snapshot_due(cut: int, snapshots: Collection[int], reused: int) -> bool:
-    """True if the recurrent state is kept at a cut: a message ends there, or one long before.
+    """True if the recurrent state is to be kept at a cut: where a message ends, or long behind one.
 
     Args:
         cut: length of the prompt so far.

@@ -71,7 +71,7 @@ class Drafting:
             self.head.cache.read_prompt(sequence, first, hidden)
 
     def by_head(self, sequences: Numbers[Sequence]) -> int:
-        """Drafts of each sequence in a round by the head; 0 where other steps promise more.
+        """Drafts that the head should make for each sequence; 0 if other steps are better.
 
         sequences: that are being decoded, all of them; rounds may be under way.
         """

@@ -208,12 +208,12 @@ class Engine:
             self._stepping = False
 
     def advice(self, tokens: int, before: str = "") -> str:
-        """Words that ask for a context of so many tokens; empty where the model has too few."""
+        """A hint to ask for a larger --context; empty where the model has too few positions."""
         possible = tokens <= self.decoder.config.max_position_embeddings
         return f"{before}ask for a larger --context" if possible else ""
 
     def _begin(self) -> None:
-        """Begin what Ctrl-C or an error may interrupt; end what was cancelled before."""
+        """Recover from an interrupted step, queue what has arrived, end what was cancelled."""
         if self._stepping:
             self._recover()
         self._stepping = True  # stays where what follows is interrupted

@@ -62,7 +62,7 @@ class Graphs:
             key: of the step.
             step: launches it.
             inputs: ids, positions, rows and slots of its tokens.
-            kept: other tensors that it reads and changes.
+            kept: other tensors that it reads and changes, restored after the run that warms up.
         """
         if key not in self._graphs:
             with aside():

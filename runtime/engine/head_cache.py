@@ -47,7 +47,7 @@ class HeadCache:
     starts: Tensor
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Run a part of a prompt through the head, whose last token waits for the one behind it.
+        """Run a part of a prompt through the head, but for a position whose next token is unknown.
 
         Args:
             sequence: with that part sent through the layers.
@@ -95,7 +95,7 @@ class HeadCache:
             sequence.headed += count
 
     def part(self, reach: int, span: Span | None = None) -> None:
-        """Run the positions of the block through the head, or so many of them as the host knows."""
+        """Run `block` through the head: all W positions, or the first `span.count` on a CPU."""
         count = self.block.shape[1] if span is None else span.count
         rows, positions, trails, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
@@ -108,7 +108,7 @@ class HeadCache:
     ) -> Step:
         """A step of the head, whose layer has no recurrent state.
 
-        spans: of the sequences; a recorded step has as many tokens of each, whoever they belong to.
+        spans: tokens of each sequence; of a recorded step their numbers alone count.
         """
         return Step(
             positions=positions,

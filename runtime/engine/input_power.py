@@ -30,7 +30,7 @@ Method = Literal["rtn", "absmax", "weighted"]  # by which `load` chooses scales
 
 TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
 MOST_TOKENS = 2048
-FEWEST_TOKENS = 64  # of an expert, from which on they weight its errors
+FEWEST_TOKENS = 64  # of an expert; the scales of one that saw fewer are searched unweighted
 
 
 def check_searched(opened: OpenedModel) -> None:

@@ -14,7 +14,7 @@ class Load:
         running: sequences that have room.
         waiting: sequences that have none yet.
         pages_used: of keys and values, by running sequences.
-        pages_kept: by prefixes of ended sequences alone, which give them back when they are needed.
+        pages_kept: by prefixes of ended sequences alone; given back when they are needed.
         pages: in all.
         prompts: that were looked up in the cache, since the start.
         hits: of them, those that begin with tokens that it held.

@@ -26,7 +26,7 @@ def answer_all(
     waiting = enumerate(requests)
     running: dict[int, Answer] = {}
     more = True
-    beside = engine.rows  # some wait, so that no row is ever free
+    beside = engine.rows  # as many wait as run, so that a row that becomes free is taken at once
     if engine.most_waiting is not None:
         beside = min(beside, engine.most_waiting)
     while running or more:

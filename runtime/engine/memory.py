@@ -24,7 +24,7 @@ class CacheSize:
         sequences: that are decoded together.
         pages: for the keys and values of all of them and of prefixes to reuse.
         snapshots: recurrent states beside one for each sequence.
-        drafts: that a step can check; as many recurrent states are there for them.
+        drafts: most of one step, and so the number of spare recurrent states.
     """
 
     context: int

@@ -1,4 +1,4 @@
-"""New tokens of the sequences of a step, each with what it says of its sequence's state."""
+"""Yields the new tokens of a step; length and slot of the sequence are updated before each."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Numbers
@@ -41,9 +41,10 @@ def tokens_of_round(parts: Numbers[Part], chosen: Numbers[Numbers[int]]) -> NewT
 def _of_flight(
     sequence: Sequence, tokens: Numbers[int], flight: Flight, writes: Numbers[int]
 ) -> NewTokens:
-    """The same for a round by the head.
+    """Yield the tokens of a round by the head.
 
-    A round behind it has sent the last of the tokens, and written over the states after others.
+    A later round under way has already sent the last one, and overwritten the recurrent states
+    after the others.
     """
     sequence.due -= 1 + flight.drafts
     under_way = sequence.due > 0

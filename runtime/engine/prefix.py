@@ -22,7 +22,8 @@ class Prefix:
         pages: that hold them; the last one may hold more.
         cuts: lengths at which the chunks ended that made its keys and values.
         decoded: length from which on tokens were decoded, one a step.
-        fresh: length up to which no token follows one that was decoded, in earlier turns too.
+        fresh: length of the part that chunks of prompts alone have computed; a prompt with equal
+            cuts would compute the same bytes.
         snapshots: slot with the recurrent state, by length; empty for models without.
         used: time of the last use; larger is later.
     """
@@ -36,7 +37,7 @@ class Prefix:
     used: int = 0
 
     def reusable(self, shared: int, recurrent: bool, cuts: Sequence[int] | None = None) -> int:
-        """Tokens that a prompt can take over which has the first `shared` in common.
+        """Tokens, at most `shared`, that a prompt may reuse which begins with that many of these.
 
         Args:
             shared: tokens.

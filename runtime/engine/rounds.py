@@ -48,8 +48,8 @@ def new_round(
 ) -> list[Part]:
     """A round of sequences with their drafts, fewer where slots for their states are short.
 
-    The state after the last token goes to the slot of the sequence's row. Those after drafts go to
-    spare ones, but for those that hold the present state of another sequence.
+    The state after the last token goes to the slot of the sequence's row, the states after drafts
+    go to spare slots in which no other sequence has its state.
 
     Args:
         sequences: that are being decoded, all of them.

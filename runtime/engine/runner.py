@@ -26,7 +26,7 @@ from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
-ALIGNED = 16  # logits
+ALIGNED = 16  # kept logits: their rows are a multiple of so many
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 
@@ -36,7 +36,8 @@ class Runner:
 
     Attributes:
         decoder: the model.
-        state: pages and slots; a sequence's slot has the number of its row.
+        state: pages and slots; a sequence's slot has the number of its row, or is a spare one after
+            a round with drafts.
         sampler: a row for each sequence.
         context: most tokens of a sequence.
         snapshots: slots for states that are kept, behind those of the rows.
@@ -65,7 +66,7 @@ class Runner:
     inputs: Tensor = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _firsts: Tensor = field(init=False)  # [R] int64, first new token by row
+    _firsts: Tensor = field(init=False)  # [R] int64 by row, of a sequence new in a step
     _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
     _log_probabilities: LogProbabilities = field(init=False)

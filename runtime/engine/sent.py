@@ -14,7 +14,7 @@ from lowbit.runtime.state.posted import PLACES
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round whose drafts the device makes and accepts, behind others that may be under way.
+    """A round by the head: the device drafts, checks and accepts without the host.
 
     Attributes:
         drafts: of each sequence.

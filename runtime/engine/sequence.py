@@ -96,7 +96,7 @@ class Sequence:
         headed: positions that this head has seen.
         tally: of its drafts.
         verified: its last step was one that checks drafts.
-        due: tokens at most that rounds under way put behind its output.
+        due: most tokens that rounds by the head under way may still append to its output.
     """
 
     request: TokenRequest

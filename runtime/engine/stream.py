@@ -205,7 +205,8 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """Pieces of an answer, whose result is put into `made` behind the last one.
 
-    It does not know its stream, so that a stream that nobody holds any more is cancelled at once.
+    No method of the stream: a reference back to it would keep one that nobody holds any more from
+    being cancelled at once.
     """
     answer = Answer(request, tokenizer, engine.submit(request.tokens))
     for id in answer.handle:

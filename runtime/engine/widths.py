@@ -22,6 +22,6 @@ def reach_for(tokens: int, context: int) -> int:
 
 
 def drafts_together(drafts: int, sequences: int) -> int:
-    """Most drafts of a step, of up to so many sequences with up to `drafts` each."""
+    """The largest number of drafts in one step of 1 to `sequences` sequences, `drafts` each."""
     numbers = range(1, min(sequences, EXACT_TOKENS) + 1)
     return max(B * min(drafts, EXACT_TOKENS // B - 1) for B in numbers)

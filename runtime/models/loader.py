@@ -92,7 +92,7 @@ class OpenedModel:
         return beside + footprint.kv_bytes(self.config, tokens, dtype.itemsize, int(self.head))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of one state of the linear layers, whatever the length; a cache holds two."""
+        """Memory of one recurrent state of all linear layers, whatever the length."""
         return footprint.state_bytes(self.config, dtype.itemsize)
 
 

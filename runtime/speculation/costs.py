@@ -1,4 +1,4 @@
-"""Costs of steps with drafts: a guess, which measured steps correct where they are to."""
+"""Estimated costs of steps with drafts; in mode `auto` measured steps correct them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from lowbit.runtime.speculation.pace import Cost
 
 LEARN = 0.15  # part of an error that a measurement corrects
-OUTLIER = 2.0  # times what was thought: a step counts for no more
-FASTER, SLOWER = 0.1, 0.05  # weight of a measured step without drafts, below and above the others
+OUTLIER = 2.0  # a measurement counts for at most so many times the estimate
+FASTER, SLOWER = 0.1, 0.05  # weight of a step without drafts, below or above the average
 LEAST = 0.01  # what anything can cost
 
 

@@ -33,7 +33,7 @@ class GrowingText:
         """The text begins with these ids."""
         self._ids: NDArray[np.int64] = np.array(ids, dtype=np.int64)
         self._length = len(ids)
-        self._found: tuple[int, Match | None] = (0, None)  # by length of the text
+        self._found: tuple[int, Match | None] = (0, None)  # length, what was found there
 
     def __len__(self) -> int:
         """Tokens."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 NEWEST = 0.15  # weight of the newest draft among those that have been checked
 MARGIN = 1.05  # what drafts must promise to gain, so that a wrong guess of their cost loses little
-FORGET = 0.005  # part of the way back to the first guess, for every time that none was worth it
+FORGET = 0.005  # part of the way back to the first guess, for every step that goes without
 RARELY = 20  # rounds in a row whose first draft was wrong, from which on drafts are tried rarely
 
 Cost = Callable[[int], float]  # of checking so many drafts, in steps of one token
@@ -74,9 +74,9 @@ class PlacedPace:
         self.chances = self.chances or list(self.guesses)
 
     def skip(self) -> None:
-        """Note that drafts could have been made and were not, so that they are tried again.
+        """Move the chances back towards the first guesses, so that drafts are tried again.
 
-        The more often they have been in vain, the later.
+        More slowly the more often they have been in vain.
         """
         part = FORGET / (1 + min(self.wrong, RARELY))
         for place, guess in enumerate(self.guesses):

@@ -37,7 +37,7 @@ class Links:
         chosen: [W] int64, what the model has chosen behind each token.
         seen: [W] int32, positions of the tokens in the round before.
         trails: [W] int64, where the hidden states of these are, see `trail_of`.
-        ends: [W] int64, number of the last of these that was right, by sequence.
+        ends: [W] int64, by sequence, index in the round of the last token that was right.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
             SCRATCH.
         right: [PLACES, R] int64 on the host, page-locked beside a GPU: drafts of a row that were

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# Places of a row, taken in turn by the token's position: more than two steps choose for a sequence,
-# since the host reads one step while the next writes.
+# Length of each row's ring buffer, indexed by the token's position: more than two steps choose for
+# a sequence, since the host reads one while the next writes.
 PLACES = 64
 
 

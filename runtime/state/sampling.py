@@ -1,4 +1,4 @@
-"""The next token from logits, on the logits' device and without waiting for the host.
+"""Parameters by which the next token is chosen; `choice` and the GPU's kernels apply them.
 
 Filters apply in the order of transformers: penalties, temperature, top-k, top-p, min-p. Tokens
 are sorted first, so each filter keeps a prefix. Probabilities become 40-bit integers, whose sums
