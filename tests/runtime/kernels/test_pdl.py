@@ -14,7 +14,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from lowbit.runtime.backends import cuda
+from lowbit.runtime.kernels import experts_down
 from lowbit.runtime.kernels import gemv as gemv_module
+from lowbit.runtime.kernels.experts_launch import experts_down_launch
 from lowbit.runtime.kernels.gemv import gemv
 from lowbit.runtime.kernels.gemv_stage import SQUARES
 from lowbit.runtime.kernels.launch import gemv_launch
@@ -25,6 +27,7 @@ from lowbit.runtime.state.sampler_rows import new_sampler_rows
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.linear import DenseLinear
+from tests.runtime.kernels.expert_layers import Size, random_experts
 from tests.runtime.kernels.paged import random_pages, rows_of, step_of
 
 MakeTiled = Callable[..., TiledLinear]
@@ -223,6 +226,27 @@ def test_gemv_with_rows_beside_waits(make_tiled: MakeTiled, randn: Randn) -> Non
     for tokens in (1, 5, 16):
         x = randn(tokens, 2048)
         assert waits(lambda x: torch.cat(cuda.norm_linears(x, norm, EPS, w, small), -1), x)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "behind"])
+@pytest.mark.parametrize("successor", [True, False], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "size", [Size(4, 2048, 512, 256, 8, True), Size(8, 256, 128, 6, 2, False)], ids=str
+)
+def test_experts_wait(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, size: Size, successor: bool, ahead: bool
+) -> None:
+    """The scores too, which `experts_down` may read before it waits, are those of this input."""
+    monkeypatch.setattr(
+        experts_down,
+        "experts_down_launch",
+        lambda *sizes: replace(experts_down_launch(*sizes), early=successor, ahead=ahead),
+    )
+    w, norm = random_experts(size, "cuda"), 1 + 0.2 * randn(size.h)
+    for tokens in (1, 4, 20):
+        x = randn(tokens, size.h)
+        assert waits(lambda x: cuda.moe(x, norm, EPS, w), x, stale=True)
+        assert waits(lambda x: cuda.moe(cuda.moe(x, norm, EPS, w), norm, EPS, w), x, stale=True)
 
 
 def test_dense_gemv_waits(randn: Randn) -> None:

@@ -1,0 +1,113 @@
+"""Trained mixtures of experts on a GPU, beside the same models on a CPU."""
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit.runtime as lowbit
+from lowbit.convert import Recipe, convert
+from lowbit.formats.layout.recipes import Base
+from lowbit.runtime.engine import loading
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.kernels.tiled_experts import TiledExperts
+from lowbit.runtime.models.loader import load_decoder, open_model
+from tests.runtime.test_experts import leaves
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text("utf-8")
+GREEDY = lowbit.SamplingParams(logprobs=2)
+HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=11, logprobs=2)
+COUNT = 60
+CONTEXT = 500
+KINDS: list[tuple[str, Base]] = [
+    ("tiny-qwen3-moe", "int4"),
+    ("tiny-qwen3-moe", "int8"),
+    ("tiny-qwen3.5-moe", "int4"),
+]
+Load = Callable[..., lowbit.Model]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, base = request.param
+    out = tmp_path_factory.mktemp("packed") / base
+    return convert(EXAMPLES / "models" / name, out, Recipe(base)).folder
+
+
+@pytest.fixture
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load onto the GPU, past the check that refuses experts there."""
+    monkeypatch.setattr(loading, "check_device", lambda opened, device: None)
+
+    def loaded(**options: Any) -> lowbit.Model:
+        return lowbit.load(folder, device="cuda", context=CONTEXT, max_sequences=8, **options)
+
+    return loaded
+
+
+def request_of(model: lowbit.Model, number: int) -> TokenRequest:
+    ids = model.encode(TEXT[100 * number :], raw=True)[: 9 + 31 * number]
+    return TokenRequest(tuple(ids), HOT if number % 2 else GREEDY, COUNT)
+
+
+def answer(model: lowbit.Model, request: TokenRequest) -> tuple[Any, ...]:
+    model.engine.forget()
+    handle = model.engine.submit(request)
+    return handle.result(), handle.log_probabilities
+
+
+def test_logits(folder: Path, load: Load) -> None:
+    """About as far from FP32 as BF16 on a CPU is, by the kernels of few tokens and of many."""
+    model, right = load(), lowbit.load(folder, device="cpu", dtype=torch.float32)
+    rounded = lowbit.load(folder, device="cpu")
+    ids = model.encode(TEXT, raw=True)
+    for count in (1, 12, 64, 65, 400):
+        expected = right.logits(ids[:count]).double()
+        ours = float((model.logits(ids[:count]).cpu().double() - expected).norm())
+        theirs = float((rounded.logits(ids[:count]).double() - expected).norm())
+        assert ours < 2 * theirs, count
+
+
+def test_answers_are_the_same_in_company_and_without_graphs(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load()
+    requests = [request_of(model, number) for number in range(8)]
+    alone = [answer(model, request) for request in requests]
+    for count in (2, 5, 8):
+        model.engine.forget()
+        handles = [model.engine.submit(request) for request in requests[:count]]
+        assert [(one.result(), one.log_probabilities) for one in handles] == alone[:count]
+
+    def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: Any) -> None:
+        run()
+
+    monkeypatch.setattr(Graphs, "run", directly)
+    assert [answer(model, request) for request in requests] == alone
+
+
+@pytest.mark.parametrize("mode", ["ngram", "mtp"])
+def test_drafts_change_nothing(load: Load, mode: Any) -> None:
+    model = load()
+    if mode == "mtp" and model.engine.decoder.config.linear_layers is None:
+        pytest.skip("the model has no head")
+    drafted = load(speculate=mode)
+    for number in range(4):
+        request = request_of(model, number)
+        assert answer(drafted, request) == answer(model, request)
+
+
+def test_memory_is_known_before_loading(folder: Path) -> None:
+    """Experts lie in one buffer a layer, and nothing else stays."""
+    opened = open_model(folder, head=True)
+    decoder: Any = load_decoder(opened, "cuda", torch.bfloat16, 16)
+    assert all(isinstance(layer.mlp.down, TiledExperts) for layer in decoder.layers)
+    kept: dict[int, Tensor] = {leaf.data_ptr(): leaf for leaf in leaves(decoder)}
+    assert sum(leaf.nbytes for leaf in kept.values()) == opened.weight_bytes("cuda", torch.bfloat16)
