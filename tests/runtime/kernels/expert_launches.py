@@ -7,6 +7,13 @@ from tests.runtime.kernels.meta_inputs import tiled_experts, zeros
 EPS = 1e-6
 
 
+def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
+    """Steps and prompts: all kinds on one card for one size, INT8 prompts on that card alone."""
+    if full:
+        return (1, 16, 100, 1024) if bits == 4 and shared else (1, 1024)
+    return (1, 1024) if bits == 4 else (1,)
+
+
 def mixtures(full: bool) -> Iterator[str]:
     """Experts of Qwen3.5-35B-A3B and Qwen3-30B-A3B, for a step and for a prompt."""
     from lowbit.runtime.backends import cuda
@@ -23,6 +30,6 @@ def mixtures(full: bool) -> Iterator[str]:
                 chosen=8,
                 shared=shared,
             )
-            for tokens in (1, 16, 100, 1024) if full else (1, 1024):
+            for tokens in tokens_of(full, bits, shared):
                 cuda.moe(zeros(tokens, h), zeros(h), EPS, experts)
                 yield f"{E} of {inner} INT{bits} B{tokens}"
