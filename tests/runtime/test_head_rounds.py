@@ -163,10 +163,8 @@ def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -
     assert sequence.tally.rounds > 5
 
 
-@pytest.mark.parametrize("first", [64, 71])
-def test_the_head_drafts_up_to_the_first_mask(
-    plain: lowbit.Model, flying: lowbit.Model, first: int
-) -> None:
+def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbit.Model) -> None:
+    first = 71
     plain.engine.forget()
     requests = asked(plain, first + 20)[:2]
     found = []
