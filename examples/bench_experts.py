@@ -27,6 +27,7 @@ from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.experts_down import experts_down
 from lowbit.runtime.kernels.experts_gate_up import experts_gate_up
+from lowbit.runtime.kernels.experts_route import Routes, experts_route
 from lowbit.runtime.kernels.tiled_experts import stacked
 from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.weights.experts import ExpertWeights
@@ -71,13 +72,18 @@ def scores(x: Tensor, norm: Tensor, layer: Layer) -> Tensor:
     return dense_gemv(x, layer.router, norm=norm, eps=EPS, dtype=torch.float32)
 
 
-def gate_up(x: Tensor, norm: Tensor, given: Tensor, layer: Layer) -> Tensor:
+def routes_of(given: Tensor, layer: Layer) -> Routes | None:
+    """As `cuda.moe` has them: a lone token's experts are chosen where they are needed."""
+    return None if len(given) == 1 else experts_route(given, layer.chosen, layer.shared)
+
+
+def gate_up(x: Tensor, norm: Tensor, given: Tensor, routes: Routes | None, layer: Layer) -> Tensor:
     w = stacked(layer.gate_up)
-    return experts_gate_up(x, norm, EPS, given, w, layer.chosen, layer.shared)
+    return experts_gate_up(x, norm, EPS, given, routes, w, layer.chosen, layer.shared)
 
 
-def down(x: Tensor, act: Tensor, given: Tensor, layer: Layer) -> Tensor:
-    return experts_down(act, given, stacked(layer.down), layer.chosen, layer.shared, x)
+def down(x: Tensor, act: Tensor, given: Tensor, routes: Routes | None, layer: Layer) -> Tensor:
+    return experts_down(act, given, routes, stacked(layer.down), layer.chosen, layer.shared, x)
 
 
 def layers(size: str, bits: int) -> None:
@@ -90,12 +96,13 @@ def layers(size: str, bits: int) -> None:
     for M in TOKENS:
         x = randn(M, H)
         given = [scores(x, norm, layer) for layer in made]
-        act = gate_up(x, norm, given[0], made[0])
+        routes = routes_of(given[0], made[0])
+        act = gate_up(x, norm, given[0], routes, made[0])
         whole = chain_us(made, lambda layer, x=x: cuda.moe(x, norm, EPS, layer))
         parts = [
             chain_us(made, partial(scores, x, norm)),
-            chain_us(made, partial(gate_up, x, norm, given[0])),
-            chain_us(made, partial(down, x, act, given[0])),
+            chain_us(made, partial(gate_up, x, norm, given[0], routes)),
+            chain_us(made, partial(down, x, act, given[0], routes)),
         ]
         hit = [each[:, : experts.count].topk(CHOSEN).indices.unique().numel() for each in given]
         read = (statistics.mean(hit) + made[0].shared) * one

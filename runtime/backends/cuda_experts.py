@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU: three kernels for few tokens, experts in turn for many."""
+"""A mixture of experts on a GPU: few tokens each as if alone, many expert by expert."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from lowbit.runtime.kernels.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.experts_down import experts_down, experts_down_bytes
 from lowbit.runtime.kernels.experts_gate_up import experts_gate_up
 from lowbit.runtime.kernels.experts_gemm import experts_gemm
+from lowbit.runtime.kernels.experts_route import experts_route
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiled_experts import stacked
 from lowbit.runtime.kernels.tiles import GpuLinear
@@ -44,8 +45,9 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinea
     chosen, shared = experts.chosen, experts.shared
     if x.shape[0] <= FEW_TOKENS:
         scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
-        act = experts_gate_up(x, norm, eps, scores, gate_up, chosen, shared)
-        return experts_down(act, scores, down, chosen, shared, x)
+        routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared)
+        act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)
+        return experts_down(act, scores, routes, down, chosen, shared, x)
     h = rms_norm(x, norm, eps)
     scores = torch.mm(h, experts.router.T, out_dtype=torch.float32)
     return experts_gemm(h, scores, gate_up, down, chosen, shared, x)

@@ -1,7 +1,8 @@
-"""Device functions: the likeliest experts of a token, found by every warp for itself.
+"""Device functions: the likeliest experts of a token, found by a warp.
 
 Scores are compared as integers that have their order, so that a NaN is a number like others and
-the experts are always some that exist. Of equal scores the lower number comes first.
+the experts are always some that exist. Of equal scores the lower number comes first. Every lane
+sorts its own experts; then the largest of the lanes' first ones is taken, again and again.
 """
 
 from triton.experimental import gluon
@@ -23,31 +24,63 @@ def likeliest(scores, lane, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr):
     """
     SLOTS: gl.constexpr = (EXPERTS + 31) // 32  # experts of a lane
     keys = ()
-    for j in gl.static_range(SLOTS):
-        number = lane + 32 * j
-        at = scores + gl.minimum(number, EXPERTS - 1).to(gl.int64) * 4
-        key = ordered(as_word(as_float(load4_l2(at)) + 0.0))  # of the zeros both are one
-        if (j + 1) * 32 > EXPERTS:
-            key = gl.where(number < EXPERTS, key, LOWEST)
-        keys = keys + (key,)
     numbers = ()
-    found = ()
-    for _i in gl.static_range(CHOSEN):
-        best = keys[0]  # type: ignore[misc]
-        for j in gl.static_range(1, SLOTS):
-            best = gl.maximum(best, keys[j])
-        best = largest_signed(best)
-        number = lane * 0 + (EXPERTS - 1)
-        for j in gl.static_range(SLOTS - 1, -1, -1):
-            number = gl.where(keys[j] == best, lane + 32 * j, number)
-        number = least(number)
-        rest = ()
-        for j in gl.static_range(SLOTS):
-            rest = rest + (gl.where(number == lane + 32 * j, LOWEST, keys[j]),)
-        keys = rest
+    for j in gl.static_range(SLOTS):
+        number = gl.minimum(lane + 32 * j, EXPERTS - 1)
+        score = as_float(load4_l2(scores + number.to(gl.int64) * 4))
+        key = ordered(as_word(score + 0.0))  # of the zeros both are one
+        if (j + 1) * 32 > EXPERTS:
+            key = gl.where(lane + 32 * j < EXPERTS, key, LOWEST)
+        keys = keys + (key,)
         numbers = numbers + (number,)
+    for phase in gl.static_range(SLOTS):
+        keys, numbers = _neighbours_sorted(keys, numbers, phase % 2)
+    chosen = ()
+    found = ()
+    for i in gl.static_range(CHOSEN):
+        best = largest_signed(keys[0])  # type: ignore[misc]
+        first = numbers[0]  # type: ignore[misc]
+        number = least(gl.where(keys[0] == best, first, EXPERTS))  # type: ignore[misc]
+        chosen = chosen + (number,)
         found = found + (as_float(ordered(best)),)
-    return numbers, found
+        keys, numbers = _without_first(keys, numbers, first == number, CHOSEN - 1 - i, EXPERTS)
+    return chosen, found
+
+
+@gluon.jit
+def _neighbours_sorted(keys, numbers, FIRST: gl.constexpr):
+    """Pairs of neighbours from FIRST on, each with the larger key first; equal ones stay."""
+    new_keys = keys[:FIRST]
+    new_numbers = numbers[:FIRST]
+    for j in gl.static_range(FIRST, len(keys) - 1, 2):
+        swapped = keys[j + 1] > keys[j]
+        new_keys = new_keys + (
+            gl.maximum(keys[j], keys[j + 1]),
+            gl.minimum(keys[j], keys[j + 1]),
+        )
+        new_numbers = new_numbers + (
+            gl.where(swapped, numbers[j + 1], numbers[j]),
+            gl.where(swapped, numbers[j], numbers[j + 1]),
+        )
+    done: gl.constexpr = len(new_keys)
+    return new_keys + keys[done:], new_numbers + numbers[done:]
+
+
+@gluon.jit
+def _without_first(keys, numbers, wanted, MOST: gl.constexpr, EXPERTS: gl.constexpr):
+    """At most MOST keys of a lane, without the first where that is wanted."""
+    new_keys = ()
+    new_numbers = ()
+    for j in gl.static_range(len(keys) if len(keys) < MOST else MOST):
+        if j + 1 < len(keys):
+            key = keys[j + 1]
+            number = numbers[j + 1]
+        else:
+            key = LOWEST
+            number = EXPERTS - 1
+        new_keys = new_keys + (gl.where(wanted, key, keys[j]),)
+        new_numbers = new_numbers + (gl.where(wanted, number, numbers[j]),)
+    return new_keys, new_numbers
 
 
 @gluon.jit
@@ -66,15 +99,23 @@ def ordered(word):
 
 
 @gluon.jit
-def shares(scores, CHOSEN: gl.constexpr):
-    """Softmax over the scores of the chosen experts, of which the first is the largest."""
+def shares(
+    scores, found, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr
+):  # fmt: skip
+    """Softmax over the scores that were found, the largest first; the sigmoid of a shared one's.
+
+    scores: address of the first score; that of the shared expert follows those of the others.
+    """
     parts = ()
     for i in gl.static_range(CHOSEN):
-        parts = parts + (gl.exp(scores[i] - scores[0]),)
+        parts = parts + (gl.exp(found[i] - found[0]),)
     total = parts[0]  # type: ignore[misc]
     for i in gl.static_range(1, CHOSEN):
         total += parts[i]
     out = ()
     for i in gl.static_range(CHOSEN):
         out = out + (parts[i] / total,)
+    if SLOTS > CHOSEN:
+        gate = as_float(load4_l2(scores + 4 * EXPERTS))
+        out = out + (1.0 / (1.0 + gl.exp(-gate)),)
     return out

@@ -35,6 +35,7 @@ from lowbit.runtime.kernels.experts_launch import (
     ExpertsDownLaunch,
     experts_down_launch,
 )
+from lowbit.runtime.kernels.experts_route import Routes
 from lowbit.runtime.kernels.gemv_columns import (
     column_of,
     multiply_digits,
@@ -55,7 +56,7 @@ SUM_BYTES = gl.constexpr(64)  # of 16 rows
 
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def _experts_down_kernel(
-    act_ptr, scores_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
+    act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
     WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
@@ -80,14 +81,20 @@ def _experts_down_kernel(
     first_tile = gl.program_id(0) * R
     if PDL and not AHEAD:
         gdc_wait()
-    scores = scores_ptr.to(gl.int64, bitcast=True)
-    scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN)) + zero
-    numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+    numbers = ()
+    if numbers_ptr is not None:
+        numbers_at = _address(numbers_ptr + token * SLOTS, zero)
+    else:
+        scores = _address(scores_ptr + token * (EXPERTS + SLOTS - CHOSEN), zero)
+        numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
     loaded = ()
     raw = ()
     for turn in gl.static_range(OWN):
         unit = gl.minimum(turn * WARPS + warp, UNITS - 1)
-        expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
+        if numbers_ptr is not None:
+            expert = load4_l2(numbers_at + (unit // STEPS).to(gl.int64) * 4)
+        else:
+            expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
         words, scales = tile_addresses(
             words_ptr, scales_ptr, expert * tiles + first_tile, (expert + 1) * tiles,
             unit % STEPS, lane, STEPS, GROUPS, SCALES, R,
@@ -97,11 +104,12 @@ def _experts_down_kernel(
         )  # fmt: skip
         loaded = loaded + (own,)
         raw = raw + (own_raw,)
-    share = shares(found, CHOSEN)
-    if SLOTS > CHOSEN:
-        gate = as_float(load4_l2(scores + 4 * EXPERTS))
-        share = share + (1.0 / (1.0 + gl.exp(-gate)),)
-
+    if numbers_ptr is not None:
+        share = ()
+        for slot in gl.static_range(SLOTS):
+            share = share + (as_float(load4_l2(_address(shares_ptr + token * SLOTS + slot, zero))),)
+    else:
+        share = shares(scores, found, EXPERTS, CHOSEN, SLOTS)
     if PDL:
         if AHEAD:
             gdc_wait()
@@ -141,6 +149,11 @@ def _experts_down_kernel(
 
 
 @gluon.jit
+def _address(pointer, zero):
+    return pointer.to(gl.int64, bitcast=True) + zero
+
+
+@gluon.jit
 def _multiply_unit(
     loaded, raw, buffer, unit, lane, none, sums_at, held,
     WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
@@ -163,13 +176,20 @@ def _multiply_unit(
 
 
 def experts_down(
-    act: Tensor, scores: Tensor, w: TiledExperts, chosen: int, shared: bool, x: Tensor
+    act: Tensor,
+    scores: Tensor,
+    routes: Routes | None,
+    w: TiledExperts,
+    chosen: int,
+    shared: bool,
+    x: Tensor,
 ) -> Tensor:
     """Add to every token what its experts make of it.
 
     Args:
         act: [M, slots, width], of `experts_gate_up`.
         scores: [M, experts] float32, of the router.
+        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
         w: [N, K] of every expert.
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
@@ -189,6 +209,8 @@ def experts_down(
         (-(-w.tiles // launch.tiles), M),
         act,
         scores,
+        None if routes is None else routes.numbers,
+        None if routes is None else routes.shares,
         w.words,
         w.scales.view(torch.int32),
         x,

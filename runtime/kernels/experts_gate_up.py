@@ -21,6 +21,7 @@ from lowbit.runtime.kernels.access import barrier, declaration, shared_buffer
 from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.experts_choice import expert_of, likeliest
 from lowbit.runtime.kernels.experts_launch import experts_gate_up_launch
+from lowbit.runtime.kernels.experts_route import Routes
 from lowbit.runtime.kernels.gemv import shared_bytes, staged_bytes
 from lowbit.runtime.kernels.gemv_columns import column_of, unit_of
 from lowbit.runtime.kernels.gemv_digits import digit_bytes, plane_bytes, stage_tokens
@@ -47,7 +48,7 @@ def padded_width(inner: int) -> int:
 
 @gluon.jit(do_not_specialize=["tiles"])
 def _experts_gate_up_kernel(
-    x_ptr, gain_ptr, scores_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
+    x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, INNER: gl.constexpr,
     WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
@@ -76,10 +77,13 @@ def _experts_gate_up_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    scores = scores_ptr.to(gl.int64, bitcast=True)
-    scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
-    numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
-    expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
+    if numbers_ptr is not None:
+        expert = gl.load(numbers_ptr + gl.program_id(1)) + zero
+    else:
+        scores = scores_ptr.to(gl.int64, bitcast=True)
+        scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
+        numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
+        expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
     words, scales = tile_addresses(
         words_ptr, scales_ptr, expert * tiles + first_tile + warp // PARTS * R,
         (expert + 1) * tiles, part, lane, STEPS, GROUPS, SCALES, R,
@@ -116,7 +120,14 @@ def _experts_gate_up_kernel(
 
 
 def experts_gate_up(
-    x: Tensor, norm: Tensor, eps: float, scores: Tensor, w: TiledExperts, chosen: int, shared: bool
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    scores: Tensor,
+    routes: Routes | None,
+    w: TiledExperts,
+    chosen: int,
+    shared: bool,
 ) -> Tensor:
     """Make of every token what the gates and ups of its experts make of it.
 
@@ -125,6 +136,7 @@ def experts_gate_up(
         norm: [K] gain of the RMS norm.
         eps: of the norm.
         scores: [M, experts] float32, of the router.
+        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
         w: [2 * I, K] of every expert, paired.
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
@@ -144,6 +156,7 @@ def experts_gate_up(
         x,
         norm,
         scores,
+        None if routes is None else routes.numbers,
         w.words,
         w.scales.view(torch.int32),
         act,

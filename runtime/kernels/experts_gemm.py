@@ -168,11 +168,11 @@ def experts_gemm(
     y = torch.empty_like(x)
     for first in range(0, x.shape[0], MOST_TOKENS):
         part = slice(first, first + MOST_TOKENS)
-        numbers, shares = experts_route(scores[part], chosen, shared)
-        order, ends = by_expert(numbers, len(gate_up))
+        routes = experts_route(scores[part], chosen, shared)
+        order, ends = by_expert(routes.numbers, len(gate_up))
         launch = experts_gemm_launch(len(order), len(gate_up))
         act = _gate_up_gemm(h[part], order, ends, gate_up, chosen + shared, launch)
-        out = _down_gemm(act, order, ends, shares, down, launch)
+        out = _down_gemm(act, order, ends, routes.shares, down, launch)
         _sum(x[part], out, y[part])
     return y
 

@@ -1,101 +1,111 @@
-"""experts_route: the experts of every token of a prompt and their shares, and tokens by expert.
+"""experts_route: the experts of every token and their shares, and a prompt's tokens by expert.
 
     numbers[b, :k] = the k likeliest experts of token b, of equal ones those of lower number first
     shares[b, :k]  = softmax of their scores; a shared expert follows with the sigmoid of its own
 
-Layout  scores [M, experts] fp32 -> numbers [M, slots] int16, shares [M, slots] fp32
-Plan    a program takes a token. Pairs of token and slot are then sorted by expert, and blocks of
-        rows of one expert are found from where the experts end: so nothing goes to the host
+Layout  scores [M, experts] fp32 -> numbers [M, slots] int32, shares [M, slots] fp32
+Plan    a program takes a token. Of a prompt, pairs of token and slot are then sorted by expert, and
+        blocks of rows of one expert are found from where the experts end: so nothing goes to the
+        host
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import run
+from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.experts_choice import expert_of, likeliest, shares
+from lowbit.runtime.kernels.mma import threads
 
 
-@triton.jit
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of some tokens.
+
+    Attributes:
+        numbers: [M, slots] int32; a shared expert, the last, has the last slot.
+        shares: [M, slots] float32, of what they give.
+    """
+
+    numbers: Tensor
+    shares: Tensor
+
+
+@gluon.jit
 def _experts_route_kernel(
     scores_ptr, numbers_ptr, shares_ptr,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK: a power of two, EXPERTS or more; SLOTS: CHOSEN, and one of a shared expert."""
-    token = tl.program_id(0).to(tl.int64)
-    LOWEST: tl.constexpr = -(1 << 31)
-    number = tl.arange(0, BLOCK)
-    slot = tl.arange(0, 32)
-    scores = scores_ptr + token * (EXPERTS + SLOTS - CHOSEN)
-    score = tl.load(scores + number, mask=number < EXPERTS, other=0.0) + 0.0  # one zero
-    word = score.to(tl.int32, bitcast=True)
-    key = tl.where(number < EXPERTS, word ^ ((word >> 31) & 0x7FFFFFFF), LOWEST)
-    found = tl.full([32], 0, tl.int32)
-    likely = tl.full([32], 0.0, tl.float32)
-    first = 0.0
-    for i in tl.static_range(CHOSEN):
-        best = tl.max(key, axis=0)
-        expert = tl.min(tl.where(key == best, number, BLOCK), axis=0)
-        expert = tl.minimum(expert, EXPERTS - 1)
-        key = tl.where(number == expert, LOWEST, key)
-        own = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        if i == 0:
-            first = own
-        found = tl.where(slot == i, expert, found)
-        likely = tl.where(slot == i, tl.exp(own - first), likely)
-    share = likely / tl.sum(likely, axis=0)
-    if SLOTS > CHOSEN:
-        gate = tl.sigmoid(tl.load(scores + EXPERTS))
-        found = tl.where(slot == CHOSEN, EXPERTS, found)
-        share = tl.where(slot == CHOSEN, gate, share)
-    at = token * SLOTS + slot
-    tl.store(numbers_ptr + at, found.to(tl.int16), mask=slot < SLOTS)
-    tl.store(shares_ptr + at, share, mask=slot < SLOTS)
+    """SLOTS: CHOSEN, and one of a shared expert."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    _, lane, zero, _ = threads(1)
+    token = gl.program_id(0)
+    scores = scores_ptr.to(gl.int64, bitcast=True) + zero
+    scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
+    numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+    share = shares(scores, found, EXPERTS, CHOSEN, SLOTS)
+    own = share[0]
+    for slot in gl.static_range(1, SLOTS):
+        own = gl.where(lane == slot, share[slot], own)
+    at = token * SLOTS + lane
+    number = expert_of(lane, numbers, EXPERTS, CHOSEN)
+    gl.store(numbers_ptr + at, number, mask=lane < SLOTS)
+    gl.store(shares_ptr + at, own, mask=lane < SLOTS)
 
 
-def experts_route(scores: Tensor, chosen: int, shared: bool) -> tuple[Tensor, Tensor]:
+def experts_route(scores: Tensor, chosen: int, shared: bool) -> Routes:
     """Experts of every token.
 
     Args:
         scores: [M, experts] float32, of the router.
-        chosen: experts of a token, beside the shared one; at most 31.
+        chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.
 
     Returns:
-        [M, slots] int16, numbers, and [M, slots] float32, shares.
+        Numbers and shares; slots are at most 32.
     """
     M, experts = scores.shape
     slots = chosen + shared
-    numbers = torch.empty((M, slots), dtype=torch.int16, device=scores.device)
-    shares = torch.empty((M, slots), dtype=torch.float32, device=scores.device)
+    numbers = torch.empty((M, slots), dtype=torch.int32, device=scores.device)
+    found = torch.empty((M, slots), dtype=torch.float32, device=scores.device)
+    pdl = programmatic_launch(scores)
     run(
         _experts_route_kernel,
         (M,),
         scores,
         numbers,
-        shares,
+        found,
         EXPERTS=experts - shared,
         CHOSEN=chosen,
         SLOTS=slots,
-        BLOCK=triton.next_power_of_2(experts - shared),
+        PDL=pdl,
         num_warps=1,
+        launch_pdl=pdl,
         enable_fp_fusion=True,
     )
-    return numbers, shares
+    return Routes(numbers, found)
 
 
 def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Pairs of token and slot in the order of their experts.
 
     Args:
-        numbers: [M, slots] int16.
+        numbers: [M, slots].
         experts: how many there are.
 
     Returns:
         [M * slots] int64, token * slots + slot of each place, and [experts] int32, the place at
         which the pairs of each expert end.
     """
-    own, order = numbers.flatten().sort(stable=True)
+    own, order = numbers.flatten().to(torch.int16).sort(stable=True)  # half the passes of int32
     every = torch.arange(experts, dtype=own.dtype, device=own.device)
     return order, torch.searchsorted(own, every, right=True, out_int32=True)
 

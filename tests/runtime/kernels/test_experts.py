@@ -15,9 +15,8 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
-from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up
+from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up, experts_route
 from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
-from lowbit.runtime.kernels.experts_route import by_expert, experts_route
 from lowbit.runtime.kernels.tiled_experts import stacked
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.expert_layers import (
@@ -54,6 +53,7 @@ REAL = [
 SIZES = pytest.mark.parametrize(
     "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
 )
+GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
 ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 
 
@@ -61,7 +61,7 @@ ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon kernels run without a GPU too."""
     if device == "cpu":
-        for module in (dense_gemv, experts_gate_up, experts_down):
+        for module in (dense_gemv, experts_gate_up, experts_down, experts_route):
             monkeypatch.setattr(module, "run", run_kernel)
 
 
@@ -76,31 +76,52 @@ def scores_of(M: int, size: Size, device: str) -> Tensor:
     return torch.where(scores.abs() < 0.2, -0.0 * scores, scores)
 
 
+def made_routes(scores: Tensor, size: Size, given: bool) -> experts_route.Routes | None:
+    return experts_route.experts_route(scores, size.chosen, size.shared) if given else None
+
+
+@GIVEN
 @SIZES
-def test_gate_up(size: Size, device: str, randn: Randn) -> None:
+def test_gate_up(size: Size, given: bool, device: str, randn: Randn) -> None:
     w, M = random_experts(size, device), 3
     x, norm = 3 * randn(M, size.h), 1 + 0.2 * randn(size.h)
     norm = norm.float() if size.bits == 4 else norm
     scores = scores_of(M, size, device)
     found = experts_gate_up.experts_gate_up(
-        x, norm, EPS, scores, stacked(w.gate_up), size.chosen, size.shared
+        x,
+        norm,
+        EPS,
+        scores,
+        made_routes(scores, size, given),
+        stacked(w.gate_up),
+        size.chosen,
+        size.shared,
     )
     expected = acts(normed(x, norm), scores, w)
     assert relative_error(found[..., : size.inner], expected) < 2**-8
     assert not found[..., size.inner :].any()
 
 
+@GIVEN
 @pytest.mark.parametrize(
     "size", [*SMALL, WIDE, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
 )
-def test_down(size: Size, device: str, randn: Randn) -> None:
+def test_down(size: Size, given: bool, device: str, randn: Randn) -> None:
     """Sums are rounded once, here not at all: the residual is FP32."""
     w, M, slots = random_experts(size, device), 3, size.chosen + size.shared
     x, scores = torch.randn(M, size.h, device=device), scores_of(M, size, device)
     act = torch.zeros(M, slots, experts_gate_up.padded_width(size.inner), device=device)
     act = act.bfloat16()
     act[..., : size.inner] = randn(M, slots, size.inner)
-    found = experts_down.experts_down(act, scores, stacked(w.down), size.chosen, size.shared, x)
+    found = experts_down.experts_down(
+        act,
+        scores,
+        made_routes(scores, size, given),
+        stacked(w.down),
+        size.chosen,
+        size.shared,
+        x,
+    )
     expected = added(act[..., : size.inner], scores, w) + x.double()
     assert relative_error(found, expected) < FP32_ERROR
 
@@ -159,14 +180,15 @@ def test_routes(shared: bool, device: str) -> None:
     size = Size(4, 32, 32, 40, 8, shared)
     scores = scores_of(12, size, device)
     scores[7], scores[8] = 1.5, torch.nan
-    numbers, shares = experts_route(scores, 8, shared)
+    found = experts_route.experts_route(scores, 8, shared)
+    numbers, shares = found.numbers, found.shares
     assert bool(((numbers >= 0) & (numbers < 40 + shared)).all())
     wanted = [pairs for i, pairs in enumerate(routes(scores, 8, shared)) if i != 8]
     rows = torch.arange(12, device=device) != 8
     assert numbers[rows].tolist() == [[e for e, _ in pairs] for pairs in wanted]
     right = torch.tensor([[share for _, share in pairs] for pairs in wanted])
     assert float((shares[rows].cpu() - right).abs().max()) < 1e-6
-    order, ends = by_expert(numbers, 40 + shared)
+    order, ends = experts_route.by_expert(numbers, 40 + shared)
     flat = numbers.flatten()
     assert flat[order].tolist() == sorted(flat.tolist())
     assert ends.tolist() == [int((flat <= e).sum()) for e in range(40 + shared)]
