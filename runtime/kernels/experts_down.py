@@ -5,12 +5,13 @@ Layout  act [M, slots, width] bf16 of `experts_gate_up`, scores [M, experts] fp3
 Fused   the choice of experts, softmax over those that are chosen, sigmoid of the shared one's gate;
         residual
 Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
-Plan    a program takes some tiles of rows for one token; a unit of work is one step of one expert,
-        and units go round the warps. An expert's steps are summed in order, then its share joins
-        those of the experts before it, the likeliest first and the shared one last, then the
-        residual, in FP32, and is rounded once. Where `ahead`, warps choose experts and ask for
-        weights before they wait: the scores are those of the kernel before the last, which has
-        ended, as `experts_gate_up` lets this kernel start after it has waited itself
+Plan    a program takes some tiles of rows for one token, in rounds of which the next one's weights
+        are on their way. A unit of work is one step of one expert, and units go round the warps.
+        An expert's steps are summed in order, then its share joins those of the experts before it,
+        the likeliest first and the shared one last, then the residual, in FP32, and is rounded
+        once. Where `ahead`, warps know the experts and ask for weights before they wait: scores and
+        routes are those of the kernel before the last or older, which has ended, as
+        `experts_gate_up` lets this kernel start after it has waited itself
 """
 
 import torch
@@ -59,7 +60,8 @@ def _experts_down_kernel(
     act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, LARGE: gl.constexpr,
+    ROUNDS: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr,
+    LARGE: gl.constexpr,
     X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -68,6 +70,7 @@ def _experts_down_kernel(
     GROUPS: gl.constexpr = (K + G - 1) // G
     UNITS: gl.constexpr = SLOTS * STEPS
     OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
+    ITEMS: gl.constexpr = ROUNDS * R
     if PDL and EARLY:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
@@ -78,7 +81,7 @@ def _experts_down_kernel(
     g = lane // 4
     t = lane % 4
     token = gl.program_id(1)
-    first_tile = gl.program_id(0) * R
+    first_tile = gl.program_id(0) * ITEMS
     if PDL and not AHEAD:
         gdc_wait()
     numbers = ()
@@ -87,23 +90,21 @@ def _experts_down_kernel(
     else:
         scores = _address(scores_ptr + token * (EXPERTS + SLOTS - CHOSEN), zero)
         numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+    experts = ()
     loaded = ()
-    raw = ()
     for turn in gl.static_range(OWN):
         unit = gl.minimum(turn * WARPS + warp, UNITS - 1)
         if numbers_ptr is not None:
             expert = load4_l2(numbers_at + (unit // STEPS).to(gl.int64) * 4)
         else:
             expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
-        words, scales = tile_addresses(
-            words_ptr, scales_ptr, expert * tiles + first_tile, (expert + 1) * tiles,
-            unit % STEPS, lane, STEPS, GROUPS, SCALES, R,
+        experts = experts + (expert,)
+        loaded = loaded + (
+            _load_unit(
+                words_ptr, scales_ptr, expert, tiles, first_tile, unit % STEPS, lane, K, G, BITS,
+                SCALES, R,
+            ),
         )  # fmt: skip
-        own, own_raw = load_steps(
-            words, scales, unit % STEPS, 0, G, BITS, K, R, 1, STEPS, SCALES
-        )  # fmt: skip
-        loaded = loaded + (own,)
-        raw = raw + (own_raw,)
     if numbers_ptr is not None:
         share = ()
         for slot in gl.static_range(SLOTS):
@@ -115,37 +116,67 @@ def _experts_down_kernel(
             gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    tile = first_tile + gl.minimum(warp, R - 1)
     added = ()
-    for half in gl.static_range(2):
-        n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
-        added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
+    for first in gl.static_range(0, ITEMS, WARPS):
+        tile = first_tile + gl.minimum(first + warp, ITEMS - 1)
+        for half in gl.static_range(2):
+            n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
+            added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
         act_ptr + token.to(gl.int64) * (SLOTS * WIDTH), (), None, buffer, warp, lane, none, 1, 0.0,
         False, False, SLOTS * WIDTH, WARPS, 1, TURNS, BITS, 0, PLANE, 0,
     )  # fmt: skip
     barrier()
     sums_at = buffer + X_BYTES
-    for turn in gl.static_range(OWN):
-        unit = turn * WARPS + warp
-        _multiply_unit(
-            loaded[turn], raw[turn], buffer, gl.minimum(unit, UNITS - 1), lane, none,
-            sums_at + (unit * 8 + g) * 8, (t == 0) & (unit < UNITS), WIDTH, K, G, BITS, SCALES, R,
-            STEPS, UNITS, PLANE,
-        )  # fmt: skip
+    for turn in gl.static_range(ROUNDS):
+        next_loaded = ()
+        for i in gl.static_range(OWN):
+            unit = i * WARPS + warp
+            own_unit = gl.minimum(unit, UNITS - 1)
+            if turn + 1 < ROUNDS:
+                next_loaded = next_loaded + (
+                    _load_unit(
+                        words_ptr, scales_ptr, experts[i], tiles, first_tile + (turn + 1) * R,
+                        own_unit % STEPS, lane, K, G, BITS, SCALES, R,
+                    ),
+                )  # fmt: skip
+            _multiply_unit(
+                loaded[i], buffer, own_unit, lane, none,
+                sums_at + turn * (R * UNITS * SUM_BYTES) + (unit * 8 + g) * 8,
+                (t == 0) & (unit < UNITS), WIDTH, K, G, BITS, SCALES, R, STEPS, UNITS, PLANE,
+            )  # fmt: skip
+        loaded = next_loaded
     barrier()
-    at = sums_at + (gl.minimum(warp, R - 1) * (UNITS * 8) + g) * 8
-    low = none
-    high = none
-    for slot in gl.static_range(SLOTS):
-        y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), none, STEPS, 8, 1)
-        low = gl.fma(share[slot], y[0], low)
-        high = gl.fma(share[slot], y[1], high)
     factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
-    store_result(
-        y_ptr, low * factor, high * factor, added, tile, g, token + zero, (t == 0) & (warp < R), N,
-        False, True,
+    for first in gl.static_range(0, ITEMS, WARPS):
+        item = first + warp
+        at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
+        low = none
+        high = none
+        for slot in gl.static_range(SLOTS):
+            y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), none, STEPS, 8, 1)
+            low = gl.fma(share[slot], y[0], low)
+            high = gl.fma(share[slot], y[1], high)
+        store_result(
+            y_ptr, low * factor, high * factor,
+            (added[first // WARPS * 2], added[first // WARPS * 2 + 1]), first_tile + item, g,
+            token + zero, (t == 0) & (item < ITEMS), N, False, True,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_unit(
+    words_ptr, scales_ptr, expert, tiles, tile, step, lane, K: gl.constexpr, G: gl.constexpr,
+    BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """Words and raw scales of one step of an expert, of R tiles; past the last its again."""
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    GROUPS: gl.constexpr = (K + G - 1) // G
+    words, scales = tile_addresses(
+        words_ptr, scales_ptr, expert * tiles + tile, (expert + 1) * tiles, step, lane, STEPS,
+        GROUPS, SCALES, R,
     )  # fmt: skip
+    return load_steps(words, scales, step, 0, G, BITS, K, R, 1, STEPS, SCALES)
 
 
 @gluon.jit
@@ -155,7 +186,7 @@ def _address(pointer, zero):
 
 @gluon.jit
 def _multiply_unit(
-    loaded, raw, buffer, unit, lane, none, sums_at, held,
+    loaded, buffer, unit, lane, none, sums_at, held,
     WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr,
     PLANE: gl.constexpr,
@@ -168,8 +199,8 @@ def _multiply_unit(
     units = buffer + 3 * PLANE + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
     acc = multiply_digits(
-        sums_of_tokens(none, R, 1), loaded, raw, digits, units, step, mixed, 0, 1, G, BITS, K, R,
-        STEPS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
+        sums_of_tokens(none, R, 1), loaded[0], loaded[1], digits, units, step, mixed, 0, 1, G,
+        BITS, K, R, STEPS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
     )  # fmt: skip
     for r in gl.static_range(R):
         store_sums(acc[r], sums_at + r * (UNITS * SUM_BYTES), held, True)
@@ -199,14 +230,14 @@ def experts_down(
         [M, N] in x's dtype.
     """
     M, slots, width = act.shape
-    launch = experts_down_launch(w.bits, w.tiles, w.steps)
+    launch = experts_down_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
     needed = experts_down_bytes(w.bits, w.K, slots, launch)
     size = max(launch.shared << 10 if pdl else 0, needed)
     y = torch.empty_like(x)
     run(
         _experts_down_kernel,
-        (-(-w.tiles // launch.tiles), M),
+        (-(-w.tiles // (launch.tiles * launch.rounds)), M),
         act,
         scores,
         None if routes is None else routes.numbers,
@@ -226,6 +257,7 @@ def experts_down(
         BITS=w.bits,
         SCALES=SCALES[w.scales.dtype],
         R=launch.tiles,
+        ROUNDS=launch.rounds,
         WARPS=launch.warps,
         TURNS=turns_of(slots * width, launch.warps, 1),
         SHARED=declaration(size) if size <= STATIC_SHARED else "",
@@ -248,5 +280,5 @@ def experts_down_bytes(
 ) -> int:
     """Shared memory of a program: digits of all slots, and sums of all units."""
     steps = -(-inner * bits // 512)
-    sums = launch.tiles * slots * steps * 64
+    sums = launch.tiles * launch.rounds * slots * steps * 64
     return digit_bytes(slots * padded_width(inner)) + sums

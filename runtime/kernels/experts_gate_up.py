@@ -52,8 +52,8 @@ def _experts_gate_up_kernel(
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, INNER: gl.constexpr,
     WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    ABREAST: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr, DIGITS: gl.constexpr,
-    PLANE: gl.constexpr, PDL: gl.constexpr,
+    ABREAST: gl.constexpr, ROUNDS: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
+    DIGITS: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """X_BYTES: of shared memory that x takes, DIGITS without its squares."""
     FP32: gl.constexpr = gain_ptr.dtype.element_ty == gl.float32
@@ -64,7 +64,7 @@ def _experts_gate_up_kernel(
     S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
     TURNS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
     PERIOD: gl.constexpr = BLOCKS // min(BLOCKS & -BLOCKS, WARPS)  # of the gains
-    ITEMS: gl.constexpr = ABREAST * R
+    ITEMS: gl.constexpr = ROUNDS * ABREAST * R
     warp, lane, zero, none = threads(WARPS)
     buffer = shared_buffer(SHARED) + zero
     g = lane // 4
@@ -84,9 +84,9 @@ def _experts_gate_up_kernel(
         scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
         numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
         expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
+    own_tile = expert * tiles + first_tile + warp // PARTS * R
     words, scales = tile_addresses(
-        words_ptr, scales_ptr, expert * tiles + first_tile + warp // PARTS * R,
-        (expert + 1) * tiles, part, lane, STEPS, GROUPS, SCALES, R,
+        words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, STEPS, GROUPS, SCALES, R
     )  # fmt: skip
     loaded, raw = load_steps(
         words, scales, part, 0, G, BITS, K, R, C if C < S else S, PARTS, SCALES
@@ -100,11 +100,19 @@ def _experts_gate_up_kernel(
     factor *= norm_factor(total_of(buffer + DIGITS, lane, none, K), eps, K)
     digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE) + part * (8 // BITS * 64)
     units = buffer + 3 * PLANE + unit_of(lane, 1)
-    multiply_round(
-        loaded, raw, words, scales, words, scales, digits, units, part,
-        gl.where(t % 2 == 0, 256, 0), t == 0, warp // PARTS, g, buffer + X_BYTES, none,
-        G, BITS, K, R, C, PARTS, SCALES, 1, True, 64, PLANE, 3 * PLANE, HELD, False,
-    )  # fmt: skip
+    for turn in gl.static_range(ROUNDS):
+        next_words, next_scales = tile_addresses(
+            words_ptr, scales_ptr, own_tile + (turn + 1) * (ABREAST * R), (expert + 1) * tiles,
+            part, lane, STEPS, GROUPS, SCALES, R,
+        )  # fmt: skip
+        loaded, raw = multiply_round(
+            loaded, raw, words, scales, next_words, next_scales, digits, units, part,
+            gl.where(t % 2 == 0, 256, 0), t == 0, turn * ABREAST + warp // PARTS, g,
+            buffer + X_BYTES, none, G, BITS, K, R, C, PARTS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
+            HELD, turn + 1 < ROUNDS,
+        )  # fmt: skip
+        words = next_words
+        scales = next_scales
     barrier()
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
@@ -146,13 +154,13 @@ def experts_gate_up(
     """
     M, inner = x.shape[0], w.N // 2
     slots, width = chosen + shared, padded_width(inner)
-    launch = experts_gate_up_launch(w.bits, w.tiles, w.steps)
+    launch = experts_gate_up_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
     needed = shared_bytes(w.K, launch, 1, True)
     act = torch.empty((M, slots, width), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_kernel,
-        (-(-width // (8 * launch.tiles * launch.abreast)), M * slots),
+        (-(-width // (8 * launch.tiles * launch.abreast * launch.rounds)), M * slots),
         x,
         norm,
         scores,
@@ -175,6 +183,7 @@ def experts_gate_up(
         C=launch.steps,
         WARPS=launch.warps,
         ABREAST=launch.abreast,
+        ROUNDS=launch.rounds,
         SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
         X_BYTES=staged_bytes(w.K, 1, True),
         DIGITS=digit_bytes(w.K),

@@ -1,7 +1,7 @@
 """Launch sizes of mixtures of experts: literal tables, by the size of one expert's linear.
 
-They are the same for any number of tokens of a decode step, so that one kernel computes every
-token. No figure in them has been measured yet.
+A token's bits do not depend on them, but for the warps that share a tile of gate and up, which are
+as many for a lone token as for several. Measured on an H200 (LOG.md).
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ class ExpertsDownLaunch:
 
     Attributes:
         tiles: of 16 rows, which have the same digits.
+        rounds: in which a program takes that many tiles one after the other.
         warps: of a program, at least as many as tiles; each takes one step of an expert at a time.
         early: whether the next kernel may start before this one has its input.
         ahead: whether weights are asked for before it has, by experts chosen from older scores.
@@ -24,36 +25,42 @@ class ExpertsDownLaunch:
 
     tiles: int = 1
     warps: int = 8
+    rounds: int = 1
     early: bool = False
     ahead: bool = True
     registers: int | None = 128
     shared: int = 0
 
 
-EXPERTS_GATE_UP: dict[tuple[int, int, int], GemvLaunch] = {
-    (4, 64, 16): GemvLaunch(2, 4, 4, registers=128),  # Qwen3.5-35B-A3B
-    (4, 96, 16): GemvLaunch(2, 4, 4, registers=128),  # Qwen3-30B-A3B
-    (8, 64, 32): GemvLaunch(1, 8, 4, registers=128),
-    (8, 96, 32): GemvLaunch(1, 8, 4, registers=128),
+# (bits, tiles, steps): for a lone token, and for several, with as many warps to a tile.
+EXPERTS_GATE_UP: dict[tuple[int, int, int], tuple[GemvLaunch, GemvLaunch]] = {
+    # Qwen3.5-35B-A3B
+    (4, 64, 16): (GemvLaunch(2, 4, 4, registers=96), GemvLaunch(2, 4, 4, registers=96)),
+    # Qwen3-30B-A3B
+    (4, 96, 16): (GemvLaunch(1, 4, 4, registers=128), GemvLaunch(2, 4, 4, registers=96)),
+    (8, 64, 32): (GemvLaunch(1, 8, 4, registers=128), GemvLaunch(1, 8, 4, registers=128)),
+    (8, 96, 32): (GemvLaunch(1, 8, 4, registers=128), GemvLaunch(1, 8, 4, registers=128)),
 }
 EXPERTS_GATE_UP_DEFAULT = GemvLaunch(1, 4, 4, registers=128)
-EXPERTS_DOWN: dict[tuple[int, int, int], ExpertsDownLaunch] = {
-    (4, 128, 4): ExpertsDownLaunch(),
-    (4, 128, 6): ExpertsDownLaunch(),
-    (8, 128, 8): ExpertsDownLaunch(registers=168),
-    (8, 128, 12): ExpertsDownLaunch(registers=168),
+EXPERTS_DOWN: dict[tuple[int, int, int], tuple[ExpertsDownLaunch, ExpertsDownLaunch]] = {
+    (4, 128, 4): (ExpertsDownLaunch(2, registers=168), ExpertsDownLaunch(2, registers=168)),
+    (4, 128, 6): (ExpertsDownLaunch(2, registers=168), ExpertsDownLaunch(2, registers=168)),
+    (8, 128, 8): (ExpertsDownLaunch(registers=168), ExpertsDownLaunch(registers=168)),
+    (8, 128, 12): (ExpertsDownLaunch(registers=168), ExpertsDownLaunch(registers=168)),
 }
 EXPERTS_DOWN_DEFAULT = ExpertsDownLaunch(registers=168)
 
 
-def experts_gate_up_launch(bits: int, tiles: int, steps: int) -> GemvLaunch:
+def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     """The share of a program of `experts_gate_up`."""
-    return EXPERTS_GATE_UP.get((bits, tiles, steps), EXPERTS_GATE_UP_DEFAULT)
+    found = EXPERTS_GATE_UP.get((bits, tiles, steps))
+    return EXPERTS_GATE_UP_DEFAULT if found is None else found[tokens > 1]
 
 
-def experts_down_launch(bits: int, tiles: int, steps: int) -> ExpertsDownLaunch:
+def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> ExpertsDownLaunch:
     """The share of a program of `experts_down`."""
-    return EXPERTS_DOWN.get((bits, tiles, steps), EXPERTS_DOWN_DEFAULT)
+    found = EXPERTS_DOWN.get((bits, tiles, steps))
+    return EXPERTS_DOWN_DEFAULT if found is None else found[tokens > 1]
 
 
 @dataclass(frozen=True, slots=True)

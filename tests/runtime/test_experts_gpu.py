@@ -21,7 +21,8 @@ from tests.runtime.test_experts import leaves
 pytestmark = pytest.mark.gpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text("utf-8")[:2500]
+TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text("utf-8")[:10_000]
+TEXTS = [TEXT[first : first + 1500] for first in range(0, len(TEXT), 2000)]
 GREEDY = lowbit.SamplingParams(logprobs=2)
 HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=11, logprobs=2)
 COUNT = 60
@@ -64,15 +65,27 @@ def answer(model: lowbit.Model, request: TokenRequest) -> tuple[Any, ...]:
 
 
 def test_logits(folder: Path, load: Load) -> None:
-    """About as far from FP32 as BF16 on a CPU is, by the kernels of few tokens and of many."""
+    """As far from FP32 as BF16 on a CPU is, by the kernels of few tokens and of many.
+
+    Rounding can give a token other experts, and then it and those after it are far off on either
+    device; so the middle one of all tokens of several texts is compared.
+    """
     model, right = load(), lowbit.load(folder, device="cpu", dtype=torch.float32)
     rounded = lowbit.load(folder, device="cpu")
-    ids = model.encode(TEXT[:1900], raw=True)
-    for count in (1, 12, 64, 65, 400):
-        expected = right.logits(ids[:count]).double()
-        ours = float((model.logits(ids[:count]).cpu().double() - expected).norm())
-        theirs = float((rounded.logits(ids[:count]).double() - expected).norm())
-        assert ours < 2 * theirs, count
+    ids = [model.encode(text, raw=True)[:300] for text in TEXTS]
+    expected = [right.logits(each).double() for each in ids]
+    theirs = [rounded.logits(each).double() - ref for each, ref in zip(ids, expected, strict=True)]
+    for count in (1, 12, 64, 65, 300):
+        errors = [
+            model.logits(each[:count]).cpu().double() - ref[:count]
+            for each, ref in zip(ids, expected, strict=True)
+        ]
+        assert middle(errors) < 1.5 * middle([each[:count] for each in theirs]), count
+
+
+def middle(errors: list[Tensor]) -> float:
+    """Median of the norms of rows."""
+    return float(torch.cat(errors).norm(dim=-1).median())
 
 
 def test_answers_are_the_same_in_company_and_without_graphs(
