@@ -67,7 +67,6 @@ def _experts_down_kernel(
 ):  # fmt: skip
     """TURNS: in which warps stage act. X_BYTES: of shared memory that its digits take."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
-    GROUPS: gl.constexpr = (K + G - 1) // G
     UNITS: gl.constexpr = SLOTS * STEPS
     OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
     ITEMS: gl.constexpr = ROUNDS * R

@@ -1,10 +1,11 @@
 """Launch sizes of mixtures of experts: literal tables, by the size of one expert's linear.
 
 A token's bits do not depend on them, but for the warps that share a tile of gate and up, which are
-as many for a lone token as for several. Measured on an H200 (LOG.md).
+as many for a lone token as for several. Rounds grow with the tokens, so that all programs of a step
+find room at once. Measured on an H200 (LOG.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch import GemvLaunch, power_of_two
 
@@ -35,32 +36,60 @@ class ExpertsDownLaunch:
 # (bits, tiles, steps): for a lone token, and for several, with as many warps to a tile.
 EXPERTS_GATE_UP: dict[tuple[int, int, int], tuple[GemvLaunch, GemvLaunch]] = {
     # Qwen3.5-35B-A3B
-    (4, 64, 16): (GemvLaunch(2, 4, 4, registers=96), GemvLaunch(2, 4, 4, registers=96)),
+    (4, 64, 16): (
+        GemvLaunch(2, 4, 4, registers=96),
+        GemvLaunch(2, 4, 4, registers=128, rounds=8),
+    ),
+    (8, 64, 32): (
+        GemvLaunch(1, 8, 4, registers=128),
+        GemvLaunch(1, 8, 4, registers=128, rounds=8),
+    ),
     # Qwen3-30B-A3B
-    (4, 96, 16): (GemvLaunch(1, 4, 4, registers=128), GemvLaunch(2, 4, 4, registers=96)),
-    (8, 64, 32): (GemvLaunch(1, 8, 4, registers=128), GemvLaunch(1, 8, 4, registers=128)),
-    (8, 96, 32): (GemvLaunch(1, 8, 4, registers=128), GemvLaunch(1, 8, 4, registers=128)),
+    (4, 96, 16): (
+        GemvLaunch(1, 4, 4, registers=128),
+        GemvLaunch(2, 4, 4, registers=128, rounds=8),
+    ),
+    (8, 96, 32): (
+        GemvLaunch(1, 8, 4, registers=128),
+        GemvLaunch(1, 8, 4, registers=128, rounds=8),
+    ),
 }
 EXPERTS_GATE_UP_DEFAULT = GemvLaunch(1, 4, 4, registers=128)
 EXPERTS_DOWN: dict[tuple[int, int, int], tuple[ExpertsDownLaunch, ExpertsDownLaunch]] = {
-    (4, 128, 4): (ExpertsDownLaunch(2, registers=168), ExpertsDownLaunch(2, registers=168)),
-    (4, 128, 6): (ExpertsDownLaunch(2, registers=168), ExpertsDownLaunch(2, registers=168)),
-    (8, 128, 8): (ExpertsDownLaunch(registers=168), ExpertsDownLaunch(registers=168)),
-    (8, 128, 12): (ExpertsDownLaunch(registers=168), ExpertsDownLaunch(registers=168)),
+    (4, 128, 4): (
+        ExpertsDownLaunch(2, registers=168),
+        ExpertsDownLaunch(2, rounds=4, registers=168),
+    ),
+    (4, 128, 6): (
+        ExpertsDownLaunch(2, registers=168),
+        ExpertsDownLaunch(2, rounds=4, registers=168),
+    ),
+    (8, 128, 8): (
+        ExpertsDownLaunch(registers=168),
+        ExpertsDownLaunch(rounds=4, registers=168),
+    ),
+    (8, 128, 12): (
+        ExpertsDownLaunch(registers=168),
+        ExpertsDownLaunch(rounds=4, registers=168),
+    ),
 }
 EXPERTS_DOWN_DEFAULT = ExpertsDownLaunch(registers=168)
 
 
 def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     """The share of a program of `experts_gate_up`."""
-    found = EXPERTS_GATE_UP.get((bits, tiles, steps))
-    return EXPERTS_GATE_UP_DEFAULT if found is None else found[tokens > 1]
+    lone, several = EXPERTS_GATE_UP.get((bits, tiles, steps), (EXPERTS_GATE_UP_DEFAULT,) * 2)
+    if tokens == 1:
+        return lone
+    return replace(several, rounds=min(several.rounds, power_of_two(tokens)))
 
 
 def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> ExpertsDownLaunch:
     """The share of a program of `experts_down`."""
-    found = EXPERTS_DOWN.get((bits, tiles, steps))
-    return EXPERTS_DOWN_DEFAULT if found is None else found[tokens > 1]
+    lone, several = EXPERTS_DOWN.get((bits, tiles, steps), (EXPERTS_DOWN_DEFAULT,) * 2)
+    if tokens == 1:
+        return lone
+    return replace(several, rounds=min(several.rounds, power_of_two(tokens) // 2))
 
 
 @dataclass(frozen=True, slots=True)
