@@ -32,6 +32,8 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 # What a kernel reads is told by its name, the first part that fits.
 READERS: tuple[tuple[str, Reads], ...] = (
     ("gemv", "weights"),
+    ("experts_gate_up", "weights"),
+    ("experts_down", "weights"),
     ("gemm", "weights"),
     ("pack_mm", "weights"),
     ("aten::mm", "weights"),

@@ -151,17 +151,12 @@ def check_device(opened: OpenedModel, device: str) -> None:
     """Refuse a model that has no kernels on a device.
 
     Raises:
-        UnsupportedModelError: experts, or a drafter, on a GPU.
+        UnsupportedModelError: a drafter on a GPU.
     """
     if device != "cpu" and opened.drafter is not None:
         raise UnsupportedModelError(
             f"`{opened.drafter.checkpoint.folder}` is a drafter, which has no GPU kernels yet",
             hint="leave out --drafter, or run on the CPU with --device cpu",
-        )
-    if device != "cpu" and opened.config.experts is not None:
-        raise UnsupportedModelError(
-            f"`{opened.checkpoint.folder}` is a mixture of experts, which have no GPU kernels yet",
-            hint="run on the CPU with --device cpu",
         )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
+from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
-from lowbit.runtime.engine import loading
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
@@ -38,14 +38,13 @@ Load = Callable[..., lowbit.Model]
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, base = request.param
-    out = tmp_path_factory.mktemp("packed") / base
+    out = tmp_path_factory.mktemp(name) / base
     return convert(EXAMPLES / "models" / name, out, Recipe(base)).folder
 
 
 @pytest.fixture
-def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Load onto the GPU, past the check that refuses experts there."""
-    monkeypatch.setattr(loading, "check_device", lambda opened, device: None)
+def load(folder: Path) -> Load:
+    """Load onto the GPU."""
 
     def loaded(**options: Any) -> lowbit.Model:
         return lowbit.load(folder, device="cuda", context=CONTEXT, max_sequences=8, **options)
@@ -115,6 +114,20 @@ def test_drafts_change_nothing(load: Load, mode: Any) -> None:
     for number in range(4):
         request = request_of(model, number)
         assert answer(drafted, request) == answer(model, request)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-qwen3.5-moe"])
+def test_quantized_at_load(name: str, tmp_path: Path) -> None:
+    """A plain model is rounded to the same codes as it is read; unrounded it is refused."""
+    plain = EXAMPLES / "models" / name
+    packed = lowbit.load(convert(plain, tmp_path / "int4").folder, device="cuda", context=CONTEXT)
+    rounded = lowbit.load(plain, device="cuda", context=CONTEXT, quantize="int4")
+    ids = packed.encode(TEXTS[0], raw=True)[:100]
+    assert torch.equal(rounded.logits(ids), packed.logits(ids))
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts in torch\.bfloat16 have no GPU kernel"
+    ):
+        lowbit.load(plain, device="cuda", context=CONTEXT)
 
 
 def test_memory_is_known_before_loading(folder: Path) -> None:
