@@ -15,7 +15,7 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
-from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up
+from lowbit.runtime.kernels import dense_gemv, experts_blocks, experts_down, experts_gate_up
 from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
 from lowbit.runtime.kernels.experts_route import by_expert, experts_route
 from lowbit.runtime.kernels.tiled_experts import stacked
@@ -61,7 +61,7 @@ ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon kernels run without a GPU too."""
     if device == "cpu":
-        for module in (dense_gemv, experts_gate_up, experts_down):
+        for module in (dense_gemv, experts_gate_up, experts_down, experts_blocks):
             monkeypatch.setattr(module, "run", run_kernel)
 
 
