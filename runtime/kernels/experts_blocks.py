@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from lowbit.runtime.kernels.access import large_shared_buffer, large_size, worth
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.experts_launch import GemmLaunch, GemmTiles
-from lowbit.runtime.kernels.experts_multiply import chunk_row, multiply, stage_bytes
+from lowbit.runtime.kernels.experts_multiply import begin, chunk_row, multiply, stage_bytes, tile_of
 from lowbit.runtime.kernels.mma import threads
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 from lowbit.runtime.kernels.tiles import SCALES
@@ -34,8 +34,8 @@ def _experts_gate_up_gemm_kernel(
     h_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, act_ptr, width, tiles,
     SLOTS: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    LEAST: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr,
-    SHARED: gl.constexpr,
+    LEAST: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
+    STAGES: gl.constexpr, STAGE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """LEAST: tokens of the shortest loop, lengths are its multiples. STAGE: bytes of a turn."""
     warp, lane, zero, none = threads(WARPS)
@@ -44,23 +44,22 @@ def _experts_gate_up_gemm_kernel(
     end = gl.load(block + 2)
     buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
     if worth(first < end):
-        tile = gl.minimum((gl.program_id(0) * WARPS + warp) * R, tiles - R)
-        words, scales = _tile_at(
-            words_ptr, scales_ptr, gl.load(block), tile, tiles, lane, K, G, BITS, SCALES
+        words, scales = _expert_at(
+            words_ptr, scales_ptr, gl.load(block), tiles, lane, K, G, BITS, SCALES
         )  # fmt: skip
         SHORTER: gl.constexpr = ROWS // LEAST - 1
         if worth(end - first > SHORTER * LEAST):
             _gate_up(
-                h_ptr, order_ptr, act_ptr, width, words, scales, tile, buffer, first, end, warp,
-                lane, none, SLOTS, K, G, BITS, SCALES, R, C, ROWS, WARPS, STAGES, STAGE,
+                h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end, warp,
+                lane, none, SLOTS, K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
             )  # fmt: skip
         else:
             for i in gl.static_range(SHORTER):
                 if (end - first > i * LEAST) & (end - first <= (i + 1) * LEAST):
                     _gate_up(
-                        h_ptr, order_ptr, act_ptr, width, words, scales, tile, buffer, first, end,
+                        h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end,
                         warp, lane, none, SLOTS, K, G, BITS, SCALES, R, C, (i + 1) * LEAST, WARPS,
-                        STAGES, STAGE,
+                        PASSES, STAGES, STAGE,
                     )  # fmt: skip
 
 
@@ -69,8 +68,7 @@ def _experts_down_gemm_kernel(
     act_ptr, order_ptr, blocks_ptr, shares_ptr, words_ptr, scales_ptr, out_ptr, N, tiles,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
     C: gl.constexpr, ROWS: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, STAGE: gl.constexpr,
-    SHARED: gl.constexpr,
+    PASSES: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """LEAST, STAGE: see `_experts_gate_up_gemm_kernel`."""
     warp, lane, zero, none = threads(WARPS)
@@ -79,35 +77,34 @@ def _experts_down_gemm_kernel(
     end = gl.load(block + 2)
     buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
     if worth(first < end):
-        tile = gl.minimum((gl.program_id(0) * WARPS + warp) * R, tiles - R)
-        words, scales = _tile_at(
-            words_ptr, scales_ptr, gl.load(block), tile, tiles, lane, K, G, BITS, SCALES
+        words, scales = _expert_at(
+            words_ptr, scales_ptr, gl.load(block), tiles, lane, K, G, BITS, SCALES
         )  # fmt: skip
         SHORTER: gl.constexpr = ROWS // LEAST - 1
         if worth(end - first > SHORTER * LEAST):
             _down(
-                act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tile, buffer, first, end,
-                warp, lane, none, K, G, BITS, SCALES, R, C, ROWS, WARPS, STAGES, STAGE,
+                act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer, first,
+                end, warp, lane, none, K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
             )  # fmt: skip
         else:
             for i in gl.static_range(SHORTER):
                 if (end - first > i * LEAST) & (end - first <= (i + 1) * LEAST):
                     _down(
-                        act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tile, buffer,
+                        act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer,
                         first, end, warp, lane, none, K, G, BITS, SCALES, R, C, (i + 1) * LEAST,
-                        WARPS, STAGES, STAGE,
+                        WARPS, PASSES, STAGES, STAGE,
                     )  # fmt: skip
 
 
 @gluon.jit
-def _tile_at(
-    words_ptr, scales_ptr, expert, tile, tiles, lane,
+def _expert_at(
+    words_ptr, scales_ptr, expert, tiles, lane,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Addresses of a lane's first words and scales of a tile."""
+    """Addresses of a lane's first words and scales of an expert."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     TILE_SCALES: gl.constexpr = K // G * (64 if SCALES == "fp32" else 32)
-    own = expert.to(gl.int64) * tiles + tile
+    own = expert.to(gl.int64) * tiles
     words = words_ptr.to(gl.int64, bitcast=True) + own * (STEPS * 1024) + lane * 16
     scales = scales_ptr.to(gl.int64, bitcast=True) + own * TILE_SCALES
     return words, scales + lane // 4 * (8 if SCALES == "fp32" else 4)
@@ -115,10 +112,10 @@ def _tile_at(
 
 @gluon.jit
 def _gate_up(
-    h_ptr, order_ptr, act_ptr, width, words, scales, tile, buffer, first, end, warp, lane, none,
+    h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end, warp, lane, none,
     SLOTS: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
     SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr,
+    WARPS: gl.constexpr, PASSES: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr,
 ):  # fmt: skip
     CHUNKS: gl.constexpr = C * 64 // BITS
     thread = warp * 32 + lane
@@ -129,10 +126,24 @@ def _gate_up(
         )
         token = (gl.load(order_ptr + place) // SLOTS).to(gl.int64)
         x = x + (h_ptr.to(gl.int64, bitcast=True) + token * (2 * K) + thread % CHUNKS * 16,)
-    acc = multiply(
-        words, scales, x, buffer, thread, warp, lane, none,
-        K, G, BITS, SCALES, R, C, ROWS, WARPS, STAGES, STAGE,
+    begin(
+        words, scales, x, buffer, tiles, warp, lane,
+        K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
     )  # fmt: skip
+    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
+    read_at = lane * 0
+    write_at = lane * 0 + (STAGES - 1) * STAGE
+    for turn in range(0, PASSES * TURNS, TURNS):
+        acc, read_at, write_at = multiply(
+            words, scales, x, buffer, read_at, write_at, turn, tiles, warp, lane, none,
+            K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
+        )  # fmt: skip
+        tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
+        _store_act(acc, act_ptr, width, tile, first, end, lane, R, ROWS)
+
+
+@gluon.jit
+def _store_act(acc, act_ptr, width, tile, first, end, lane, R: gl.constexpr, ROWS: gl.constexpr):
     for i in gl.static_range(ROWS // 8):
         for e in gl.static_range(2):
             place = first + i * 8 + lane % 4 * 2 + e
@@ -147,9 +158,9 @@ def _gate_up(
 
 @gluon.jit
 def _down(
-    act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tile, buffer, first, end, warp, lane,
-    none, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
-    R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer, first, end,
+    warp, lane, none, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
+    R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
     STAGES: gl.constexpr, STAGE: gl.constexpr,
 ):  # fmt: skip
     CHUNKS: gl.constexpr = C * 64 // BITS
@@ -161,10 +172,29 @@ def _down(
         )
         at = place.to(gl.int64) * (2 * K) + thread % CHUNKS * 16
         x = x + (act_ptr.to(gl.int64, bitcast=True) + at,)
-    acc = multiply(
-        words, scales, x, buffer, thread, warp, lane, none,
-        K, G, BITS, SCALES, R, C, ROWS, WARPS, STAGES, STAGE,
+    begin(
+        words, scales, x, buffer, tiles, warp, lane,
+        K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
     )  # fmt: skip
+    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
+    read_at = lane * 0
+    write_at = lane * 0 + (STAGES - 1) * STAGE
+    for turn in range(0, PASSES * TURNS, TURNS):
+        acc, read_at, write_at = multiply(
+            words, scales, x, buffer, read_at, write_at, turn, tiles, warp, lane, none,
+            K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
+        )  # fmt: skip
+        tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
+        _store_out(
+            acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, lane, R, ROWS
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_out(
+    acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, lane,
+    R: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
     for i in gl.static_range(ROWS // 8):
         for e in gl.static_range(2):
             place = first + i * 8 + lane % 4 * 2 + e
@@ -225,7 +255,7 @@ def down_blocks(
 
 def _programs(w: TiledExperts, launch: GemmTiles) -> int:
     """Programs of a block; the last ones share tiles where they do not divide."""
-    return -(-w.tiles // (min(launch.tiles, w.tiles) * launch.warps))
+    return -(-w.tiles // (min(launch.tiles, w.tiles) * launch.warps * launch.passes))
 
 
 def _constants(w: TiledExperts, rows: int, launch: GemmTiles) -> dict[str, Any]:
@@ -246,6 +276,7 @@ def _constants(w: TiledExperts, rows: int, launch: GemmTiles) -> dict[str, Any]:
         "ROWS": rows,
         "LEAST": min(launch.least, rows),
         "WARPS": launch.warps,
+        "PASSES": launch.passes,
         "STAGES": stages,
         "STAGE": stage,
         "SHARED": large_size(stages * stage),

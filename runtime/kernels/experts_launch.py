@@ -63,6 +63,7 @@ class GemmTiles:
     Attributes:
         tiles: of 16 rows, of a warp.
         warps: of a program.
+        passes: of a program, each over as many tiles; copies go on from one to the next.
         steps: of 512 / bits columns that are multiplied between two barriers.
         stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
         least: tokens of the shortest loop; a block takes the next multiple of them.
@@ -71,6 +72,7 @@ class GemmTiles:
 
     tiles: int = 2
     warps: int = 4
+    passes: int = 1
     steps: int = 1
     stages: int = 3
     least: int = 16

@@ -2,7 +2,8 @@
 
 Words, scales and x are copied to shared memory some turns ahead. A lane reads the words and scales
 that it has copied itself: they become its A fragments of `mma`. Its 16 bytes of x are the B
-fragments of two products, as their k follow in a word.
+fragments of two products, as their k follow in a word. In odd rows of x neighbours of 64 bytes have
+changed places, so that lanes hit different banks.
 """
 
 from triton.experimental import gluon
@@ -31,8 +32,6 @@ from lowbit.runtime.kernels.mma import (
     unpacked_scales,
 )
 
-X_PADDING = gl.constexpr(64)  # bytes of a row, so that two rows hit different banks
-
 
 def stage_bytes(
     bits: int, group_size: int, scale_bytes: int, rows: int, tiles: int, warps: int, steps: int
@@ -50,8 +49,7 @@ def stage_bytes(
     """
     units = steps * scale_units(bits, group_size)
     words = scale_words(scale_bytes)
-    x = rows * (steps * 1024 // bits + X_PADDING.value)
-    return x + warps * tiles * (steps * 1024 + units * words * 128)
+    return rows * steps * 1024 // bits + warps * tiles * (steps * 1024 + units * words * 128)
 
 
 def scale_units(bits: int, group_size: int) -> int:
@@ -66,41 +64,59 @@ def scale_words(scale_bytes: int) -> int:
 
 
 @gluon.jit
-def multiply(
-    words, scales, x, buffer, thread, warp, lane, none,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    STAGE: gl.constexpr,
+def tile_of(
+    turns, tiles, warp, TURNS: gl.constexpr, R: gl.constexpr, WARPS: gl.constexpr,
+    PASSES: gl.constexpr,
 ):  # fmt: skip
-    """Sums [R][ROWS / 8] of four: rows g and g + 8 of a tile, of tokens 2 * t and 2 * t + 1.
+    """The first tile that a warp multiplies after so many turns; the last tiles may be repeated."""
+    first = (gl.program_id(0) * PASSES + turns // TURNS) * WARPS
+    return gl.minimum((first + warp) * R, tiles - R)
 
-    words, scales: addresses of this lane's first in the warp's first tile, the next tiles follow.
-    x: for each copy of this thread the address of a chunk in the first turn; see `chunk_row`.
-    C: steps of a turn, which divide those of K. STAGE: bytes of a turn.
-    """
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
-    TURNS: gl.constexpr = STEPS // C
-    NB: gl.constexpr = ROWS // 8
-    zero = lane * 0
+
+@gluon.jit
+def begin(
+    words, scales, x, buffer, tiles, warp, lane,
+    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
+    STAGES: gl.constexpr, STAGE: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the first turns; see `multiply`."""
+    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
     for turn in gl.static_range(STAGES - 1):
-        if turn < TURNS:
+        if turn < TURNS * PASSES:
             _copy_turn(
-                words, scales, x, buffer + turn * STAGE, turn, thread, warp, lane,
-                K, G, BITS, SCALES, R, C, ROWS, WARPS,
+                words, scales, x, buffer + turn * STAGE, turn, tiles, warp, lane,
+                K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
             )  # fmt: skip
         close_copies()
+
+
+@gluon.jit
+def multiply(
+    words, scales, x, buffer, read_at, write_at, done, tiles, warp, lane, none,
+    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
+    STAGES: gl.constexpr, STAGE: gl.constexpr,
+):  # fmt: skip
+    """Sums [ROWS / 8][R] of four: rows g and g + 8 of a tile, of tokens 2 * t and 2 * t + 1.
+
+    words, scales: addresses of this lane's first in the expert's first tile. x: for each copy of
+    this thread the address of a chunk in the first turn; see `chunk_row`. read_at, write_at: where
+    the stages of this turn and of the next to be copied begin. done: turns of earlier passes.
+    C: steps of a turn, which divide those of K. STAGE: bytes of a turn.
+    """
+    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
     acc = ()
-    for _i in gl.static_range(R * NB):
+    for _i in gl.static_range(R * (ROWS // 8)):
         acc = acc + ((none, none, none, none),)
-    read_at = zero
-    write_at = zero + (STAGES - 1) * STAGE
     for turn in range(0, TURNS):
         finish_copies(STAGES - 2)
         barrier()
-        if turn + (STAGES - 1) < TURNS:
+        following = done + turn + (STAGES - 1)
+        if following < TURNS * PASSES:
             _copy_turn(
-                words, scales, x, buffer + write_at, turn + (STAGES - 1), thread, warp, lane,
-                K, G, BITS, SCALES, R, C, ROWS, WARPS,
+                words, scales, x, buffer + write_at, following, tiles, warp, lane,
+                K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
             )  # fmt: skip
         close_copies()
         acc = _multiply_turn(
@@ -108,8 +124,7 @@ def multiply(
         )  # fmt: skip
         read_at = gl.where(read_at == (STAGES - 1) * STAGE, 0, read_at + STAGE)
         write_at = gl.where(write_at == (STAGES - 1) * STAGE, 0, write_at + STAGE)
-    finish_copies(0)
-    return acc
+    return acc, read_at, write_at
 
 
 @gluon.jit
@@ -123,11 +138,11 @@ def chunk_row(thread, i: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr, ROWS
 
 @gluon.jit
 def _copy_turn(
-    words, scales, x, buffer, turn, thread, warp, lane,
+    words, scales, x, buffer, turns, tiles, warp, lane,
     K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy what a turn multiplies."""
+    """Begin to copy what is multiplied after so many turns."""
     STEPS: gl.constexpr = (K * BITS + 511) // 512
     STEP_K: gl.constexpr = 512 // BITS
     GROUPS: gl.constexpr = K // G
@@ -135,18 +150,22 @@ def _copy_turn(
     UNITS: gl.constexpr = C * STEP_K // UNIT
     PARTS: gl.constexpr = 2 if SCALES == "fp32" else 1
     CHUNKS: gl.constexpr = C * STEP_K // 8
-    STRIDE: gl.constexpr = CHUNKS * 16 + X_PADDING
+    STRIDE: gl.constexpr = CHUNKS * 16
     WORDS_AT: gl.constexpr = ROWS * STRIDE
     SCALES_AT: gl.constexpr = WORDS_AT + WARPS * R * C * 1024
+    TURNS: gl.constexpr = STEPS // C
+    turn = turns % TURNS
+    tile = tile_of(turns, tiles, warp, TURNS, R, WARPS, PASSES).to(gl.int64)
+    thread = warp * 32 + lane
     own = buffer + warp * (R * C * 1024) + lane * 16
-    here = words + turn * (C * 1024)
+    here = words + tile * (STEPS * 1024) + turn * (C * 1024)
     for r in gl.static_range(R):
         for i in gl.static_range(2 * C):
             copy16(own, here, r * (STEPS * 1024) + i * 512, WORDS_AT + r * (C * 1024) + i * 512)
     own = buffer + warp * (R * UNITS * PARTS * 128) + lane * 4
     for unit in gl.static_range(UNITS):
         group = gl.minimum((turn * (C * STEP_K) + unit * UNIT) // G, GROUPS - 1)
-        here = scales + group * (32 * PARTS)
+        here = scales + tile * (GROUPS * 32 * PARTS) + group * (32 * PARTS)
         for r in gl.static_range(R):
             for part in gl.static_range(PARTS):
                 copy4(
@@ -157,7 +176,7 @@ def _copy_turn(
     chunk = thread % CHUNKS
     for i in gl.static_range(len(x)):
         row = chunk_row(thread, i, BITS, C, ROWS, WARPS)
-        target = buffer + row * STRIDE + chunk * 16
+        target = buffer + row * STRIDE + (chunk ^ row % 2 * 4) * 16
         if K % (C * STEP_K) == 0:
             copy16(target, x[i] + k * 2)
         else:
@@ -176,13 +195,15 @@ def _multiply_turn(
     UNIT: gl.constexpr = min(STEP_K, G & -G)
     UNITS: gl.constexpr = C * STEP_K // UNIT
     PARTS: gl.constexpr = 2 if SCALES == "fp32" else 1
-    STRIDE: gl.constexpr = C * STEP_K * 2 + X_PADDING
+    STRIDE: gl.constexpr = C * STEP_K * 2
     WORDS_AT: gl.constexpr = ROWS * STRIDE
     SCALES_AT: gl.constexpr = WORDS_AT + WARPS * R * C * 1024
     NB: gl.constexpr = ROWS // 8
     words_at = buffer + warp * (R * C * 1024) + lane * 16
     scales_at = buffer + warp * (R * UNITS * PARTS * 128) + lane * 4
-    x_at = buffer + lane // 4 * STRIDE + lane % 4 * 16
+    g = lane // 4
+    even_at = buffer + g * STRIDE + g % 2 * 64 + lane % 4 * 16
+    odd_at = buffer + g * STRIDE + (1 - g % 2) * 64 + lane % 4 * 16
     for c in gl.static_range(C):
         low = ()
         high = ()
@@ -208,7 +229,10 @@ def _multiply_turn(
                 a = a + ((first, second),)
             new = ()
             for nb in gl.static_range(NB):
-                b = load_shared16(x_at, nb * 8 * STRIDE + c * STEP_K * 2 + q * 64)
+                b = load_shared16(
+                    odd_at if q % 2 == 1 else even_at,
+                    nb * 8 * STRIDE + c * STEP_K * 2 + q // 2 * 128,
+                )
                 for r in gl.static_range(R):
                     u, v = a[r]
                     d = mma(acc[nb * R + r], u[0], v[0], u[1], v[1], b[0], b[1])
