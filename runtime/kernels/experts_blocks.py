@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import large_shared_buffer, large_size, worth
+from lowbit.runtime.kernels.access import large_shared_buffer, large_size, recomputed, worth
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.experts_launch import GemmLaunch, GemmTiles
 from lowbit.runtime.kernels.experts_multiply import begin, chunk_row, multiply, stage_bytes, tile_of
@@ -139,7 +139,7 @@ def _gate_up(
             K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
         )  # fmt: skip
         tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
-        _store_act(acc, act_ptr, width, tile, first, end, lane, R, ROWS)
+        _store_act(acc, act_ptr, width, tile, first, end, recomputed(lane), R, ROWS)
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def _down(
         )  # fmt: skip
         tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
         _store_out(
-            acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, lane, R, ROWS
+            acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, recomputed(lane), R, ROWS
         )  # fmt: skip
 
 

@@ -174,14 +174,16 @@ def _copy_turn(
                 )  # fmt: skip
     k = turn * (C * STEP_K)
     chunk = thread % CHUNKS
+    FULL: gl.constexpr = ROWS * CHUNKS % (WARPS * 32) == 0  # no row is copied twice
     for i in gl.static_range(len(x)):
-        row = chunk_row(thread, i, BITS, C, ROWS, WARPS)
+        row = chunk_row(thread, 0 if FULL else i, BITS, C, ROWS, WARPS)
         target = buffer + row * STRIDE + (chunk ^ row % 2 * 4) * 16
         if K % (C * STEP_K) == 0:
-            copy16(target, x[i] + k * 2)
+            copy16(target, x[i] + k * 2, 0, i * WARPS * 512 if FULL else 0)
         else:
             inside = k + chunk * 8 < K
-            copy16_or_zeros(target, x[i] + gl.where(inside, k * 2, chunk * -16), inside)
+            source = x[i] + gl.where(inside, k * 2, chunk * -16)
+            copy16_or_zeros(target, source, inside, i * WARPS * 512 if FULL else 0)
 
 
 @gluon.jit

@@ -189,6 +189,8 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
     return types.SimpleNamespace(
         constexpr=lambda x: x,
         float32=FLOAT,
+        float16=np.float16,
+        int16=np.int16,
         int32=INT,
         int64=LONG,
         static_range=range,
@@ -257,6 +259,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "close_copies": lambda: None,
         "finish_copies": lambda still: None,
         "worth": lambda condition: True,
+        "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "mma": mma,
         "integer_mma": integer_mma,
