@@ -19,14 +19,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.access import large_shared_buffer, large_size, recomputed, worth
-from lowbit.runtime.kernels.device import run
+from lowbit.runtime.kernels.device import run, shared_limit
 from lowbit.runtime.kernels.experts_launch import GemmLaunch, GemmTiles
 from lowbit.runtime.kernels.experts_multiply import begin, chunk_row, multiply, stage_bytes, tile_of
 from lowbit.runtime.kernels.mma import threads
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 from lowbit.runtime.kernels.tiles import SCALES
-
-SHARED = 99 << 10  # bytes that a program takes at most, on every card
 
 
 @gluon.jit(do_not_specialize=["width", "tiles"])
@@ -265,7 +263,7 @@ def _constants(w: TiledExperts, rows: int, launch: GemmTiles) -> dict[str, Any]:
     stage = stage_bytes(
         w.bits, w.group_size, w.scales.element_size(), rows, tiles, launch.warps, steps
     )
-    stages = min(launch.stages, SHARED // stage)
+    stages = min(launch.stages, shared_limit(w.words) // stage)
     return {
         "K": w.K,
         "G": w.group_size,

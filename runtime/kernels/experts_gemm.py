@@ -88,7 +88,7 @@ def experts_gemm(
 
 
 def _blocks(order: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Expert, first place and end of every block: [blocks, 4] int32, the last one unused.
+    """Expert, first place and end of every block: [blocks, 4] int32; the fourth number is unused.
 
     At least as many as any choice of experts fills, each with pairs of one expert.
     """
