@@ -9,15 +9,13 @@ changed places, so that lanes hit different banks.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.access import (
-    barrier,
+from lowbit.runtime.kernels.access import barrier, load_shared4, load_shared16
+from lowbit.runtime.kernels.copies import (
     close_copies,
     copy4,
     copy16,
     copy16_or_zeros,
     finish_copies,
-    load_shared4,
-    load_shared16,
 )
 from lowbit.runtime.kernels.mma import (
     as_word,

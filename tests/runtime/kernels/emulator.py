@@ -1,11 +1,12 @@
 """Gluon kernels run in NumPy: what they compute, without a GPU.
 
 A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
-holds; so it must not branch on the number of its program. Only what stands for one PTX instruction
-is done here by hand (`access` and `mma` wrap no more than that). All lanes do one operation before
-any does the next, so barriers have nothing to do, and races are not seen; rounding is that of
-NumPy. Memory is checked: an address that no tensor given to the kernel holds is an error, and
-shared memory begins as NaN.
+holds; so it must not branch on the number of its program, but where `worth` says that a branch only
+saves work: then all programs take it. Only what stands for one PTX instruction is done here by hand
+(`access`, `copies` and `mma` wrap no more than that). All lanes do one operation before any does
+the next, so barriers have nothing to do, copies are done at once, and races are not seen; rounding
+is that of NumPy. Memory is checked: an address that no tensor given to the kernel holds is an
+error, and shared memory begins as NaN.
 """
 
 import re
@@ -139,7 +140,7 @@ class Emulation:
 
     def function(self, jitted: Any) -> Callable[..., Any]:
         fn = jitted.fn
-        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".mma")):
+        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".copies", ".mma")):
             return self.leaves[fn.__name__]
         if id(fn) not in self.made:
             scope = dict[str, Any]()
