@@ -323,3 +323,17 @@ def count_round(address, LAST: gl.constexpr, inside):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def worth(condition):
+    """Whether a program should take a branch that only saves work: the emulator takes each."""
+    return condition
+
+
+@gluon.jit
+def recomputed(x):
+    """x, but a loop computes anew what follows from it, instead of keeping it in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -6,10 +6,11 @@
 
 Layout  h [M, K] bf16 normed, weights in tiles of all experts (`tiled_experts`); act [P, I] bf16
         and out [P, N] fp32 of P = M * slots pairs, for at most MOST_TOKENS tokens at a time
-Plan    a program takes up to ROWS pairs of one expert and some columns. Codes become BF16 weights
-        in registers, rounded once, as those of `widen` are, and are multiplied on tensor cores.
-        Which block a program has follows from where the experts end, for as many programs as there
-        could be blocks. A token's slots are summed in order, with the residual in FP32
+Plan    a program takes up to ROWS pairs of one expert and some tiles. Codes become BF16 weights in
+        registers, rounded once as those of `widen` are: they are the A operand of tensor cores as
+        they lie, and tokens are columns. Blocks of few pairs take a shorter loop. Blocks are found
+        from where the experts end, as many as there could be. A token's slots are summed in order,
+        with the residual in FP32
 """
 
 import torch
@@ -18,117 +19,25 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.runtime.kernels.device import run
-from lowbit.runtime.kernels.experts_launch import GemmLaunch, experts_gemm_launch
+from lowbit.runtime.kernels.experts_blocks import down_blocks, gate_up_blocks
+from lowbit.runtime.kernels.experts_launch import experts_gemm_launch
 from lowbit.runtime.kernels.experts_route import by_expert, experts_route, place_of
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 
 MOST_TOKENS = 1024
 BLOCK = 1024  # columns of a sum
-LARGEST_BLOCK_K = 64
 
 
 @triton.jit
-def _row_at(rows, TILE_WORDS: tl.constexpr):
-    """Offset of a row's first word among those of an expert; rows: 16 * tile + 8 * half + g."""
-    return rows // 16 * TILE_WORDS + rows // 8 % 2 * 128 + rows % 8 * 16
-
-
-@triton.jit
-def _weights(
-    words_ptr, scales_ptr, rows, k, K: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Weights [ROWS, BLOCK_K] of some rows of an expert, from column k on, in BF16.
-
-    BLOCK_K divides K and G.
-    """
-    STEP_K: tl.constexpr = 512 // BITS
-    STEPS: tl.constexpr = (K + STEP_K - 1) // STEP_K
-    EACH: tl.constexpr = 32 // BITS  # codes of a word
-    INNER: tl.constexpr = 8 // EACH  # words of a chunk
-    word = k // EACH + tl.arange(0, BLOCK_K // EACH)
-    chunk = word // INNER
-    within = chunk % (STEP_K // 8)
-    at = chunk // (STEP_K // 8) * 256 + within % 4 * 4 + within // 4 * INNER + word % INNER
-    words = tl.load(words_ptr + _row_at(rows, STEPS * 256)[:, None] + at[None, :])
-    code = tl.arange(0, EACH)
-    up = 32 - BITS - (code % 2 * (EACH // 2) + code // 2) * BITS  # its place, see `tiles`
-    codes = (words[:, :, None] << up[None, None, :]) >> (32 - BITS)
-    codes = tl.reshape(codes, (ROWS, BLOCK_K)).to(tl.float32)
-    scale_at = (rows // 16 * (K // G) + k // G) * 16 + rows % 8 * 2 + rows // 8 % 2
-    scales = tl.load(scales_ptr + scale_at).to(tl.float32)
-    return (codes * scales[:, None]).to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(x, w, acc, WIDE: tl.constexpr):
-    """Acc + x @ w.T; WIDE: in FP32, for the interpreter, which has no products of BF16."""
-    if WIDE:
-        acc = tl.dot(x.to(tl.float32), tl.trans(w).to(tl.float32), acc)
-    else:
-        acc = tl.dot(x, tl.trans(w), acc)
-    return acc
-
-
-@triton.jit
-def _experts_gate_up_gemm_kernel(
-    h_ptr, order_ptr, ends_ptr, words_ptr, scales_ptr, act_ptr, words_of, scales_of,
-    I: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr,  # noqa: E741
-    G: tl.constexpr, BITS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """words_of, scales_of: from one expert to the next."""
-    expert, first, end = place_of(tl.program_id(1), ends_ptr, EXPERTS, EXPERTS_BLOCK, ROWS)
-    if first < end:
-        place = first + tl.arange(0, ROWS)
-        inside = place < end
-        pair = tl.load(order_ptr + place, mask=inside, other=0)
-        offs_k = tl.arange(0, BLOCK_K)
-        x_at = h_ptr + (pair // SLOTS * K)[:, None] + offs_k[None, :]
-        n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        own = tl.minimum(n, I - 1)
-        gate_rows = own // 8 * 16 + own % 8
-        words_ptr += expert.to(tl.int64) * words_of
-        scales_ptr += expert.to(tl.int64) * scales_of
-        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            x = tl.load(x_at + k, mask=inside[:, None], other=0.0)
-            w = _weights(words_ptr, scales_ptr, gate_rows, k, K, G, BITS, COLUMNS, BLOCK_K)
-            gate = _dot(x, w, gate, WIDE)
-            w = _weights(words_ptr, scales_ptr, gate_rows + 8, k, K, G, BITS, COLUMNS, BLOCK_K)
-            up = _dot(x, w, up, WIDE)
-        act = gate * tl.sigmoid(gate) * up
-        at = act_ptr + place.to(tl.int64)[:, None] * I + n[None, :]
-        tl.store(at, act.to(act_ptr.dtype.element_ty), mask=inside[:, None] & (n < I)[None, :])
-
-
-@triton.jit
-def _experts_down_gemm_kernel(
-    act_ptr, order_ptr, ends_ptr, shares_ptr, words_ptr, scales_ptr, out_ptr, words_of, scales_of,
-    N: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    expert, first, end = place_of(tl.program_id(1), ends_ptr, EXPERTS, EXPERTS_BLOCK, ROWS)
-    if first < end:
-        place = first + tl.arange(0, ROWS)
-        inside = place < end
-        pair = tl.load(order_ptr + place, mask=inside, other=0)
-        share = tl.load(shares_ptr + pair, mask=inside, other=0.0)
-        offs_k = tl.arange(0, BLOCK_K)
-        x_at = act_ptr + place.to(tl.int64)[:, None] * K + offs_k[None, :]
-        n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        rows = tl.minimum(n, N - 1)
-        words_ptr += expert.to(tl.int64) * words_of
-        scales_ptr += expert.to(tl.int64) * scales_of
-        y = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            x = tl.load(x_at + k, mask=inside[:, None], other=0.0)
-            w = _weights(words_ptr, scales_ptr, rows, k, K, G, BITS, COLUMNS, BLOCK_K)
-            y = _dot(x, w, y, WIDE)
-        at = out_ptr + (pair * N)[:, None] + n[None, :]
-        tl.store(at, share[:, None] * y, mask=inside[:, None] & (n < N)[None, :])
+def _experts_blocks_kernel(
+    ends_ptr, blocks_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Expert, first place and end of a block's places, which are equal past the last block."""
+    block = tl.program_id(0)
+    expert, first, end = place_of(block, ends_ptr, EXPERTS, EXPERTS_BLOCK, ROWS)
+    tl.store(blocks_ptr + block * 4, expert)
+    tl.store(blocks_ptr + block * 4 + 1, first)
+    tl.store(blocks_ptr + block * 4 + 2, tl.minimum(end, first + ROWS))
 
 
 @triton.jit
@@ -171,79 +80,33 @@ def experts_gemm(
         routes = experts_route(scores[part], chosen, shared)
         order, ends = by_expert(routes.numbers, len(gate_up))
         launch = experts_gemm_launch(len(order), len(gate_up))
-        act = _gate_up_gemm(h[part], order, ends, gate_up, chosen + shared, launch)
-        out = _down_gemm(act, order, ends, routes.shares, down, launch)
+        blocks = _blocks(order, ends, launch.rows)
+        act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, launch)
+        out = down_blocks(act, order, blocks, routes.shares, down, launch)
         _sum(x[part], out, y[part])
     return y
 
 
-def _gate_up_gemm(
-    h: Tensor, order: Tensor, ends: Tensor, w: TiledExperts, slots: int, launch: GemmLaunch
-) -> Tensor:
-    """The act of every pair in the order of experts: [P, I]."""
-    pairs, inner = len(order), w.N // 2
-    act = torch.empty((pairs, inner), dtype=h.dtype, device=h.device)
+def _blocks(order: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Expert, first place and end of every block: [blocks, 4] int32; the fourth number is unused.
+
+    At least as many as any choice of experts fills, each with pairs of one expert.
+    """
+    pairs, experts = len(order), len(ends)
+    count = min(pairs, pairs // rows + experts)
+    blocks = torch.empty((count, 4), dtype=torch.int32, device=order.device)
     run(
-        _experts_gate_up_gemm_kernel,
-        (triton.cdiv(inner, launch.gate_columns), _blocks(pairs, len(w), launch.rows)),
-        h,
-        order,
+        _experts_blocks_kernel,
+        (count,),
         ends,
-        w.words,
-        w.scales,
-        act,
-        w.words[0].numel(),
-        w.scales[0].numel(),
-        I=inner,
-        EXPERTS=len(w),
-        SLOTS=slots,
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        EXPERTS_BLOCK=triton.next_power_of_2(len(w)),
-        ROWS=launch.rows,
-        COLUMNS=launch.gate_columns,
-        BLOCK_K=_block_k(w),
-        WIDE=act.device.type == "cpu",
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        blocks,
+        EXPERTS=experts,
+        EXPERTS_BLOCK=triton.next_power_of_2(experts),
+        ROWS=rows,
+        num_warps=1,
         enable_fp_fusion=True,
     )
-    return act
-
-
-def _down_gemm(
-    act: Tensor, order: Tensor, ends: Tensor, shares: Tensor, w: TiledExperts, launch: GemmLaunch
-) -> Tensor:
-    """What every pair adds to its token: [P, N] float32, by token and slot."""
-    out = torch.empty((len(order), w.N), dtype=torch.float32, device=act.device)
-    run(
-        _experts_down_gemm_kernel,
-        (triton.cdiv(w.N, launch.down_columns), _blocks(len(order), len(w), launch.rows)),
-        act,
-        order,
-        ends,
-        shares,
-        w.words,
-        w.scales,
-        out,
-        w.words[0].numel(),
-        w.scales[0].numel(),
-        N=w.N,
-        EXPERTS=len(w),
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        EXPERTS_BLOCK=triton.next_power_of_2(len(w)),
-        ROWS=launch.rows,
-        COLUMNS=launch.down_columns,
-        BLOCK_K=_block_k(w),
-        WIDE=act.device.type == "cpu",
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-        enable_fp_fusion=True,
-    )
-    return out
+    return blocks
 
 
 def _sum(x: Tensor, out: Tensor, y: Tensor) -> None:
@@ -260,13 +123,3 @@ def _sum(x: Tensor, out: Tensor, y: Tensor) -> None:
         BLOCK=BLOCK,
         enable_fp_fusion=True,
     )
-
-
-def _blocks(pairs: int, experts: int, rows: int) -> int:
-    """At least as many blocks as any choice of experts fills, each with pairs of one expert."""
-    return min(pairs, pairs // rows + experts)
-
-
-def _block_k(w: TiledExperts) -> int:
-    """Columns multiplied at a time: they divide a row and share a scale."""
-    return min(LARGEST_BLOCK_K, w.K & -w.K, w.group_size & -w.group_size)

@@ -93,22 +93,41 @@ def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> Exper
 
 
 @dataclass(frozen=True, slots=True)
-class GemmLaunch:
-    """Share of a program that multiplies a prompt's tokens by one expert.
+class GemmTiles:
+    """Share of one program of a linear of a prompt's experts.
 
     Attributes:
-        rows: tokens, from 16 on, a power of two.
-        gate_columns: of gate, and as many of up.
-        down_columns: of down.
+        tiles: of 16 rows, of a warp.
         warps: of a program.
-        stages: of the loop over k that are loaded ahead.
+        passes: of a program, each over as many tiles; copies go on from one to the next.
+        steps: of 512 / bits columns that are multiplied between two barriers.
+        stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
+        least: tokens of the shortest loop; a block takes the next multiple of them.
+        registers: of a thread at most.
+    """
+
+    tiles: int = 2
+    warps: int = 4
+    passes: int = 1
+    steps: int = 1
+    stages: int = 3
+    least: int = 16
+    registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmLaunch:
+    """Shares of programs that multiply a prompt's tokens by their experts.
+
+    Attributes:
+        rows: tokens of a block, from 16 on, a power of two.
+        gate_up: of gate and up.
+        down: of down.
     """
 
     rows: int
-    gate_columns: int = 64
-    down_columns: int = 128
-    warps: int = 4
-    stages: int = 3
+    gate_up: GemmTiles = GemmTiles()
+    down: GemmTiles = GemmTiles()
 
 
 MOST_ROWS = 64

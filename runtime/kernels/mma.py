@@ -93,6 +93,19 @@ def times(pair, other):
 
 
 @gluon.jit
+def times_plus(pair, other, added):
+    """Two BF16 times two others plus two more, each sum rounded once."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, other, added],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def larger(pair, other):
     """The larger BF16 of each half of two words, NaN where one is."""
     return gl.inline_asm_elementwise(

@@ -1,11 +1,12 @@
 """Gluon kernels run in NumPy: what they compute, without a GPU.
 
 A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
-holds; so it must not branch on the number of its program. Only what stands for one PTX instruction
-is done here by hand (`access` and `mma` wrap no more than that). All lanes do one operation before
-any does the next, so barriers have nothing to do, and races are not seen; rounding is that of
-NumPy. Memory is checked: an address that no tensor given to the kernel holds is an error, and
-shared memory begins as NaN.
+holds; so it must not branch on the number of its program, but where `worth` says that a branch only
+saves work: then all programs take it. Only what stands for one PTX instruction is done here by hand
+(`access`, `copies` and `mma` wrap no more than that). All lanes do one operation before any does
+the next, so barriers have nothing to do, copies are done at once, and races are not seen; rounding
+is that of NumPy. Memory is checked: an address that no tensor given to the kernel holds is an
+error, and shared memory begins as NaN.
 """
 
 import re
@@ -139,7 +140,7 @@ class Emulation:
 
     def function(self, jitted: Any) -> Callable[..., Any]:
         fn = jitted.fn
-        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".mma")):
+        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".copies", ".mma")):
             return self.leaves[fn.__name__]
         if id(fn) not in self.made:
             scope = dict[str, Any]()
@@ -189,6 +190,8 @@ def language(memory: Memory, programs: np.ndarray) -> Any:
     return types.SimpleNamespace(
         constexpr=lambda x: x,
         float32=FLOAT,
+        float16=np.float16,
+        int16=np.int16,
         int32=INT,
         int64=LONG,
         static_range=range,
@@ -221,6 +224,17 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
 
         return store
 
+    def copies(words: int) -> Callable[..., None]:
+        def copy(target: Any, source: Any, OFFSET: int = 0, AT: int = 0) -> None:
+            found = memory.load(source + OFFSET, words, False)
+            memory.store(target + AT, found, True, True)
+
+        return copy
+
+    def copy16_or_zeros(target: Any, source: Any, inside: Any, AT: int = 0) -> None:
+        found = memory.load(source, 4, False)
+        memory.store(target + AT, tuple(np.where(inside, x, INT(0)) for x in found), True, True)
+
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
         assert size is not None
@@ -240,10 +254,24 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "large_shared_buffer": large_shared_buffer,
         "barrier": lambda: None,
         "warp_barrier": lambda: None,
+        "copy16": copies(4),
+        "copy16_or_zeros": copy16_or_zeros,
+        "copy4": copies(1),
+        "close_copies": lambda: None,
+        "finish_copies": lambda still: None,
+        "worth": lambda condition: True,
+        "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "mma": mma,
         "integer_mma": integer_mma,
+        "pairs": pairs,
         "times": lambda a, b: packed(*(x * y for x, y in zip(halves(a), halves(b), strict=True))),
+        "times_plus": lambda a, b, c: packed(
+            *(
+                x * y + z
+                for x, y, z in zip(halves(a), halves(lanes(INT(b))), halves(c), strict=True)
+            )
+        ),
         "bf16_pair": packed,
         "larger": lambda a, b: packed(
             *(np.maximum(x, y) for x, y in zip(halves(a), halves(b), strict=True))
@@ -275,6 +303,17 @@ def packed(low: Any, high: Any) -> Lanes:
     """Two FP32 as BF16 in a word."""
     a, b = (lanes(x).to(torch.bfloat16).astype(INT) for x in (low, high))
     return lanes((a & 0xFFFF) | (b << 16))
+
+
+def pairs(word: Lanes, bits: int) -> tuple[Lanes, ...]:
+    """Nibbles in the mantissa of 128.0, as the kernel makes them, less what was added."""
+    found = []
+    for i in range(4):
+        signed = bits == 4 or i % 2 == 1
+        biased = (word >> (4 * i) & 0x000F000F) ^ (0x43084308 if signed else 0x43004300)
+        low, high = halves(lanes(biased))
+        found.append(packed(low - (136 if signed else 128), high - (136 if signed else 128)))
+    return tuple(found)
 
 
 def bytes_of(first: Lanes, second: Lanes, selector: int) -> Lanes:

@@ -46,8 +46,10 @@ CHOICE = {"adjust", "best_rows", "likeliest_rows", "rank_groups_rows", "draw_row
 CHOICE |= {"pick", "exp_sums", "log_probabilities"}
 DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
 DECODE |= CHOICE | {"digits", "gemv_join", "norm_heads", "experts_gate_up", "experts_down"}
+DECODE |= {"experts_route"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
-PREFILL |= {"experts_route", "experts_gate_up_gemm", "experts_down_gemm", "experts_sum"}
+PREFILL |= {"experts_blocks", "experts_gate_up_gemm", "experts_down_gemm"}
+PREFILL |= {"experts_sum"}
 
 STARVED = "starved gemv"
 

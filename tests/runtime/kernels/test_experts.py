@@ -15,8 +15,15 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
-from lowbit.runtime.kernels import dense_gemv, experts_down, experts_gate_up, experts_route
+from lowbit.runtime.kernels import (
+    dense_gemv,
+    experts_blocks,
+    experts_down,
+    experts_gate_up,
+    experts_route,
+)
 from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
+from lowbit.runtime.kernels.experts_launch import GemmLaunch, GemmTiles
 from lowbit.runtime.kernels.tiled_experts import stacked
 from tests.runtime.kernels.emulator import run_kernel
 from tests.runtime.kernels.expert_layers import (
@@ -61,7 +68,7 @@ ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon kernels run without a GPU too."""
     if device == "cpu":
-        for module in (dense_gemv, experts_gate_up, experts_down, experts_route):
+        for module in (dense_gemv, experts_blocks, experts_gate_up, experts_down, experts_route):
             monkeypatch.setattr(module, "run", run_kernel)
 
 
@@ -223,6 +230,49 @@ def test_gemm(size: Size, M: int, device: str, randn: Randn, bf16_error: float) 
     expected = added(acts(h, scores, w), scores, w)
     assert relative_error(found.double() - x.double(), expected) < bf16_error
     assert bool(found.isfinite().all())
+
+
+LAUNCHES = [
+    (64, GemmTiles(tiles=1, warps=2, passes=2)),
+    (8, GemmTiles(tiles=4, warps=1, passes=3, stages=2, least=8)),
+    (32, GemmTiles(tiles=2, warps=8, steps=2, stages=4)),
+]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gemm_launches_have_the_same_bits(
+    bits: int,
+    dtype: torch.dtype,
+    device: str,
+    randn: Randn,
+    bf16_error: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with scales of every type, and tiles that programs do not divide."""
+    size, M = Size(bits, 256, 192, 5, 2, True, 8 * bits), 21
+    w = random_experts(size, device)
+    gate_up, down = (
+        replace(e, scales=e.scales.to(dtype)) for e in (stacked(w.gate_up), stacked(w.down))
+    )
+    h, x, scores = (
+        randn(M, size.h),
+        torch.randn(M, size.h, device=device),
+        scores_of(M, size, device),
+    )
+    scores[1:] = scores[0]
+
+    def found() -> Tensor:
+        return experts_gemm(h, scores, gate_up, down, size.chosen, size.shared, x)
+
+    expected = found()
+    wanted = added(acts(h, scores, w), scores, w)
+    assert relative_error(expected.double() - x.double(), wanted) < bf16_error
+    for rows, tiles in LAUNCHES:
+        launch = GemmLaunch(rows, tiles, tiles)
+        name = f"{experts_gemm.__module__}.experts_gemm_launch"
+        monkeypatch.setattr(name, lambda *sizes, launch=launch: launch)
+        assert torch.equal(found(), expected), launch
 
 
 @gpu
