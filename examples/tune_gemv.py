@@ -192,7 +192,7 @@ def step_us(engine: Engine, step: Callable[[], None], tokens: int) -> float:
     graphs.record(KEY, step)
     times = []
     for _ in range(RUNS):
-        engine.runner._inputs[POSITIONS, :tokens].fill_(POSITION)
+        engine.runner.inputs[POSITIONS, :tokens].fill_(POSITION)
         torch.cuda.synchronize()
         times.append(elapsed_us(lambda: [graphs.replay(KEY) for _ in range(BURST)]) / BURST)
     return statistics.median(times)
@@ -208,7 +208,7 @@ def step_of(engine: Engine, tokens: int) -> Callable[[], None]:
             first, first + len(sequence.pages), dtype=torch.int32, device="cuda"
         )
         for kind in (ROWS, READ, WRITE):
-            runner._inputs[kind, row - 1] = row
+            runner.inputs[kind, row - 1] = row
     return lambda: runner._decode(tokens, REACH)
 
 
