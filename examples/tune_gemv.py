@@ -236,17 +236,17 @@ def tune(engine: Engine, pool: Any, tokens: int) -> None:
         _, tiles, steps = key
         if tokens == 1:
             return candidates(tiles, steps)
-        return candidates_of_several(uses[key], tiles, steps, table(*key, 1))
+        return candidates_of_several(uses[key], tiles, steps, table(*key, 1, uses[key].paired))
 
-    gemv.gemv_launch = lambda bits, tiles, steps, tokens: (
-        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens)
+    gemv.gemv_launch = lambda bits, tiles, steps, tokens, paired: (
+        chosen.get((bits, tiles, steps)) or table(bits, tiles, steps, tokens, paired)
     )
     if tokens > 1:
         compile_all([(key, launch) for key in uses for launch in first_candidates(key)])
     print(f"{step_us(engine, step, tokens):.1f} us a step with the table")
     for key in sorted(uses, key=lambda key: -uses[key].calls * uses[key].size_bytes):
         bits, tiles, steps = key
-        now = timed(key, [table(bits, tiles, steps, tokens)])
+        now = timed(key, [table(bits, tiles, steps, tokens, uses[key].paired)])
         found = now + timed(key, first_candidates(key))
         for others in (capped, spread) if tokens == 1 else ():
             found.sort(key=lambda pair: pair[0])

@@ -126,7 +126,7 @@ def _launch(
 ) -> None:
     B = x.shape[0]
     tokens = power_of_two(B)
-    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens)
+    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
     pdl = programmatic_launch(x)
     normed = norm is not None
     needed = shared_bytes(w.K, launch, tokens, normed)

@@ -118,6 +118,14 @@ GEMV_MEASURED = {
     (4, 640, 32): GemvLaunch(2, 3, 4, early=True),
     (8, 256, 64): GemvLaunch(1, 8, 4, early=True, registers=168),
     (8, 15520, 64): GemvLaunch(1, 8, 4, registers=168),
+    # 35B-A3B: q, k, v; o
+    (4, 576, 16): GemvLaunch(1, 2, 8, registers=128, abreast=2),
+    (4, 128, 32): GemvLaunch(1, 4, 8, early=True, registers=80),
+}
+# Linears of which none is gate and up, as large as one that is.
+GEMV_UNPAIRED = {
+    # 35B-A3B: q, k, v, z
+    (4, 768, 16): GemvLaunch(1, 4, 4, abreast=2, shared=16),
 }
 # Of others: at least this many KB of codes, at least this many steps; the first that fits counts.
 GEMV_SHARES = (
@@ -134,12 +142,20 @@ GEMV_SHARES = (
 )
 
 
-def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
+def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool = False) -> GemvLaunch:
     """The share of a program, for so many tokens, a power of two, times a weight of tiles by steps.
 
     As many warps share a tile for any number of tokens: their sums are joined in order.
+
+    Args:
+        bits: of a code.
+        tiles: of 16 rows.
+        steps: of a tile.
+        tokens: of a step.
+        paired: whether rows are those of gate and up in turn.
     """
-    one = GEMV_MEASURED.get((bits, tiles, steps))
+    size = (bits, tiles, steps)
+    one = (None if paired else GEMV_UNPAIRED.get(size)) or GEMV_MEASURED.get(size)
     if one is None:
         one = next(
             launch
@@ -149,7 +165,9 @@ def gemv_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     if tokens == 1:
         return one
     measured = SEVERAL_MEASURED.get((bits, tiles, steps, tokens))
-    return measured or _for_several(one, tiles, steps, tokens, bits)
+    if measured is not None and measured.parts == one.parts:
+        return measured
+    return _for_several(one, tiles, steps, tokens, bits)
 
 
 # For several tokens, as measured in whole decode steps on an H200 (LOG.md).
@@ -180,6 +198,8 @@ SEVERAL_MEASURED: dict[tuple[int, int, int, int], GemvLaunch] = {
     (4, 1536, 32, 16): GemvLaunch(2, 2, 8, early=True, registers=255, abreast=2, rounds=3),
     (4, 256, 96, 8): GemvLaunch(1, 2, 8, early=True, registers=128),
     (4, 256, 96, 16): GemvLaunch(1, 1, 8, early=True, registers=128),
+    # 35B-A3B
+    (4, 128, 32, 8): GemvLaunch(1, 4, 16, early=True, registers=128, abreast=2),
 }
 MULTIPROCESSORS = 132
 LARGE = 4000  # tiles: heads

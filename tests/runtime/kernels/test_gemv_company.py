@@ -110,8 +110,8 @@ DIVIDED = [
 def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Have programs divide the work for several tokens in another way than was measured best."""
 
-    def launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
-        found = gemv_launch(bits, tiles, steps, tokens)
+    def launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
+        found = gemv_launch(bits, tiles, steps, tokens, paired)
         least = 8 if way == "split" else 2
         return found if tokens < least else changed(found, way)
 

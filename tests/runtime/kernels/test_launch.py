@@ -9,6 +9,7 @@ from lowbit.runtime.kernels.gemv import shared_bytes, sums_bytes
 from lowbit.runtime.kernels.launch import (
     GEMV_MEASURED,
     GEMV_SHARES,
+    GEMV_UNPAIRED,
     KEYS,
     MOST_OF_ONE,
     MOST_SPLITS,
@@ -109,16 +110,19 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
 
 
 def test_more_shared_memory_is_more_than_needed() -> None:
-    for (bits, _, steps), launch in GEMV_MEASURED.items():
+    for (bits, _, steps), launch in (*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()):
         needed = shared_bytes(steps * 512 // bits, launch, 1, True)
         assert needed <= STATIC_SHARED
         assert launch.shared == 0 or launch.shared * KB > needed
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
-def test_as_many_warps_share_a_tile_for_any_number_of_tokens(size: tuple[int, int, int]) -> None:
+def test_as_many_warps_share_a_tile_for_any_number_of_tokens(
+    size: tuple[int, int, int], paired: bool
+) -> None:
     """Their sums are joined in order, so their number decides about the bits."""
-    launches = [gemv_launch(*size, tokens) for tokens in COUNTS]
+    launches = [gemv_launch(*size, tokens, paired) for tokens in COUNTS]
     assert {launch.parts for launch in launches} == {launches[0].parts}
     for launch in launches:
         assert launch.warps & (launch.warps - 1) == 0
@@ -136,8 +140,9 @@ def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int]) -> No
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
-    for _, tiles, steps in (key for key in GEMV_MEASURED if key[0] == bits):
-        launch = gemv_launch(bits, tiles, steps, 1)
-        assert launch is GEMV_MEASURED[bits, tiles, steps]
-        assert launch.parts <= steps
-        assert launch.tiles * launch.abreast <= tiles
+    for table, paired in ((GEMV_MEASURED, True), (GEMV_UNPAIRED, False)):
+        for _, tiles, steps in (key for key in table if key[0] == bits):
+            launch = gemv_launch(bits, tiles, steps, 1, paired)
+            assert launch is table[bits, tiles, steps]
+            assert launch.parts <= steps
+            assert launch.tiles * launch.abreast <= tiles
