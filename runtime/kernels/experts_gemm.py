@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.device import run
 from lowbit.runtime.kernels.experts_blocks import down_blocks, gate_up_blocks
-from lowbit.runtime.kernels.experts_launch import experts_gemm_launch
+from lowbit.runtime.kernels.experts_launch import EXPERTS_GEMM
 from lowbit.runtime.kernels.experts_route import by_expert, experts_route, place_of
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 
@@ -79,10 +79,9 @@ def experts_gemm(
         part = slice(first, first + MOST_TOKENS)
         routes = experts_route(scores[part], chosen, shared)
         order, ends = by_expert(routes.numbers, len(gate_up))
-        launch = experts_gemm_launch(len(order), len(gate_up))
-        blocks = _blocks(order, ends, launch.rows)
-        act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, launch)
-        out = down_blocks(act, order, blocks, routes.shares, down, launch)
+        blocks = _blocks(order, ends, EXPERTS_GEMM.rows)
+        act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, EXPERTS_GEMM)
+        out = down_blocks(act, order, blocks, routes.shares, down, EXPERTS_GEMM)
         _sum(x[part], out, y[part])
     return y
 

@@ -37,7 +37,7 @@ class ExpertsDownLaunch:
 EXPERTS_GATE_UP: dict[tuple[int, int, int], tuple[GemvLaunch, GemvLaunch]] = {
     # Qwen3.5-35B-A3B
     (4, 64, 16): (
-        GemvLaunch(2, 4, 4, registers=96),
+        GemvLaunch(2, 4, 4, registers=128),
         GemvLaunch(2, 4, 4, registers=128, rounds=8),
     ),
     (8, 64, 32): (
@@ -125,14 +125,11 @@ class GemmLaunch:
         down: of down.
     """
 
-    rows: int
+    rows: int = 64
     gate_up: GemmTiles = GemmTiles()
     down: GemmTiles = GemmTiles()
 
 
-MOST_ROWS = 64
-
-
-def experts_gemm_launch(pairs: int, experts: int) -> GemmLaunch:
-    """The share of a program, for so many pairs of tokens and experts."""
-    return GemmLaunch(rows=min(MOST_ROWS, max(16, power_of_two(-(-pairs // experts)))))
+# For every prompt: blocks of few tokens take a shorter loop of the same kernel, within 4 % of the
+# best launch for 65 to 2,048 tokens.
+EXPERTS_GEMM = GemmLaunch()
