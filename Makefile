@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev  # a thread a process: those of several wait for ea
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "not gpu and not kernels and not clients and not scripts"
 
 test-kernels: $(VENV)/.installed-dev  # compiles every kernel for every kind of card
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m kernels
 
 test-scripts: $(VENV)/.installed-dev  # those of examples/
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m scripts tests/test_*.py

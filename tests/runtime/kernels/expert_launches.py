@@ -8,10 +8,10 @@ EPS = 1e-6
 
 
 def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
-    """Steps and prompts: all kinds on one card for one size, INT8 prompts on that card alone."""
-    if full:
-        return (1, 16, 100, 1024) if bits == 4 and shared else (1, 1024)
-    return (1, 1024) if bits == 4 else (1,)
+    """Steps and prompts: INT8 prompts on one card for one size."""
+    if bits == 8:
+        return (1, 1024) if full and shared else (1,)
+    return (1, 16, 1024) if full and shared else (1, 1024)
 
 
 def mixtures(full: bool) -> Iterator[str]:
