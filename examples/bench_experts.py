@@ -92,7 +92,8 @@ def layers(size: str, bits: int) -> None:
     made = [random_layer(experts, bits) for _ in range(LAYERS)]
     one = stacked(made[0].gate_up)[0].size_bytes + stacked(made[0].down)[0].size_bytes
     print(f"{size} INT{bits}, us a layer")
-    print(f"{'tokens':>8}{'all':>9}{'router':>9}{'gate_up':>9}{'down':>9}{'TB/s of all':>13}")
+    columns = ("all", "router", "choice", "gate_up", "down")
+    print(f"{'tokens':>8}" + "".join(f"{name:>9}" for name in columns) + f"{'TB/s of all':>13}")
     for M in TOKENS:
         x = randn(M, H)
         given = [scores(x, norm, layer) for layer in made]
@@ -101,6 +102,7 @@ def layers(size: str, bits: int) -> None:
         whole = chain_us(made, lambda layer, x=x: cuda.moe(x, norm, EPS, layer))
         parts = [
             chain_us(made, partial(scores, x, norm)),
+            0.0 if routes is None else chain_us(made, partial(routes_of, given[0])),
             chain_us(made, partial(gate_up, x, norm, given[0], routes)),
             chain_us(made, partial(down, x, act, given[0], routes)),
         ]

@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU: few tokens each as if alone, many expert by expert."""
+"""A mixture of experts on a GPU: up to 64 tokens one by one, more grouped by expert."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,10 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.kernels.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.experts_down import experts_down, experts_down_bytes
-from lowbit.runtime.kernels.experts_gate_up import experts_gate_up
+from lowbit.runtime.kernels.experts_gate_up import experts_gate_up, experts_gate_up_bytes
 from lowbit.runtime.kernels.experts_gemm import experts_gemm
 from lowbit.runtime.kernels.experts_route import experts_route
+from lowbit.runtime.kernels.launch import STATIC_SHARED
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.kernels.tiled_experts import stacked
 from lowbit.runtime.kernels.tiles import GpuLinear
@@ -17,21 +18,26 @@ from lowbit.runtime.weights.experts import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
 MOST_SHARED = 96 << 10  # bytes of a program that every card has
-WIDE_BITS = 8
 FEW_TOKENS = 64  # each computed as if it were alone; more are taken expert by expert
 
 
-def check_experts(experts: Experts) -> None:
+def check_experts(experts: Experts, hidden: int) -> None:
     """Refuse experts that the kernels have no place for.
+
+    Args:
+        experts: of the config.
+        hidden: size of a token.
 
     Raises:
         UnsupportedModelError: naming the size.
     """
     slots = experts.chosen + (experts.shared_inner is not None)
-    size = experts_down_bytes(WIDE_BITS, experts.inner, slots)
+    down = max(experts_down_bytes(bits, experts.inner, hidden, slots) for bits in (4, 8))
+    gate_up = max(experts_gate_up_bytes(bits, experts.inner, hidden) for bits in (4, 8))
     for wrong, what in (
         (slots > MOST_SLOTS, f"{slots} experts of a token, at most {MOST_SLOTS}"),
-        (size > MOST_SHARED, f"{slots} experts of a token as wide as {experts.inner}"),
+        (down > MOST_SHARED, f"{slots} experts of a token as wide as {experts.inner}"),
+        (gate_up > STATIC_SHARED, f"tokens of {hidden}"),
     ):
         if wrong:
             raise UnsupportedModelError(

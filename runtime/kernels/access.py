@@ -327,13 +327,17 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 @gluon.jit
 def worth(condition):
-    """Whether a program should take a branch that only saves work: the emulator takes each."""
+    """The condition of a branch that only skips work; the emulator takes it in any case."""
     return condition
 
 
 @gluon.jit
 def recomputed(x):
-    """x, but a loop computes anew what follows from it, instead of keeping it in registers."""
+    """X behind a move that the compiler does not see through.
+
+    So addresses that follow from it are computed where they are needed, instead of being kept in
+    registers through a loop.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,9 +1,10 @@
 """experts_down: y[b] = x[b] + sum_s share[b, s] * down_e @ act[b, s], e = expert s of token b.
 
-Layout  act [M, slots, width] bf16 of `experts_gate_up`, scores [M, experts] fp32, weights in tiles
-        of all experts (`tiled_experts`), x [M, N] bf16 -> y [M, N]
-Fused   the choice of experts, softmax over those that are chosen, sigmoid of the shared one's gate;
-        residual
+Layout  act [M, slots, width] bf16 of `experts_gate_up`, scores [M, experts] fp32 of a lone token or
+        numbers and shares of `experts_route`, weights in tiles of all experts (`tiled_experts`),
+        x [M, N] bf16 -> y [M, N]
+Fused   of a lone token the choice of experts, softmax over those that are chosen and sigmoid of the
+        shared one's gate; residual
 Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
 Plan    a program takes some tiles of rows for one token, in rounds of which the next one's weights
         are on their way. A unit of work is one step of one expert, and units go round the warps.
@@ -32,9 +33,9 @@ from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.experts_choice import expert_of, likeliest, shares
 from lowbit.runtime.kernels.experts_gate_up import padded_width
 from lowbit.runtime.kernels.experts_launch import (
-    EXPERTS_DOWN_DEFAULT,
     ExpertsDownLaunch,
     experts_down_launch,
+    experts_down_launches,
 )
 from lowbit.runtime.kernels.experts_route import Routes
 from lowbit.runtime.kernels.gemv_columns import (
@@ -50,7 +51,7 @@ from lowbit.runtime.kernels.gemv_steps import load_steps
 from lowbit.runtime.kernels.launch import STATIC_SHARED
 from lowbit.runtime.kernels.mma import as_float, threads
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
-from lowbit.runtime.kernels.tiles import SCALES
+from lowbit.runtime.kernels.tiles import SCALES, TILE
 
 SUM_BYTES = gl.constexpr(64)  # of 16 rows
 
@@ -231,7 +232,7 @@ def experts_down(
     M, slots, width = act.shape
     launch = experts_down_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
-    needed = experts_down_bytes(w.bits, w.K, slots, launch)
+    needed = _needed(w.K, slots, w.steps, launch)
     size = max(launch.shared << 10 if pdl else 0, needed)
     y = torch.empty_like(x)
     run(
@@ -274,10 +275,14 @@ def experts_down(
     return y
 
 
-def experts_down_bytes(
-    bits: int, inner: int, slots: int, launch: ExpertsDownLaunch = EXPERTS_DOWN_DEFAULT
-) -> int:
+def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:
+    """The most shared memory of a program, for any number of tokens."""
+    tiles, steps = -(-hidden // TILE), -(-inner * bits // 512)
+    launches = experts_down_launches(bits, tiles, steps)
+    return max(_needed(inner, slots, steps, launch) for launch in launches)
+
+
+def _needed(inner: int, slots: int, steps: int, launch: ExpertsDownLaunch) -> int:
     """Shared memory of a program: digits of all slots, and sums of all units."""
-    steps = -(-inner * bits // 512)
     sums = launch.tiles * launch.rounds * slots * steps * 64
     return digit_bytes(slots * padded_width(inner)) + sums

@@ -1,9 +1,9 @@
 """experts_gate_up: act[b, s] = silu(gate_e @ h) * (up_e @ h), e = expert s of token b.
 
-Layout  x [M, K] bf16, scores [M, experts] fp32, weights in tiles of all experts (`tiled_experts`)
-        -> act [M, slots, width] bf16; a shared expert, the last, has the last slot; columns from
-        the experts' width on are zero
-Fused   RMS norm of x, as in `gemv`; the choice of experts; SwiGLU
+Layout  x [M, K] bf16, scores [M, experts] fp32 of a lone token or numbers of `experts_route`,
+        weights in tiles of all experts (`tiled_experts`) -> act [M, slots, width] bf16; a shared
+        expert, the last, has the last slot; columns from the experts' width on are zero
+Fused   RMS norm of x, as in `gemv`; of a lone token the choice of experts; SwiGLU
 Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
 Plan    a program takes tiles of one expert for one token, as a program of `gemv` does for one: so a
         token's bits are those that it has alone, and tokens with one expert meet in L2. Its warps
@@ -20,7 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.access import barrier, declaration, shared_buffer
 from lowbit.runtime.kernels.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.experts_choice import expert_of, likeliest
-from lowbit.runtime.kernels.experts_launch import experts_gate_up_launch
+from lowbit.runtime.kernels.experts_launch import (
+    experts_gate_up_launch,
+    experts_gate_up_launches,
+)
 from lowbit.runtime.kernels.experts_route import Routes
 from lowbit.runtime.kernels.gemv import shared_bytes, staged_bytes
 from lowbit.runtime.kernels.gemv_columns import column_of, unit_of
@@ -36,7 +39,7 @@ from lowbit.runtime.kernels.gemv_stage import (
 from lowbit.runtime.kernels.gemv_steps import load_steps
 from lowbit.runtime.kernels.mma import threads
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
-from lowbit.runtime.kernels.tiles import SCALES
+from lowbit.runtime.kernels.tiles import SCALES, TILE
 
 HELD = gl.constexpr(8)  # lanes with results
 
@@ -125,6 +128,13 @@ def _experts_gate_up_kernel(
         act_at = act_ptr + gl.program_id(1).to(gl.int64) * WIDTH + n
         stored = (t == 0) & (item < ITEMS) & (n < WIDTH)
         gl.store(act_at, act.to(act_ptr.dtype.element_ty), mask=stored)
+
+
+def experts_gate_up_bytes(bits: int, inner: int, hidden: int) -> int:
+    """The most shared memory of a program, for any number of tokens."""
+    tiles, steps = -(-2 * inner // TILE), -(-hidden * bits // 512)
+    launches = experts_gate_up_launches(bits, tiles, steps)
+    return max(shared_bytes(hidden, launch, 1, True) for launch in launches)
 
 
 def experts_gate_up(

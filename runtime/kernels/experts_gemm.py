@@ -1,16 +1,11 @@
 """experts_gemm: a prompt's tokens through their experts, those of one expert together.
 
-    act[p] = silu(gate_e @ h[p // slots]) * (up_e @ h[p // slots])          (p in order of experts)
-    out[p] = share[p] * down_e @ act[p]                                     (FP32, p by token)
-    y[b]   = x[b] + sum_s out[b * slots + s]
+    act = silu(gate_e @ h) * (up_e @ h), out = share * down_e @ act     for each pair of token and e
+    y[b] = x[b] + sum_s out[b * slots + s]
 
-Layout  h [M, K] bf16 normed, weights in tiles of all experts (`tiled_experts`); act [P, I] bf16
-        and out [P, N] fp32 of P = M * slots pairs, for at most MOST_TOKENS tokens at a time
-Plan    a program takes up to ROWS pairs of one expert and some tiles. Codes become BF16 weights in
-        registers, rounded once as those of `widen` are: they are the A operand of tensor cores as
-        they lie, and tokens are columns. Blocks of few pairs take a shorter loop. Blocks are found
-        from where the experts end, as many as there could be. A token's slots are summed in order,
-        with the residual in FP32
+Plan    pairs are put in the order of their experts (`experts_order`) and multiplied in blocks
+        (`experts_products`), MOST_TOKENS tokens at a time. A token's slots are then summed in
+        order, with the residual in FP32
 """
 
 import torch
@@ -19,25 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.runtime.kernels.device import run
-from lowbit.runtime.kernels.experts_blocks import down_blocks, gate_up_blocks
 from lowbit.runtime.kernels.experts_launch import EXPERTS_GEMM
-from lowbit.runtime.kernels.experts_route import by_expert, experts_route, place_of
+from lowbit.runtime.kernels.experts_order import blocks_of, by_expert
+from lowbit.runtime.kernels.experts_products import down_blocks, gate_up_blocks
+from lowbit.runtime.kernels.experts_route import experts_route
 from lowbit.runtime.kernels.tiled_experts import TiledExperts
 
 MOST_TOKENS = 1024
 BLOCK = 1024  # columns of a sum
-
-
-@triton.jit
-def _experts_blocks_kernel(
-    ends_ptr, blocks_ptr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    """Expert, first place and end of a block's places, which are equal past the last block."""
-    block = tl.program_id(0)
-    expert, first, end = place_of(block, ends_ptr, EXPERTS, EXPERTS_BLOCK, ROWS)
-    tl.store(blocks_ptr + block * 4, expert)
-    tl.store(blocks_ptr + block * 4 + 1, first)
-    tl.store(blocks_ptr + block * 4 + 2, tl.minimum(end, first + ROWS))
 
 
 @triton.jit
@@ -79,33 +63,11 @@ def experts_gemm(
         part = slice(first, first + MOST_TOKENS)
         routes = experts_route(scores[part], chosen, shared)
         order, ends = by_expert(routes.numbers, len(gate_up))
-        blocks = _blocks(order, ends, EXPERTS_GEMM.rows)
+        blocks = blocks_of(order, ends, EXPERTS_GEMM.rows)
         act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, EXPERTS_GEMM)
         out = down_blocks(act, order, blocks, routes.shares, down, EXPERTS_GEMM)
         _sum(x[part], out, y[part])
     return y
-
-
-def _blocks(order: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Expert, first place and end of every block: [blocks, 4] int32; the fourth number is unused.
-
-    At least as many as any choice of experts fills, each with pairs of one expert.
-    """
-    pairs, experts = len(order), len(ends)
-    count = min(pairs, pairs // rows + experts)
-    blocks = torch.empty((count, 4), dtype=torch.int32, device=order.device)
-    run(
-        _experts_blocks_kernel,
-        (count,),
-        ends,
-        blocks,
-        EXPERTS=experts,
-        EXPERTS_BLOCK=triton.next_power_of_2(experts),
-        ROWS=rows,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
-    return blocks
 
 
 def _sum(x: Tensor, out: Tensor, y: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 A token's bits do not depend on them, but for the warps that share a tile of gate and up, which are
 as many for a lone token as for several. Rounds grow with the tokens, so that all programs of a step
-find room at once. Measured on an H200 (LOG.md).
+find room at once. Those of 4 bits are measured on an H200 (LOG.md).
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class ExpertsDownLaunch:
     Attributes:
         tiles: of 16 rows, which have the same digits.
         rounds: in which a program takes that many tiles one after the other.
-        warps: of a program, at least as many as tiles; each takes one step of an expert at a time.
+        warps: of a program; each takes one step of an expert at a time.
         early: whether the next kernel may start before this one has its input.
         ahead: whether weights are asked for before it has, by experts chosen from older scores.
         registers: of a thread at most.
@@ -68,25 +68,37 @@ EXPERTS_DOWN: dict[tuple[int, int, int], tuple[ExpertsDownLaunch, ExpertsDownLau
         ExpertsDownLaunch(registers=168),
         ExpertsDownLaunch(rounds=4, registers=168),
     ),
-    (8, 128, 12): (
+    (8, 128, 12): (  # rounds would not leave registers enough for 12 units of a warp
         ExpertsDownLaunch(registers=168),
-        ExpertsDownLaunch(rounds=4, registers=168),
+        ExpertsDownLaunch(registers=168),
     ),
 }
 EXPERTS_DOWN_DEFAULT = ExpertsDownLaunch(registers=168)
 
 
+def experts_gate_up_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, GemvLaunch]:
+    """Shares of a program of `experts_gate_up`: of a lone token, and of as many as there may be."""
+    return EXPERTS_GATE_UP.get((bits, tiles, steps), (EXPERTS_GATE_UP_DEFAULT,) * 2)
+
+
 def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
     """The share of a program of `experts_gate_up`."""
-    lone, several = EXPERTS_GATE_UP.get((bits, tiles, steps), (EXPERTS_GATE_UP_DEFAULT,) * 2)
+    lone, several = experts_gate_up_launches(bits, tiles, steps)
     if tokens == 1:
         return lone
     return replace(several, rounds=min(several.rounds, power_of_two(tokens)))
 
 
+def experts_down_launches(
+    bits: int, tiles: int, steps: int
+) -> tuple[ExpertsDownLaunch, ExpertsDownLaunch]:
+    """Shares of a program of `experts_down`: of a lone token, and of as many as there may be."""
+    return EXPERTS_DOWN.get((bits, tiles, steps), (EXPERTS_DOWN_DEFAULT,) * 2)
+
+
 def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> ExpertsDownLaunch:
     """The share of a program of `experts_down`."""
-    lone, several = EXPERTS_DOWN.get((bits, tiles, steps), (EXPERTS_DOWN_DEFAULT,) * 2)
+    lone, several = experts_down_launches(bits, tiles, steps)
     if tokens == 1:
         return lone
     return replace(several, rounds=min(several.rounds, power_of_two(tokens) // 2))
@@ -100,7 +112,8 @@ class GemmTiles:
         tiles: of 16 rows, of a warp.
         warps: of a program.
         passes: of a program, each over as many tiles; copies go on from one to the next.
-        steps: of 512 / bits columns that are multiplied between two barriers.
+        steps: of 512 / bits columns that are multiplied between two barriers; 1 where so many do
+            not divide a row.
         stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
         least: tokens of the shortest loop; a block takes the next multiple of them.
         registers: of a thread at most.

@@ -1,4 +1,4 @@
-"""Device functions of `experts_gemm`: tiles of an expert times a block of tokens.
+"""Device functions of `experts_products`: tiles of an expert times a block of tokens.
 
 Words, scales and x are copied to shared memory some turns ahead. A lane reads the words and scales
 that it has copied itself: they become its A fragments of `mma`. Its 16 bytes of x are the B

@@ -1,19 +1,15 @@
-"""experts_route: the experts of every token and their shares, and a prompt's tokens by expert.
+"""experts_route: the experts of every token and their shares.
 
     numbers[b, :k] = the k likeliest experts of token b, of equal ones those of lower number first
     shares[b, :k]  = softmax of their scores; a shared expert follows with the sigmoid of its own
 
 Layout  scores [M, experts] fp32 -> numbers [M, slots] int32, shares [M, slots] fp32
-Plan    a program takes a token. Of a prompt, pairs of token and slot are then sorted by expert, and
-        blocks of rows of one expert are found from where the experts end: so nothing goes to the
-        host
+Plan    a program, which is one warp, takes a token
 """
 
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,36 +88,3 @@ def experts_route(scores: Tensor, chosen: int, shared: bool) -> Routes:
         enable_fp_fusion=True,
     )
     return Routes(numbers, found)
-
-
-def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs of token and slot in the order of their experts.
-
-    Args:
-        numbers: [M, slots].
-        experts: how many there are.
-
-    Returns:
-        [M * slots] int64, token * slots + slot of each place, and [experts] int32, the place at
-        which the pairs of each expert end.
-    """
-    own, order = numbers.flatten().to(torch.int16).sort(stable=True)  # half the passes of int32
-    every = torch.arange(experts, dtype=own.dtype, device=own.device)
-    return order, torch.searchsorted(own, every, right=True, out_int32=True)
-
-
-@triton.jit
-def place_of(block, ends_ptr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Expert, first place and end of the places of a block of up to ROWS places of one expert.
-
-    Past the last block place and end are equal. BLOCK: a power of two, EXPERTS or more.
-    """
-    number = tl.arange(0, BLOCK)
-    end = tl.load(ends_ptr + number, mask=number < EXPERTS, other=0)
-    start = tl.load(ends_ptr + number - 1, mask=(number > 0) & (number < EXPERTS), other=0)
-    blocks = (end - start + ROWS - 1) // ROWS
-    last = tl.cumsum(blocks, axis=0)
-    own = (last > block) & (last - blocks <= block) & (number < EXPERTS)
-    expert = tl.sum(tl.where(own, number, 0), axis=0)
-    first = tl.sum(tl.where(own, start + (block - last + blocks) * ROWS, 0), axis=0)
-    return expert, first, tl.sum(tl.where(own, end, 0), axis=0)

@@ -122,7 +122,7 @@ GEMV_MEASURED = {
     (4, 576, 16): GemvLaunch(1, 2, 8, registers=128, abreast=2),
     (4, 128, 32): GemvLaunch(1, 4, 8, early=True, registers=80),
 }
-# Linears of which none is gate and up, as large as one that is.
+# Unpaired linears as large as a paired one above: looked up first.
 GEMV_UNPAIRED = {
     # 35B-A3B: q, k, v, z
     (4, 768, 16): GemvLaunch(1, 4, 4, abreast=2, shared=16),

@@ -191,7 +191,7 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     if linear is not None:
         cuda.check_delta(linear.key_head_dim, linear.value_head_dim)
     if config.experts is not None:
-        cuda.check_experts(config.experts)
+        cuda.check_experts(config.experts, config.hidden_size)
         check_shared_experts(opened)
     to_cuda = Weights(opened.checkpoint, opened.schemes, device, dtype, cuda.prepare, cuda.gathered)
     decoder = build_decoder(opened, to_cuda, cuda, context)

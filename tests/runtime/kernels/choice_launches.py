@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+CHOICE = {"adjust", "best_rows", "likeliest_rows", "rank_groups_rows", "draw_rows", "sum_masses"}
+CHOICE |= {"pick", "exp_sums", "log_probabilities"}
 V = 248320  # the largest vocabulary: the kernels that rank grow with it
 
 

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 
 from tests.runtime.kernels.meta_inputs import tiled_experts, zeros
 
+EXPERTS_DECODE = {"experts_route", "experts_gate_up", "experts_down"}
+EXPERTS_PREFILL = {"experts_blocks", "experts_gate_up_gemm", "experts_down_gemm", "experts_sum"}
 EPS = 1e-6
 
 
 def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
-    """Steps and prompts: INT8 prompts on one card for one size."""
-    if bits == 8:
-        return (1, 1024) if full and shared else (1,)
-    return (1, 16, 1024) if full and shared else (1, 1024)
+    """Steps and prompts: several tokens, and INT8 prompts of one size, on one card."""
+    few = (1, 4, 16) if full else (1,)
+    return (*few, 1024) if bits == 4 or (full and shared) else few
 
 
 def mixtures(full: bool) -> Iterator[str]:

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.kernels.choice_launches import choices_of_rows
-from tests.runtime.kernels.expert_launches import mixtures
+from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
+from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
 
 KB = 1024
@@ -42,14 +42,10 @@ MODELS = {
 }
 VOCABULARY = 151936
 
-CHOICE = {"adjust", "best_rows", "likeliest_rows", "rank_groups_rows", "draw_rows", "sum_masses"}
-CHOICE |= {"pick", "exp_sums", "log_probabilities"}
 DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
-DECODE |= CHOICE | {"digits", "gemv_join", "norm_heads", "experts_gate_up", "experts_down"}
-DECODE |= {"experts_route"}
+DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
-PREFILL |= {"experts_blocks", "experts_gate_up_gemm", "experts_down_gemm"}
-PREFILL |= {"experts_sum"}
+PREFILL |= EXPERTS_PREFILL
 
 STARVED = "starved gemv"
 
@@ -190,9 +186,9 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     """Every other launch of the table, in front of attention or MLP or after them."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.launch import GEMV_MEASURED
+    from lowbit.runtime.kernels.launch import GEMV_MEASURED, GEMV_UNPAIRED
 
-    for bits, tiles, steps in sorted(GEMV_MEASURED.keys() - known):
+    for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
         N, K = 16 * tiles, steps * 512 // bits
         if N > K:
             cuda.norm_linear(zeros(1, K), zeros(K), EPS, weight(bits, N, K))
@@ -332,10 +328,7 @@ def source(launch: Launch) -> Any:
 
 
 def tokens_of(arguments: dict[str, Any]) -> int:
-    """Tokens of a step that a launch is for; whole heads of linear attention are for many.
-
-    Experts that a kernel has chosen before are those of several.
-    """
+    """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
     whole = "NORMED" in arguments and arguments["SPLITS"] == 1
     whole |= arguments.get("numbers_ptr") is not None
     tokens: int = max(arguments.get("TOKENS", 1), arguments.get("TOGETHER", 1))

@@ -17,9 +17,10 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
 from lowbit.runtime.kernels import (
     dense_gemv,
-    experts_blocks,
     experts_down,
     experts_gate_up,
+    experts_order,
+    experts_products,
     experts_route,
 )
 from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
@@ -68,7 +69,7 @@ ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon kernels run without a GPU too."""
     if device == "cpu":
-        for module in (dense_gemv, experts_blocks, experts_gate_up, experts_down, experts_route):
+        for module in (dense_gemv, experts_products, experts_gate_up, experts_down, experts_route):
             monkeypatch.setattr(module, "run", run_kernel)
 
 
@@ -161,17 +162,19 @@ def test_launches_have_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "inner", "words"),
+    ("chosen", "inner", "hidden", "words"),
     [
-        (32, 64, "33 experts of a token, at most 32"),
-        (8, 4096, "9 experts of a token as wide as 40"),
+        (32, 64, 2048, "33 experts of a token, at most 32"),
+        (8, 4096, 2048, "9 experts of a token as wide as 40"),
+        (28, 512, 2048, "29 experts of a token as wide as 512"),  # in rounds
+        (8, 512, 16384, "tokens of 16384"),
     ],
 )
-def test_sizes_without_kernels_are_named(chosen: int, inner: int, words: str) -> None:
-    cuda.check_experts(Experts(256, 8, 512, 512))
-    cuda.check_experts(Experts(128, 8, 1536, None))
+def test_sizes_without_kernels_are_named(chosen: int, inner: int, hidden: int, words: str) -> None:
+    cuda.check_experts(Experts(256, 8, 512, 512), 2048)
+    cuda.check_experts(Experts(128, 8, 1536, None), 4096)
     with pytest.raises(UnsupportedModelError, match=words):
-        cuda.check_experts(Experts(64, chosen, inner, inner))
+        cuda.check_experts(Experts(64, chosen, inner, inner), hidden)
 
 
 def test_nan_stays_in_its_token(device: str, randn: Randn) -> None:
@@ -199,7 +202,7 @@ def test_routes(shared: bool, device: str) -> None:
     assert numbers[rows].tolist() == [[e for e, _ in pairs] for pairs in wanted]
     right = torch.tensor([[share for _, share in pairs] for pairs in wanted])
     assert float((shares[rows].cpu() - right).abs().max()) < 1e-6
-    order, ends = experts_route.by_expert(numbers, 40 + shared)
+    order, ends = experts_order.by_expert(numbers, 40 + shared)
     flat = numbers.flatten()
     assert flat[order].tolist() == sorted(flat.tolist())
     assert ends.tolist() == [int((flat <= e).sum()) for e in range(40 + shared)]

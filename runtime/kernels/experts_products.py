@@ -1,11 +1,10 @@
-"""experts_blocks: blocks of tokens times the expert of each block.
+"""experts_products: blocks of tokens times the expert of each block.
 
     act[p] = silu(gate_e @ h[p // slots]) * (up_e @ h[p // slots])          (p in order of experts)
     out[p] = share[p] * down_e @ act[p]                                     (FP32, p by token)
 
-Layout  h [M, K] bf16, order [P] int64: token * slots + slot of each place, blocks [B, 4] int32:
-        expert, first place and end of up to ROWS places; weights in tiles of all experts
-        (`tiled_experts`); act [P, I] bf16, out [P, N] fp32
+Layout  h [M, K] bf16, order and blocks of `experts_order`, weights in tiles of all experts
+        (`tiled_experts`) -> act [P, I] bf16, out [P, N] fp32
 Plan    a program takes a block and some tiles. Codes become BF16 weights in registers, rounded once
         as those of `widen` are: they are the A operand of tensor cores as they lie, and tokens are
         columns. Blocks of few tokens take a shorter loop
@@ -37,7 +36,7 @@ def _experts_gate_up_gemm_kernel(
 ):  # fmt: skip
     """LEAST: tokens of the shortest loop, lengths are its multiples. STAGE: bytes of a turn."""
     warp, lane, zero, none = threads(WARPS)
-    block = blocks_ptr + gl.program_id(1) * 4
+    block = blocks_ptr + gl.program_id(1) * 3
     first = gl.load(block + 1)
     end = gl.load(block + 2)
     buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
@@ -70,7 +69,7 @@ def _experts_down_gemm_kernel(
 ):  # fmt: skip
     """LEAST, STAGE: see `_experts_gate_up_gemm_kernel`."""
     warp, lane, zero, none = threads(WARPS)
-    block = blocks_ptr + gl.program_id(1) * 4
+    block = blocks_ptr + gl.program_id(1) * 3
     first = gl.load(block + 1)
     end = gl.load(block + 2)
     buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
@@ -259,11 +258,15 @@ def _programs(w: TiledExperts, launch: GemmTiles) -> int:
 def _constants(w: TiledExperts, rows: int, launch: GemmTiles) -> dict[str, Any]:
     """Constants and options of both kernels."""
     steps = launch.steps if w.steps % launch.steps == 0 else 1
+    if launch.warps * 32 % (2 * steps * 64 // w.bits):
+        raise ValueError(f"{launch} copies no whole pairs of rows of x at a time")
     tiles = min(launch.tiles, w.tiles)
     stage = stage_bytes(
         w.bits, w.group_size, w.scales.element_size(), rows, tiles, launch.warps, steps
     )
     stages = min(launch.stages, shared_limit(w.words) // stage)
+    if stages < 2:
+        raise ValueError(f"{launch} has no room for two stages of {stage} bytes")
     return {
         "K": w.K,
         "G": w.group_size,
