@@ -2,11 +2,12 @@
 
 A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
 holds; so it must not branch on the number of its program, but where `worth` says that a branch only
-saves work: then all programs take it. Only what stands for one PTX instruction is done here by hand
-(`access`, `copies` and `mma` wrap no more than that). All lanes do one operation before any does
-the next, so barriers have nothing to do, copies are done at once, and races are not seen; rounding
-is that of NumPy. Memory is checked: an address that no tensor given to the kernel holds is an
-error, and shared memory begins as NaN.
+saves work: programs that run together all take it, one that runs alone follows its condition. Only
+what stands for one PTX instruction is done here by hand (`access`, `copies` and `mma` wrap no more
+than that). All lanes do one operation before any does the next, so barriers have nothing to do, and
+races between lanes are not seen; rounding is that of NumPy. Memory is checked: an address that no
+tensor given to the kernel holds is an error. Shared memory begins as NaN, and the target of a copy
+is NaN until the kernel has waited for the copy.
 """
 
 import re
@@ -114,7 +115,22 @@ class Memory:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """In place of `device.run`."""
+    """Run a kernel in place of `device.run`, many programs together."""
+    _run(kernel, grid, arguments, named, TOGETHER)
+
+
+def run_programs_alone(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """Run a kernel as `run_kernel` does, but one program at a time: slow, with real branches."""
+    _run(kernel, grid, arguments, named, 1)
+
+
+def _run(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    together: int,
+) -> None:
     memory = Memory([x for x in arguments if isinstance(x, Tensor)])
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
@@ -125,9 +141,33 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any
     constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
     numbers = np.indices((*grid, 1)[:2]).reshape(2, -1, 1, 1).astype(INT)
     with np.errstate(all="ignore"):
-        for first in range(0, numbers.shape[1], TOGETHER):
-            emulation = Emulation(memory, numbers[:, first : first + TOGETHER])
+        for first in range(0, numbers.shape[1], together):
+            emulation = Emulation(memory, numbers[:, first : first + together])
             emulation.function(kernel)(*given, *constants)
+
+
+class Copies:
+    """Copies to shared memory that have begun, in the batches in which a kernel waits for them."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.batches: list[list[tuple[Any, tuple[Any, ...]]]] = [[]]  # the last one is open
+
+    def begin(self, target: Any, words: tuple[Any, ...]) -> None:
+        """Add a copy to the open batch; its target holds NaN until `wait` reaches that batch."""
+        missing = np.full(np.shape(words[0]), -1, INT)
+        self.memory.store(target, (missing,) * len(words), True, True)
+        self.batches[-1].append((target, words))
+
+    def commit(self) -> None:
+        """End the open batch."""
+        self.batches.append([])
+
+    def wait(self, pending: int) -> None:
+        """Complete all committed batches but the last `pending` ones."""
+        while len(self.batches) - 1 > pending:
+            for target, words in self.batches.pop(0):
+                self.memory.store(target, words, True, True)
 
 
 class Emulation:
@@ -224,16 +264,17 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
 
         return store
 
-    def copies(words: int) -> Callable[..., None]:
+    copies = Copies(memory)
+
+    def copying(words: int) -> Callable[..., None]:
         def copy(target: Any, source: Any, OFFSET: int = 0, AT: int = 0) -> None:
-            found = memory.load(source + OFFSET, words, False)
-            memory.store(target + AT, found, True, True)
+            copies.begin(target + AT, memory.load(source + OFFSET, words, False))
 
         return copy
 
     def copy16_or_zeros(target: Any, source: Any, inside: Any, AT: int = 0) -> None:
         found = memory.load(source, 4, False)
-        memory.store(target + AT, tuple(np.where(inside, x, INT(0)) for x in found), True, True)
+        copies.begin(target + AT, tuple(np.where(inside, x, INT(0)) for x in found))
 
     def shared_buffer(declared: str) -> Lanes:
         size = re.search(r"staged\[(\d+)\]", declared)
@@ -254,12 +295,14 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "large_shared_buffer": large_shared_buffer,
         "barrier": lambda: None,
         "warp_barrier": lambda: None,
-        "copy16": copies(4),
+        "copy16": copying(4),
         "copy16_or_zeros": copy16_or_zeros,
-        "copy4": copies(1),
-        "close_copies": lambda: None,
-        "finish_copies": lambda still: None,
-        "worth": lambda condition: True,
+        "copy4": copying(1),
+        "close_copies": copies.commit,
+        "commit_copies": copies.commit,
+        "finish_copies": copies.wait,
+        "wait_copies": copies.wait,
+        "worth": lambda condition: programs > 1 or bool(condition.all()),
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "mma": mma,

@@ -1,8 +1,9 @@
-"""The emulator, on kernels that a GPU has proven: it finds what they compute, and their errors."""
+"""The emulator finds what kernels compute that a GPU has proven, and notices their errors."""
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lowbit.runtime.kernels import gemv as gemv_module
 from lowbit.runtime.kernels.dense_gemv import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.tiles import TiledLinear
-from tests.runtime.kernels.emulator import run_kernel
+from tests.runtime.kernels.emulator import Copies, Memory, lanes, leaves, run_kernel
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
@@ -66,3 +67,32 @@ def test_what_lies_outside_of_memory_is_noticed(
     monkeypatch.setattr(dense_module, "run", shorter)
     with pytest.raises(AssertionError, match="behind the tensor"):
         dense_gemv(randn(2, 256), w)
+
+
+def test_copies_arrive_when_a_kernel_has_waited_for_them() -> None:
+    memory = Memory([])
+    memory.shared = np.zeros((1, 64), np.uint8)
+    copies = Copies(memory)
+    addresses = lanes(np.arange(4).reshape(1, 1, 4) * 4)
+
+    def held() -> list[list[int]]:
+        return memory.shared.view(np.int32).reshape(4, 4).tolist()
+
+    for batch in range(3):
+        copies.begin(addresses + 16 * batch, (lanes(np.full((1, 1, 4), batch + 1, np.int32)),))
+        if batch < 2:
+            copies.commit()
+    assert held() == [[-1] * 4, [-1] * 4, [-1] * 4, [0] * 4]
+    copies.wait(2)
+    assert held()[0] == [-1] * 4
+    copies.wait(1)
+    assert held()[:3] == [[1] * 4, [-1] * 4, [-1] * 4]
+    copies.wait(0)  # the third is in the open batch
+    assert held()[:3] == [[1] * 4, [2] * 4, [-1] * 4]
+
+
+def test_a_program_alone_follows_its_conditions() -> None:
+    no = lanes(np.zeros((1, 1, 1), bool))
+    assert leaves(Memory([]), 1)["worth"](no) is False
+    assert leaves(Memory([]), 1)["worth"](~no) is True
+    assert leaves(Memory([]), 2)["worth"](no) is True
