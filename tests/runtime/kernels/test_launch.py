@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.experts_launch import EXPERTS_GATE_UP
 from lowbit.runtime.kernels.gemv import shared_bytes, sums_bytes
 from lowbit.runtime.kernels.launch import (
     GEMV_MEASURED,
@@ -13,7 +14,9 @@ from lowbit.runtime.kernels.launch import (
     KEYS,
     MOST_OF_ONE,
     MOST_SPLITS,
+    SEVERAL_MEASURED,
     STATIC_SHARED,
+    GemvLaunch,
     attention_launch,
     gemv_launch,
     join_bytes,
@@ -146,3 +149,26 @@ def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
             assert launch is table[bits, tiles, steps]
             assert launch.parts <= steps
             assert launch.tiles * launch.abreast <= tiles
+
+
+@pytest.mark.parametrize(("size", "measured"), SEVERAL_MEASURED.items(), ids=str)
+def test_launches_measured_for_several_tokens_are_taken(
+    size: tuple[int, int, int, int], measured: GemvLaunch
+) -> None:
+    """`gemv_launch` passes over a row with other parts than the launch of a lone token."""
+    assert any(gemv_launch(*size, paired) is measured for paired in (False, True))
+
+
+@pytest.mark.parametrize(("size", "launches"), EXPERTS_GATE_UP.items(), ids=str)
+def test_launches_of_experts_fit_what_kernels_take_for_granted(
+    size: tuple[int, int, int], launches: tuple[GemvLaunch, GemvLaunch]
+) -> None:
+    """As many warps share a tile for any number of tokens: that decides about the bits."""
+    bits, _, steps = size
+    lone, several = launches
+    assert lone.parts == several.parts
+    for launch in launches:
+        assert launch.warps & (launch.warps - 1) == 0
+        assert launch.warps % launch.abreast == 0
+        needed = shared_bytes(steps * 512 // bits, launch, 1, True)
+        assert max(needed, launch.shared * KB) <= STATIC_SHARED
