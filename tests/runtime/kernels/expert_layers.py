@@ -1,12 +1,12 @@
 """Random mixtures of experts as the GPU keeps them, and what they make of tokens in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.tiled_experts import TiledExperts, gathered, stacked
-from lowbit.runtime.kernels.tiles import GpuLinear, dequantized, tiled
+from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, dequantized, tiled
 from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import PackedLinear
 
@@ -80,11 +80,25 @@ def normed(x: Tensor, norm: Tensor) -> Tensor:
     return (x.float() * norm.float()).bfloat16().double() * factor
 
 
+def with_random_scales(experts: TiledExperts, dtype: torch.dtype) -> TiledExperts:
+    """The same codes with scales that are no powers of two: weights are not exact in BF16."""
+    factors = 1 + torch.rand(experts.scales.shape, device=experts.scales.device)
+    return replace(experts, scales=(experts.scales.float() * factors).to(dtype))
+
+
+def rounded(w: TiledLinear) -> Tensor:
+    """The weight in float64, rounded to BF16 as kernels of prompts do it.
+
+    Codes times powers of two, as `random_experts` makes them, remain exact.
+    """
+    return dequantized(w).bfloat16().double()
+
+
 def acts(h: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
     """silu(gate) * up of every token and slot: [M, slots, I] float64."""
     rows, gate_up = [], stacked(w.gate_up)
     for token, pairs in zip(h.double(), routes(scores, w.chosen, w.shared), strict=True):
-        made = [dequantized(gate_up[e]).double() @ token for e, _ in pairs]
+        made = [rounded(gate_up[e]) @ token for e, _ in pairs]
         halves = [one.chunk(2) for one in made]
         rows.append(torch.stack([torch.nn.functional.silu(gate) * up for gate, up in halves]))
     return torch.stack(rows)
@@ -95,8 +109,7 @@ def added(act: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
     out, down = [], stacked(w.down)
     for slots, pairs in zip(act.double(), routes(scores, w.chosen, w.shared), strict=True):
         parts = [
-            share * (dequantized(down[e]).double() @ slot)
-            for slot, (e, share) in zip(slots, pairs, strict=True)
+            share * (rounded(down[e]) @ slot) for slot, (e, share) in zip(slots, pairs, strict=True)
         ]
         out.append(torch.stack(parts).sum(0))
     return torch.stack(out)

@@ -3,7 +3,7 @@
 Without a GPU the Gluon kernels run in the emulator, the Triton ones in Triton's interpreter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from lowbit.runtime.kernels import (
     experts_route,
 )
 from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
-from lowbit.runtime.kernels.experts_launch import GemmLaunch, GemmTiles
+from lowbit.runtime.kernels.experts_launch import EXPERTS_GEMM, GemmLaunch, GemmTiles
 from lowbit.runtime.kernels.tiled_experts import stacked
-from tests.runtime.kernels.emulator import run_kernel
+from tests.runtime.kernels.emulator import run_kernel, run_programs_alone
 from tests.runtime.kernels.expert_layers import (
     EPS,
     Size,
@@ -35,6 +35,7 @@ from tests.runtime.kernels.expert_layers import (
     normed,
     random_experts,
     routes,
+    with_random_scales,
 )
 
 Randn = Callable[..., Tensor]
@@ -66,11 +67,14 @@ ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
 
 
 @pytest.fixture(autouse=True)
-def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon kernels run without a GPU too."""
+def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run Gluon kernels without a GPU too, and fill new tensors with NaN."""
     if device == "cpu":
         for module in (dense_gemv, experts_products, experts_gate_up, experts_down, experts_route):
             monkeypatch.setattr(module, "run", run_kernel)
+        torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative_error(y: Tensor, ref: Tensor) -> float:
@@ -202,6 +206,7 @@ def test_routes(shared: bool, device: str) -> None:
     assert numbers[rows].tolist() == [[e for e, _ in pairs] for pairs in wanted]
     right = torch.tensor([[share for _, share in pairs] for pairs in wanted])
     assert float((shares[rows].cpu() - right).abs().max()) < 1e-6
+    assert len(set(numbers[8].tolist())) == numbers.shape[1]  # also where all scores are NaN
     order, ends = experts_order.by_expert(numbers, 40 + shared)
     flat = numbers.flatten()
     assert flat[order].tolist() == sorted(flat.tolist())
@@ -239,6 +244,7 @@ LAUNCHES = [
     (64, GemmTiles(tiles=1, warps=2, passes=2)),
     (8, GemmTiles(tiles=4, warps=1, passes=3, stages=2, least=8)),
     (32, GemmTiles(tiles=2, warps=8, steps=2, stages=4)),
+    (48, GemmTiles(warps=8)),
 ]
 
 
@@ -278,6 +284,98 @@ def test_gemm_launches_have_the_same_bits(
         assert torch.equal(found(), expected), launch
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights_are_rounded_once(bits: int, dtype: torch.dtype, device: str, randn: Randn) -> None:
+    """Weights of any scales are rounded to BF16; all else is FP32, and act rounded at the end."""
+    size, M = Size(bits, 256, 64, 3, 2, False, 32), 12
+    made = random_experts(size, device)
+    gate_up = with_random_scales(stacked(made.gate_up), dtype)
+    down = with_random_scales(stacked(made.down), dtype)
+    w = replace(made, gate_up=gate_up, down=down)
+    h, scores = randn(M, size.h), scores_of(M, size, device)
+    found = experts_route.experts_route(scores, size.chosen, size.shared)
+    order, ends = experts_order.by_expert(found.numbers, len(gate_up))
+    blocks = experts_order.blocks_of(order, ends, EXPERTS_GEMM.rows)
+
+    act = experts_products.gate_up_blocks(h, order, blocks, gate_up, size.chosen, EXPERTS_GEMM)
+    wanted = acts(h, scores, w)
+    other = act != wanted.flatten(0, 1)[order].to(act.dtype)
+    assert float(other.double().mean()) < 0.02  # FP32 sums seldom lead to the next BF16
+
+    out = experts_products.down_blocks(act, order, blocks, found.shares, down, EXPERTS_GEMM)
+    slots = torch.empty_like(act)
+    slots[order] = act
+    wanted = added(slots.view(M, size.chosen, size.inner), scores, w)
+    assert relative_error(out.view(M, size.chosen, size.h).sum(1), wanted) < FP32_ERROR
+
+
+BLOCK_TOKENS = (1, 16, 17, 33, 48, 49, 64)  # of an expert: at and behind the ends of all loops
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shorter_loops_have_the_same_bits(
+    bits: int, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of few tokens take a shorter loop; without `least` all take the longest one."""
+    size, M = Size(bits, 64, 32, len(BLOCK_TOKENS), 1, False, 32), sum(BLOCK_TOKENS)
+    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h).float()
+    numbers = torch.repeat_interleave(torch.arange(size.E), torch.tensor(BLOCK_TOKENS))
+    scores = torch.nn.functional.one_hot(numbers[torch.randperm(M)], size.E).float().to(device)
+
+    def found() -> Tensor:
+        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 1, False, x)
+
+    def launch(least: int) -> None:
+        tiles = GemmTiles(least=least)
+        name = f"{experts_gemm.__module__}.EXPERTS_GEMM"
+        monkeypatch.setattr(name, GemmLaunch(64, tiles, tiles))
+
+    launch(64)
+    expected = found()
+    assert bool(expected.isfinite().all())
+    launch(16)
+    if device == "cpu":
+        monkeypatch.setattr(experts_products, "run", run_programs_alone)
+    assert torch.equal(found(), expected)
+
+
+def test_long_prompts_are_taken_in_parts(
+    device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, M = Size(4, 64, 32, 6, 2, True, 32), 18
+    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h)
+    scores = torch.randn(M, size.E + size.shared, device=device)
+
+    def found() -> Tensor:
+        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
+
+    expected = found()
+    monkeypatch.setattr(f"{experts_gemm.__module__}.MOST_TOKENS", 8)
+    assert torch.equal(found(), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+def test_nan_stays_in_its_token_of_a_prompt(bad: float, device: str, randn: Randn) -> None:
+    """Whether the router's scores are NaN too, or finite: then it shares blocks with others."""
+    size, M = Size(4, 64, 32, 6, 2, True, 32), 9
+    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h)
+    scores = torch.randn(M, size.E + size.shared, device=device)
+    scores[:] = scores[0]
+    others = torch.arange(M, device=device) != 4
+
+    def found() -> Tensor:
+        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
+
+    clean = found()
+    h[4] = bad
+    for score in (scores[4].clone(), torch.nan):
+        scores[4] = score
+        y = found()
+        assert not bool(y[4].isfinite().any())
+        assert torch.equal(y[others], clean[others])
+
+
 @gpu
 @ON_GPU
 @pytest.mark.parametrize("M", [1, 5, EXACT, FEW_TOKENS, FEW_TOKENS + 1, MOST_TOKENS + 300])
@@ -295,6 +393,15 @@ def test_the_op(size: Size, M: int, device: str, randn: Randn) -> None:
     assert bool(clear.any())
     expected = x[some].double() + added(acts(h, scores, w), scores, w)
     assert relative_error(found[some][clear], expected[clear]) < 0.01
+
+
+def test_a_lone_token_has_the_same_bits_as_in_company(device: str, randn: Randn) -> None:
+    """Few tokens of a small size, so that the emulator shows it too."""
+    size = SMALL[0]
+    w, norm, x = random_experts(size, device), 1 + 0.2 * randn(size.h), randn(3, size.h)
+    alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
+    for count in (2, 3):
+        assert torch.equal(cuda.moe(x[:count], norm, EPS, w), alone[:count])
 
 
 @gpu
