@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
-    """Begin to copy 16 bytes of each lane from global to shared memory; see `finish_copies`.
+    """Begin to copy 16 bytes of each lane from global to shared memory; see `wait_copies`.
 
     OFFSET, AT: bytes beyond source and target, which cost no instruction.
     """
@@ -50,7 +50,7 @@ def copy4(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
 
 
 @gluon.jit
-def close_copies():
+def commit_copies():
     """End a batch of copies."""
     gl.inline_asm_elementwise(
         "cp.async.commit_group; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -58,7 +58,7 @@ def close_copies():
 
 
 @gluon.jit
-def finish_copies(OPEN: gl.constexpr):
+def wait_copies(OPEN: gl.constexpr):
     """Wait for this thread's copies, but for those of its last OPEN batches."""
     gl.inline_asm_elementwise(
         f"cp.async.wait_group {OPEN}; mov.b32 $0, 0;",

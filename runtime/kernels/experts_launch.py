@@ -133,7 +133,7 @@ class GemmLaunch:
     """Shares of programs that multiply a prompt's tokens by their experts.
 
     Attributes:
-        rows: tokens of a block, from 16 on, a power of two.
+        rows: tokens of a block, a multiple of 8.
         gate_up: of gate and up.
         down: of down.
     """

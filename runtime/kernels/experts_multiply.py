@@ -11,11 +11,11 @@ from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.access import barrier, load_shared4, load_shared16
 from lowbit.runtime.kernels.copies import (
-    close_copies,
+    commit_copies,
     copy4,
     copy16,
     copy16_or_zeros,
-    finish_copies,
+    wait_copies,
 )
 from lowbit.runtime.kernels.mma import (
     as_word,
@@ -86,7 +86,7 @@ def begin(
                 words, scales, x, buffer + turn * STAGE, turn, tiles, warp, lane,
                 K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
             )  # fmt: skip
-        close_copies()
+        commit_copies()
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def multiply(
     for _i in gl.static_range(R * (ROWS // 8)):
         acc = acc + ((none, none, none, none),)
     for turn in range(0, TURNS):
-        finish_copies(STAGES - 2)
+        wait_copies(STAGES - 2)
         barrier()
         following = done + turn + (STAGES - 1)
         if following < TURNS * PASSES:
@@ -116,7 +116,7 @@ def multiply(
                 words, scales, x, buffer + write_at, following, tiles, warp, lane,
                 K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
             )  # fmt: skip
-        close_copies()
+        commit_copies()
         acc = _multiply_turn(
             acc, buffer + read_at, warp, lane, G, BITS, SCALES, R, C, ROWS, WARPS
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Random inputs for the kernels, on the GPU if there is one, else on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
+from lowbit.runtime.kernels import (
+    dense_gemv,
+    experts_down,
+    experts_gate_up,
+    experts_products,
+    experts_route,
+)
 from lowbit.runtime.kernels.tiles import TiledLinear, tiled
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
 from tests.runtime.kernels.delta_layers import Layer
 from tests.runtime.kernels.delta_layers import make_layer as make_delta_layer
+from tests.runtime.kernels.emulator import run_kernel
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]
 MakeTiled = Callable[..., TiledLinear]
@@ -92,3 +100,14 @@ def make_layer(device: str) -> Callable[..., Layer]:
 def make_rope(device: str) -> Callable[[int, int], Rope]:
     """(context, head_dim) to the tables of Qwen3."""
     return lambda context, head_dim: rope_tables(context, head_dim, 1e6, device)
+
+
+@pytest.fixture
+def emulated_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run Gluon kernels without a GPU too, and fill new tensors with NaN."""
+    if device == "cpu":
+        for module in (dense_gemv, experts_products, experts_gate_up, experts_down, experts_route):
+            monkeypatch.setattr(module, "run", run_kernel)
+        torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -11,6 +11,7 @@ from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import PackedLinear
 
 EPS = 1e-6
+FP32_ERROR = 5e-6  # relative to the norm of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,23 @@ class Size:
     def __str__(self) -> str:
         beside = "+1" if self.shared else ""
         return f"INT{self.bits}-h{self.h}-I{self.inner}-{self.chosen}{beside}of{self.E}-G{self.G}"
+
+
+# Tails of a step and of a block, groups of several steps and several in one, one expert or all.
+SMALL = [
+    Size(4, 256, 128, 6, 2, True),
+    Size(8, 96, 96, 5, 3, True, 32),
+    Size(4, 160, 32, 3, 3, False, 32),
+    Size(8, 128, 64, 40, 1, False, 64),
+    Size(4, 512, 256, 34, 8, True, 256),
+]
+WIDE = Size(8, 64, 1600, 2, 2, True, 64)  # more shared memory than a kernel can declare
+REAL = [
+    Size(4, 2048, 512, 256, 8, True),
+    Size(8, 2048, 512, 256, 8, True),
+    Size(4, 2048, 768, 128, 8, False),
+    Size(8, 2048, 768, 128, 8, False),
+]
 
 
 def random_experts(size: Size, device: str) -> ExpertWeights[GpuLinear]:
@@ -113,3 +131,14 @@ def added(act: Tensor, scores: Tensor, w: ExpertWeights[GpuLinear]) -> Tensor:
         ]
         out.append(torch.stack(parts).sum(0))
     return torch.stack(out)
+
+
+def relative_error(y: Tensor, ref: Tensor) -> float:
+    return float((y.double() - ref).norm() / ref.norm())
+
+
+def scores_of(M: int, size: Size, device: str) -> Tensor:
+    """Scores of which every other token has equal ones, zeros of both signs among them."""
+    scores = 2 * torch.randn(M, size.E + size.shared, device=device)
+    scores[1::2] = scores[1::2].round() / 2
+    return torch.where(scores.abs() < 0.2, -0.0 * scores, scores)

@@ -3,7 +3,7 @@
 Without a GPU the Gluon kernels run in the emulator, the Triton ones in Triton's interpreter.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,77 +15,36 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
-from lowbit.runtime.kernels import (
-    dense_gemv,
-    experts_down,
-    experts_gate_up,
-    experts_order,
-    experts_products,
-    experts_route,
-)
-from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS, experts_gemm
-from lowbit.runtime.kernels.experts_launch import EXPERTS_GEMM, GemmLaunch, GemmTiles
+from lowbit.runtime.kernels import experts_down, experts_gate_up, experts_order, experts_route
+from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS
 from lowbit.runtime.kernels.tiled_experts import stacked
-from tests.runtime.kernels.emulator import run_kernel, run_programs_alone
 from tests.runtime.kernels.expert_layers import (
     EPS,
+    FP32_ERROR,
+    REAL,
+    SMALL,
+    WIDE,
     Size,
     acts,
     added,
     normed,
     random_experts,
+    relative_error,
     routes,
-    with_random_scales,
+    scores_of,
 )
 
 Randn = Callable[..., Tensor]
 
 gpu = pytest.mark.gpu
-FP32_ERROR = 5e-6  # relative to the norm of the result
+pytestmark = pytest.mark.usefixtures("emulated_experts")
 EXACT = 16  # tokens of a step that have the bits of a step of their own
 
-# Tails of a step and of a block, groups of several steps and several in one, one expert or all.
-SMALL = [
-    Size(4, 256, 128, 6, 2, True),
-    Size(8, 96, 96, 5, 3, True, 32),
-    Size(4, 160, 32, 3, 3, False, 32),
-    Size(8, 128, 64, 40, 1, False, 64),
-    Size(4, 512, 256, 34, 8, True, 256),
-]
-WIDE = Size(8, 64, 1600, 2, 2, True, 64)  # more shared memory than a kernel can declare
-REAL = [
-    Size(4, 2048, 512, 256, 8, True),
-    Size(8, 2048, 512, 256, 8, True),
-    Size(4, 2048, 768, 128, 8, False),
-    Size(8, 2048, 768, 128, 8, False),
-]
 SIZES = pytest.mark.parametrize(
     "size", [*SMALL, *(pytest.param(s, marks=gpu) for s in REAL)], ids=str
 )
 GIVEN = pytest.mark.parametrize("given", [False, True], ids=["chosen by warps", "given"])
 ON_GPU = pytest.mark.parametrize("size", [SMALL[0], SMALL[1], *REAL], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _emulated(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run Gluon kernels without a GPU too, and fill new tensors with NaN."""
-    if device == "cpu":
-        for module in (dense_gemv, experts_products, experts_gate_up, experts_down, experts_route):
-            monkeypatch.setattr(module, "run", run_kernel)
-        torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def relative_error(y: Tensor, ref: Tensor) -> float:
-    return float((y.double() - ref).norm() / ref.norm())
-
-
-def scores_of(M: int, size: Size, device: str) -> Tensor:
-    """Scores of which every other token has equal ones, zeros of both signs among them."""
-    scores = 2 * torch.randn(M, size.E + size.shared, device=device)
-    scores[1::2] = scores[1::2].round() / 2
-    return torch.where(scores.abs() < 0.2, -0.0 * scores, scores)
 
 
 def made_routes(scores: Tensor, size: Size, given: bool) -> experts_route.Routes | None:
@@ -211,169 +170,6 @@ def test_routes(shared: bool, device: str) -> None:
     flat = numbers.flatten()
     assert flat[order].tolist() == sorted(flat.tolist())
     assert ends.tolist() == [int((flat <= e).sum()) for e in range(40 + shared)]
-
-
-@pytest.mark.parametrize(
-    ("size", "M"),
-    [
-        (Size(4, 64, 64, 4, 2, True, 32), 18),
-        (Size(8, 96, 96, 3, 3, False, 96), 7),
-        (Size(4, 128, 128, 9, 8, True), 2),
-        *(pytest.param(s, M, marks=gpu) for s in REAL for M in (65, 300)),
-    ],
-    ids=str,
-)
-def test_gemm(size: Size, M: int, device: str, randn: Randn, bf16_error: float) -> None:
-    """Act is rounded between the products, all else is exact or FP32."""
-    w = random_experts(size, device)
-    h, x, scores = (
-        randn(M, size.h),
-        torch.randn(M, size.h, device=device),
-        scores_of(M, size, device),
-    )
-    scores[M // 2 :] = scores[M // 2]  # many tokens have the same experts
-    found = experts_gemm(
-        h, scores, stacked(w.gate_up), stacked(w.down), size.chosen, size.shared, x
-    )
-    expected = added(acts(h, scores, w), scores, w)
-    assert relative_error(found.double() - x.double(), expected) < bf16_error
-    assert bool(found.isfinite().all())
-
-
-LAUNCHES = [
-    (64, GemmTiles(tiles=1, warps=2, passes=2)),
-    (8, GemmTiles(tiles=4, warps=1, passes=3, stages=2, least=8)),
-    (32, GemmTiles(tiles=2, warps=8, steps=2, stages=4)),
-    (48, GemmTiles(warps=8)),
-]
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gemm_launches_have_the_same_bits(
-    bits: int,
-    dtype: torch.dtype,
-    device: str,
-    randn: Randn,
-    bf16_error: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also with scales of every type, and tiles that programs do not divide."""
-    size, M = Size(bits, 256, 192, 5, 2, True, 8 * bits), 21
-    w = random_experts(size, device)
-    gate_up, down = (
-        replace(e, scales=e.scales.to(dtype)) for e in (stacked(w.gate_up), stacked(w.down))
-    )
-    h, x, scores = (
-        randn(M, size.h),
-        torch.randn(M, size.h, device=device),
-        scores_of(M, size, device),
-    )
-    scores[1:] = scores[0]
-
-    def found() -> Tensor:
-        return experts_gemm(h, scores, gate_up, down, size.chosen, size.shared, x)
-
-    expected = found()
-    wanted = added(acts(h, scores, w), scores, w)
-    assert relative_error(expected.double() - x.double(), wanted) < bf16_error
-    for rows, tiles in LAUNCHES:
-        launch = GemmLaunch(rows, tiles, tiles)
-        name = f"{experts_gemm.__module__}.EXPERTS_GEMM"
-        monkeypatch.setattr(name, launch)
-        assert torch.equal(found(), expected), launch
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_weights_are_rounded_once(bits: int, dtype: torch.dtype, device: str, randn: Randn) -> None:
-    """Weights of any scales are rounded to BF16; all else is FP32, and act rounded at the end."""
-    size, M = Size(bits, 256, 64, 3, 2, False, 32), 12
-    made = random_experts(size, device)
-    gate_up = with_random_scales(stacked(made.gate_up), dtype)
-    down = with_random_scales(stacked(made.down), dtype)
-    w = replace(made, gate_up=gate_up, down=down)
-    h, scores = randn(M, size.h), scores_of(M, size, device)
-    found = experts_route.experts_route(scores, size.chosen, size.shared)
-    order, ends = experts_order.by_expert(found.numbers, len(gate_up))
-    blocks = experts_order.blocks_of(order, ends, EXPERTS_GEMM.rows)
-
-    act = experts_products.gate_up_blocks(h, order, blocks, gate_up, size.chosen, EXPERTS_GEMM)
-    wanted = acts(h, scores, w)
-    other = act != wanted.flatten(0, 1)[order].to(act.dtype)
-    assert float(other.double().mean()) < 0.02  # FP32 sums seldom lead to the next BF16
-
-    out = experts_products.down_blocks(act, order, blocks, found.shares, down, EXPERTS_GEMM)
-    slots = torch.empty_like(act)
-    slots[order] = act
-    wanted = added(slots.view(M, size.chosen, size.inner), scores, w)
-    assert relative_error(out.view(M, size.chosen, size.h).sum(1), wanted) < FP32_ERROR
-
-
-BLOCK_TOKENS = (1, 16, 17, 33, 48, 49, 64)  # of an expert: at and behind the ends of all loops
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_shorter_loops_have_the_same_bits(
-    bits: int, device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks of few tokens take a shorter loop; without `least` all take the longest one."""
-    size, M = Size(bits, 64, 32, len(BLOCK_TOKENS), 1, False, 32), sum(BLOCK_TOKENS)
-    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h).float()
-    numbers = torch.repeat_interleave(torch.arange(size.E), torch.tensor(BLOCK_TOKENS))
-    scores = torch.nn.functional.one_hot(numbers[torch.randperm(M)], size.E).float().to(device)
-
-    def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 1, False, x)
-
-    def launch(least: int) -> None:
-        tiles = GemmTiles(least=least)
-        name = f"{experts_gemm.__module__}.EXPERTS_GEMM"
-        monkeypatch.setattr(name, GemmLaunch(64, tiles, tiles))
-
-    launch(64)
-    expected = found()
-    assert bool(expected.isfinite().all())
-    launch(16)
-    if device == "cpu":
-        monkeypatch.setattr(experts_products, "run", run_programs_alone)
-    assert torch.equal(found(), expected)
-
-
-def test_long_prompts_are_taken_in_parts(
-    device: str, randn: Randn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, M = Size(4, 64, 32, 6, 2, True, 32), 18
-    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h)
-    scores = torch.randn(M, size.E + size.shared, device=device)
-
-    def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
-
-    expected = found()
-    monkeypatch.setattr(f"{experts_gemm.__module__}.MOST_TOKENS", 8)
-    assert torch.equal(found(), expected)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-def test_nan_stays_in_its_token_of_a_prompt(bad: float, device: str, randn: Randn) -> None:
-    """Whether the router's scores are NaN too, or finite: then it shares blocks with others."""
-    size, M = Size(4, 64, 32, 6, 2, True, 32), 9
-    w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h)
-    scores = torch.randn(M, size.E + size.shared, device=device)
-    scores[:] = scores[0]
-    others = torch.arange(M, device=device) != 4
-
-    def found() -> Tensor:
-        return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
-
-    clean = found()
-    h[4] = bad
-    for score in (scores[4].clone(), torch.nan):
-        scores[4] = score
-        y = found()
-        assert not bool(y[4].isfinite().any())
-        assert torch.equal(y[others], clean[others])
 
 
 @gpu
