@@ -41,8 +41,8 @@ class _StopError(Exception):
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
     monkeypatch.setattr(autoround, "STEPS", 12)
-    monkeypatch.setattr(distill, "STEPS", 12)
-    monkeypatch.setattr(distilled, "STEPS", 12)
+    monkeypatch.setattr(distill, "STEPS", 5)
+    monkeypatch.setattr(distilled, "STEPS", 5)
     monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)
 
 

@@ -124,10 +124,9 @@ def test_a_sequence_leaves_the_same_bits_in_any_company(
 ) -> None:
     alone = left_by(model.engine, logits, watched)
     everybody = [number for number in range(16) if number != watched]
-    for count in (1, 3, 7, 15):
-        for turned in (False, True):
-            others = everybody[-count:] if turned else everybody[:count]
-            left_by(model.engine, logits, watched, others, turned).assert_equals(alone)
+    for count, turned in ((1, False), (3, True), (7, False), (15, True)):
+        others = everybody[-count:] if turned else everybody[:count]
+        left_by(model.engine, logits, watched, others, turned).assert_equals(alone)
 
 
 def test_others_may_join_and_leave_midway(model: lowbit.Model, logits: Rows) -> None:
