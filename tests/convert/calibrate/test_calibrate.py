@@ -174,7 +174,7 @@ def test_resumes_after_any_layer(
     recipe = Recipe(method=Method.parse("gptq+rotate+distill"))
     request = CalibrationRequest(text, SAMPLES, LENGTH)
     out = tmp_path / "resumed"
-    for crash in (("calibrate", 1), ("calibrate", 2), ("distill", 5), ("convert", 9)):
+    for crash in (("calibrate", 1), ("calibrate", 2), ("distill", 3), ("convert", 9)):
         calls = 0
 
         def progress(phase: str, done: int, total: int, crash: tuple[str, int] = crash) -> None:
