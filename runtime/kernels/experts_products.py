@@ -231,7 +231,7 @@ def gate_up_blocks(
 def down_blocks(
     act: Tensor, order: Tensor, blocks: Tensor, shares: Tensor, w: TiledExperts, launch: GemmLaunch
 ) -> Tensor:
-    """What every pair adds to its token: [P, N] float32, by token and slot."""
+    """Multiply the act of every pair by down and its share: [P, N] float32, by token and slot."""
     out = torch.empty((len(order), w.N), dtype=torch.float32, device=act.device)
     run(
         _experts_down_gemm_kernel,

@@ -142,7 +142,7 @@ GEMV_SHARES = (
 )
 
 
-def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool = False) -> GemvLaunch:
+def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
     """The share of a program, for so many tokens, a power of two, times a weight of tiles by steps.
 
     As many warps share a tile for any number of tokens: their sums are joined in order.

@@ -99,7 +99,7 @@ def normed(x: Tensor, norm: Tensor) -> Tensor:
 
 
 def with_random_scales(experts: TiledExperts, dtype: torch.dtype) -> TiledExperts:
-    """The same codes with scales that are no powers of two: weights are not exact in BF16."""
+    """Give codes scales that are no powers of two, so that weights are not exact in BF16."""
     factors = 1 + torch.rand(experts.scales.shape, device=experts.scales.device)
     return replace(experts, scales=(experts.scales.float() * factors).to(dtype))
 

@@ -177,7 +177,7 @@ def test_long_prompts_are_taken_in_parts(
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
 def test_nan_stays_in_its_token_of_a_prompt(bad: float, device: str, randn: Randn) -> None:
-    """Whether the router's scores are NaN too, or finite: then it shares blocks with others."""
+    """Its scores are NaN too, or finite: then it shares blocks with other tokens."""
     size, M = Size(4, 64, 32, 6, 2, True, 32), 9
     w, h, x = random_experts(size, device), randn(M, size.h), randn(M, size.h)
     scores = torch.randn(M, size.E + size.shared, device=device)

@@ -133,11 +133,12 @@ def test_as_many_warps_share_a_tile_for_any_number_of_tokens(
         assert launch.parts * launch.abreast == launch.warps * launch.split
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
-def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int]) -> None:
+def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int], paired: bool) -> None:
     """Digits that do not fit are made by a kernel before, but every program needs its sums."""
     for tokens in COUNTS:
-        launch = gemv_launch(*size, tokens)
+        launch = gemv_launch(*size, tokens, paired)
         assert launch.split > 1 or sums_bytes(launch, tokens) <= 99 * KB
 
 
