@@ -5,13 +5,15 @@ them elsewhere. Arguments follow their JSON schema, in the notation of the chat 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.text.grammar import MOST_BYTES
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
-from lowbit.runtime.text.typed_values import choices_of, resolve, types_of
+from lowbit.runtime.text.typed_values import choices_of, resolve
 
 CLOSE_VALUE = "\n</parameter>\n"
 TEXT = r"/(?s:.*)<\/parameter>/"  # up to the first closing tag
@@ -44,12 +46,12 @@ def grammar_of(
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError(f"no tool is named `{choice}`", hint=f"the tools: {known}")
     opening, closing = _mark(OPEN_CALL, tokenizer), _mark(CLOSE_CALL, tokenizer)
-    rules = [
-        "start: BLANK call" + (r' ("\n" call)*' if parallel else ""),
-        rf'call: {opening} "\n" any_call "\n" {closing}',
-        *_rules_of_calls(form, allowed),
-    ]
-    return "\n".join(rules) + "\n"
+    start = "start: BLANK call" + (r' ("\n" call)*' if parallel else "")
+    rules = chain(
+        (start, rf'call: {opening} "\n" any_call "\n" {closing}'),
+        _rules_of_calls(form, allowed),
+    )
+    return _joined(rules)
 
 
 def grammar_of_rest(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
@@ -58,7 +60,7 @@ def grammar_of_rest(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer)
     Arguments of tools that are not strict are any.
     """
     head = f"start: BLANK any_call BLANK {_mark(CLOSE_CALL, tokenizer)}"
-    return "\n".join([head, *_rules_of_calls(form, _loosened(tools))]) + "\n"
+    return _joined(chain((head,), _rules_of_calls(form, _loosened(tools))))
 
 
 def grammar_of_text(form: CallForm, tools: Sequence[Tool]) -> str:
@@ -67,14 +69,31 @@ def grammar_of_text(form: CallForm, tools: Sequence[Tool]) -> str:
     Arguments of tools that are not strict are any.
     """
     anything, tag = "/(?s:.*)/", f"/(?s:.*){OPEN_CALL}(?s:.*)/"
-    rules = [
+    rules = (
         "start: (up_to_tag call)* WITHOUT_TAG",
         f"up_to_tag[lazy]: /(?s:.*){OPEN_CALL}/",
         f"WITHOUT_TAG: {anything} & ~{tag}",
         f"call: BLANK any_call BLANK {json.dumps(CLOSE_CALL)}",
-        *_rules_of_calls(form, _loosened(tools)),
-    ]
-    return "\n".join(rules) + "\n"
+    )
+    return _joined(chain(rules, _rules_of_calls(form, _loosened(tools))))
+
+
+def _joined(rules: Iterable[str]) -> str:
+    """Lines of rules, no longer than a grammar may be: what is beyond is not even made.
+
+    A parameter brings the definitions that it refers to, so the text may grow with the square of
+    the schema.
+    """
+    lines, size = [], 0
+    for rule in rules:
+        lines.append(rule + "\n")
+        size += len(rule)
+        if size > MOST_BYTES:
+            raise RequestError(
+                f"the grammar of the tools has more than {MOST_BYTES} bytes",
+                hint="give fewer tools, or shorter schemas",
+            )
+    return "".join(lines)
 
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
@@ -126,7 +145,7 @@ def _xml_call(index: int, tool: Tool) -> Iterator[str]:
 def _value(rule: str, name: str, schema: Any, tool: Tool) -> Iterator[str]:
     """A parameter: free text if it may be a string, else JSON."""
     begin = json.dumps(f"<parameter={name}>\n")
-    types = types_of(schema, tool.schema)
+    types = tool.types.of(schema)
     choices = choices_of(schema) if isinstance(schema, Mapping) else []
     if choices and all(isinstance(choice, str) for choice in choices):
         texts = " | ".join(json.dumps(choice + CLOSE_VALUE) for choice in choices)
@@ -141,9 +160,33 @@ def _value(rule: str, name: str, schema: Any, tool: Tool) -> Iterator[str]:
 
 def _json(schema: Mapping[str, Any], tool: Tool) -> str:
     """JSON that a part of a tool's schema allows."""
-    definitions = {key: tool.schema[key] for key in DEFINITIONS if key in tool.schema}
+    definitions = referenced(schema, tool.schema)
     options = {**NOTATION, "lenient": not tool.strict}
     return f"%json {json.dumps({**definitions, **schema, 'x-guidance': options})}"
+
+
+def referenced(schema: Any, root: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The definitions of a schema that a part of it refers to, themselves or through others."""
+    found: dict[str, dict[str, Any]] = {}
+    left = [schema]
+    while left:
+        part = left.pop()
+        left += part.values() if isinstance(part, Mapping) else part if _is_list(part) else ()
+        reference = part.get("$ref") if isinstance(part, Mapping) else None
+        steps = reference.split("/", 3)[:3] if isinstance(reference, str) else []
+        if len(steps) < 3 or steps[0] != "#" or steps[1] not in DEFINITIONS:
+            continue
+        kind, name = steps[1], steps[2].replace("~1", "/").replace("~0", "~")
+        listed = root.get(kind)
+        known = found.setdefault(kind, {})
+        if isinstance(listed, Mapping) and name in listed and name not in known:
+            known[name] = listed[name]
+            left.append(listed[name])
+    return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from lowbit.runtime.text.call import Call
 from lowbit.runtime.text.plain_json import read_json, write_json
 from lowbit.runtime.text.stops import longest_overlap
 from lowbit.runtime.text.tools import NAME, Tool
-from lowbit.runtime.text.typed_values import schema_of, typed_value, types_of
+from lowbit.runtime.text.typed_values import schema_of, typed_value
 from lowbit.runtime.text.xml_calls import (
     CLOSE_VALUE,
     END_OF_VALUE,
@@ -168,10 +168,10 @@ class XmlPieces:
         parameter = PARAMETER.match(body, self.sent)
         if parameter is None or self.name is None:
             return False
-        root = self.tools[self.name].schema
-        schema = schema_of(parameter[1], root)
+        tool = self.tools[self.name]
+        schema = schema_of(parameter[1], tool.schema)
         key = f"{', ' if self._json else '{'}{write_json(parameter[1])}: "
-        is_text = types_of(schema, root) == {"string"}
+        is_text = tool.types.of(schema) == {"string"}
         self._open = OpenValue(key, parameter.end(), schema, is_text)
         if is_text:
             self._json += key + '"'
@@ -193,7 +193,7 @@ class XmlPieces:
         else:
             text = body[value.begin : end.start()].removeprefix("\n").removesuffix("\n")
             try:
-                typed = typed_value(text, value.schema, self.tools[self.name].schema)
+                typed = typed_value(text, value.schema, self.tools[self.name].types)
                 self._json += value.key + write_json(typed)
             except ValueError:  # no JSON can hold it: the call will be none
                 return False

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.plain_json import is_plain
+from lowbit.runtime.text.typed_values import ArgumentTypes
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the forms need a name without spaces, < and >
@@ -28,11 +29,17 @@ class Tool:
         schema: JSON schema of the object of its arguments.
         strict: arguments that are made under the schema must follow all of it; else keywords that
             cannot be enforced are left out.
+        types: that the parts of the schema allow.
     """
 
     name: str
     schema: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    types: ArgumentTypes = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Read types when they are asked for."""
+        object.__setattr__(self, "types", ArgumentTypes(self.schema))
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:

@@ -1,12 +1,15 @@
 """Values of arguments that are written as plain text, typed by their JSON schema."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from lowbit.runtime.text.plain_json import read_json
 
 ANY: Final[frozenset[str]] = frozenset()  # types of a schema that allows every value
+ANYTHING: Final[Mapping[str, Any]] = MappingProxyType({})  # schema of what is not described
 MAX_DEPTH = 16  # of references and alternatives that are followed
+MOST_PARTS = 10_000  # of a schema that are read; others allow every value
 NULLS = ("null", "None")  # Qwen3.5's template writes Python's None, True and False
 FLAGS = {"true": True, "True": True, "false": False, "False": False}
 _TYPES = {
@@ -20,7 +23,62 @@ _TYPES = {
 }
 
 
-def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+class ArgumentTypes:
+    """Types that the parts of one schema allow; each part is read once, MOST_PARTS in all.
+
+    References may lead in circles, and in breadth: thirty of them that lead back to their own list
+    would be thirty to the power of their depth visits.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        """Nothing is read yet.
+
+        Args:
+            root: schema to whose parts `$ref` points.
+        """
+        self.root = root
+        self._found: dict[int, tuple[Any, frozenset[str]]] = {}  # by identity, kept alive
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Names of the types that a schema allows; ANY if it does not say, or is in a circle."""
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+            return ANY
+        known = self._found.get(id(schema))
+        if known is not None:
+            return known[1]
+        if len(self._found) >= MOST_PARTS:
+            return ANY
+        self._found[id(schema)] = schema, ANY  # what a circle finds
+        types = self._own(schema, depth)
+        if types and schema.get("nullable") is True:
+            types |= {"null"}
+        self._found[id(schema)] = schema, types
+        return types
+
+    def _own(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        """The types without those that `nullable` adds."""
+        named = schema.get("type")
+        if isinstance(named, str):
+            return frozenset((named,))
+        if isinstance(named, list):
+            return frozenset(name for name in named if isinstance(name, str))
+        if "$ref" in schema:
+            return self.of(resolve(schema["$ref"], self.root), depth + 1)
+        if choices := choices_of(schema):
+            return frozenset(_TYPES.get(type(choice), "string") for choice in choices)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                found = {self.of(part, depth + 1) for part in schema[key]}
+                return ANY if ANY in found else frozenset().union(*found)
+        if isinstance(schema.get("allOf"), list):
+            told = {types for part in schema["allOf"] if (types := self.of(part, depth + 1))}
+            return frozenset.intersection(*told) if told else ANY
+        if "properties" in schema:
+            return frozenset(("object",))
+        return frozenset(("array",)) if "items" in schema else ANY
+
+
+def typed_value(text: str, schema: Any, types: ArgumentTypes) -> Any:
     """The value that a text stands for; the text itself where it is of none of the other types.
 
     A string stays one if its schema is that of strings, whatever it looks like. Where the schema
@@ -29,60 +87,26 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     Args:
         text: without the line breaks that the form puts around it.
         schema: of the value.
-        root: schema to whose parts `$ref` points.
+        types: of the schema that it is part of.
     """
-    types = types_of(schema, root)
-    if types == {"string"} or (isinstance(schema, Mapping) and text in choices_of(schema)):
+    allowed = types.of(schema)
+    if allowed == {"string"} or (isinstance(schema, Mapping) and text in choices_of(schema)):
         return text
     word = text.strip()
-    if "null" in types and word in NULLS:
+    if "null" in allowed and word in NULLS:
         return None
-    if "boolean" in types and word in FLAGS:
+    if "boolean" in allowed and word in FLAGS:
         return FLAGS[word]
     try:
         value = read_json(word)
     except ValueError:
         return text
-    allowed = types or frozenset(("object", "array"))
+    allowed = allowed or frozenset(("object", "array"))
     if "number" in allowed:
         allowed |= {"integer"}
     elif "integer" in allowed and isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if _TYPES[type(value)] in allowed - {"string"} else text
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Names of the types that a schema allows; ANY if it does not say."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return ANY
-    types = _own_types(schema, root, depth)
-    if types and schema.get("nullable") is True:
-        types |= {"null"}
-    return types
-
-
-def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    """The types without those that `nullable` adds."""
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset((named,))
-    if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str))
-    if "$ref" in schema:
-        return types_of(resolve(schema["$ref"], root), root, depth + 1)
-    if choices := choices_of(schema):
-        return frozenset(_TYPES.get(type(choice), "string") for choice in choices)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            found = [types_of(part, root, depth + 1) for part in schema[key]]
-            return ANY if ANY in found else frozenset().union(*found)
-    if isinstance(schema.get("allOf"), list):
-        found = [types_of(part, root, depth + 1) for part in schema["allOf"]]
-        told = [types for types in found if types]
-        return told[0].intersection(*told[1:]) if told else ANY
-    if "properties" in schema:
-        return frozenset(("object",))
-    return frozenset(("array",)) if "items" in schema else ANY
 
 
 def resolve(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -102,7 +126,7 @@ def schema_of(name: str, root: Mapping[str, Any]) -> Any:
     properties = root.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
-    return root.get("additionalProperties", {})
+    return root.get("additionalProperties", ANYTHING)
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any]:

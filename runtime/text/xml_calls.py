@@ -44,7 +44,7 @@ def read_call(body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
     function = FUNCTION.match(body)
     if function is None or function[1] not in tools:
         return None
-    schema = tools[function[1]].schema
+    tool = tools[function[1]]
     arguments: dict[str, Any] = {}
     at = function.end()
     while not _END.match(body, at):
@@ -58,7 +58,7 @@ def read_call(body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
         if end is None:
             return UNFINISHED
         name, text = parameter[1], text.removeprefix("\n").removesuffix("\n")
-        arguments[name] = typed_value(text, schema_of(name, schema), schema)
+        arguments[name] = typed_value(text, schema_of(name, tool.schema), tool.types)
         if end["end"] is not None:
             break
         at = end.end()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.text.call_grammar import grammar_of
+from lowbit.runtime.text.call_grammar import grammar_of, referenced
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from lowbit.runtime.text.tool_calls import AnswerSplitter
 from lowbit.runtime.text.tools import CallForm, Tool, read_tools
@@ -242,3 +242,36 @@ def test_what_the_grammar_allows_is_a_call(folder: Path, form: CallForm, seed: i
     assert arguments["mode"] in ("slow", "fast\nly")
     assert type(arguments.get("times", 0)) is int
     assert type(arguments.get("sure", True)) is bool
+
+
+def test_a_parameter_brings_the_definitions_that_it_refers_to_alone() -> None:
+    parts: dict[str, Any] = {
+        "a/b": {"items": {"$ref": "#/$defs/c"}},
+        "c": {"anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/a~1b"}]},
+        "other": {},
+    }
+    root = {"$defs": parts, "definitions": {"old": {"type": "integer"}}}
+    assert referenced({"$ref": "#/$defs/a~1b"}, root) == {
+        "$defs": {k: parts[k] for k in ("a/b", "c")}
+    }
+    assert referenced({"not": {"$ref": "#/definitions/old"}}, root) == {
+        "definitions": root["definitions"]
+    }
+    for reference in ("#", "#/$defs", "#/$defs/none", "http://x", 5):
+        assert not any(referenced({"$ref": reference}, root).values())
+
+
+def test_a_grammar_that_grows_with_the_square_of_its_schema_is_refused() -> None:
+    parts = {"big": {"enum": [*range(20_000)]}}
+    odd = tool("f", **{f"p{number}": {"$ref": "#/$defs/big"} for number in range(20_000)})
+    odd["function"]["parameters"]["$defs"] = parts
+    with pytest.raises(RequestError, match="more than 262144 bytes"):
+        grammar_of("xml", read_tools([odd]), "required", load_tokenizer(BUNDLED))
+
+
+def test_a_property_that_refers_to_itself_in_breadth_makes_a_grammar() -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}] * 30}
+    odd = tool("f", x={"$ref": "#/$defs/loop"})
+    odd["function"]["parameters"]["$defs"] = {"loop": loop}
+    text = grammar_of("xml", read_tools([odd]), "required", load_tokenizer(BUNDLED))
+    assert "value_0_0_text" in text

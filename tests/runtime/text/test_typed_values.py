@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.runtime.text.typed_values import typed_value, types_of
+from lowbit.runtime.text.typed_values import MOST_PARTS, ArgumentTypes, schema_of, typed_value
 
 ROOT = {"$defs": {"Size": {"type": "integer"}, "a/b": {"enum": ["1", "2"]}, "loop": {}}}
 ROOT["$defs"]["loop"] = {"$ref": "#/$defs/loop"}
@@ -65,7 +65,7 @@ NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     ],
 )
 def test_values_by_schema(schema: Any, text: str, value: Any) -> None:
-    found = typed_value(text, schema, ROOT)
+    found = typed_value(text, schema, ArgumentTypes(ROOT))
     assert found == value
     assert type(found) is type(value)
 
@@ -74,4 +74,44 @@ def test_alternatives_that_nest_without_end_allow_anything() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(100):
         schema = {"anyOf": [schema]}
-    assert types_of(schema, {}) == frozenset()
+    assert ArgumentTypes({}).of(schema) == frozenset()
+
+
+class Counted(dict[str, Any]):
+    """A schema that counts how often its alternatives are read."""
+
+    reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.reads += key == "anyOf"
+        return super().get(key, default)
+
+
+def test_a_schema_that_refers_to_itself_in_breadth_is_read_once() -> None:
+    loop = Counted(anyOf=[{"$ref": "#/$defs/loop"} for _ in range(30)])
+    types = ArgumentTypes({"$defs": {"loop": loop}})
+    for _ in range(3):
+        assert types.of(loop) == types.of({"$ref": "#/$defs/loop"}) == frozenset()
+    assert 0 < loop.reads <= 3
+
+
+def test_a_circle_beside_other_types_allows_anything() -> None:
+    root = {"$defs": {"t": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/t"}]}}}
+    assert typed_value("5", {"$ref": "#/$defs/t"}, ArgumentTypes(root)) == "5"
+    assert typed_value("[5]", {"$ref": "#/$defs/t"}, ArgumentTypes(root)) == [5]
+
+
+def test_parts_beyond_the_limit_allow_anything() -> None:
+    parts = [{"allOf": [{"type": "integer"}]} for _ in range(MOST_PARTS)]
+    types = ArgumentTypes({})
+    found = [types.of(part) for part in parts]
+    assert found[0] == {"integer"}
+    assert found[-1] == frozenset()
+    assert types.of(parts[0]) == {"integer"}
+
+
+def test_arguments_that_are_not_described_use_up_no_parts() -> None:
+    types = ArgumentTypes({})
+    for _ in range(MOST_PARTS + 1):
+        types.of(schema_of("x", types.root))
+    assert types.of({"type": "integer"}) == {"integer"}
