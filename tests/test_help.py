@@ -10,6 +10,7 @@ from click.shell_completion import BashComplete, FishComplete, ShellComplete, Zs
 from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main as convert
+from lowbit.convert.plan.method import Method
 from lowbit.runtime.cli.main import main as run
 
 PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}
@@ -107,6 +108,23 @@ def test_commands_and_folders_are_completed_first(program: str) -> None:
     assert completed(program, "") == names | {"dir"}
     first = min(names)
     assert completed(program, first[:3]) == {n for n in names if n.startswith(first[:3])} | {"dir"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_commands_come_after_folders(program: str) -> None:
+    """The script of click for bash takes back the words before a folder."""
+    found = BashComplete(PROGRAMS[program], {}, program, "VARIABLE").get_completions([], "")
+    assert [item.type for item in found] == ["dir", *["plain"] * len(PROGRAMS[program].commands)]
+
+
+@pytest.mark.parametrize("name", ["lowbit-convert quantize", "lowbit-convert plan"])
+def test_every_method_is_completed(name: str) -> None:
+    program, *rest = name.split()
+    found = completed(program, " ".join([*rest, "--method", ""]))
+    assert {"auto", "absmax", "rtn", "gptq+rotate+autoround+distill"} < found
+    assert len(found) == 18
+    for method in found - {"auto", "absmax"}:
+        assert str(Method.parse(method)) == method
 
 
 @pytest.mark.parametrize("name", COMMANDS)

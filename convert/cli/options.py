@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from lowbit.formats.errors import QuantizationError, RequestError, ResourceError
 from lowbit.formats.layout.scheme import GROUP_SIZES
@@ -79,6 +80,14 @@ def parse_method(ctx: click.Context, param: click.Parameter, text: str) -> str:
     return text
 
 
+def methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the names of methods."""
+    from lowbit.convert.plan.method import method_names
+
+    names = [AUTO, "absmax", *method_names()]
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
 def parse_conditions(
     ctx: click.Context, param: click.Parameter, text: str | None
 ) -> tuple["Condition", ...]:
@@ -124,6 +133,7 @@ recipe_options = with_options(
     click.option(
         "--method",
         callback=parse_method,
+        shell_complete=methods,
         default=AUTO,
         show_default=True,
         metavar="METHOD",

@@ -1,6 +1,7 @@
 """Methods that `--method` names: the choice of codes, and training after it."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 from lowbit.formats.errors import QuantizationError
@@ -67,3 +68,15 @@ class Method:
 
 
 RTN = Method()
+
+
+def method_names() -> list[str]:
+    """Every text that `parse` reads, `rtn` before other steps left out."""
+    flags = (False, True)
+    made = [
+        Method(codes, rotate, autoround, distill)
+        for codes in get_args(Codes)
+        for rotate in (flags if codes == "gptq" else (False,))
+        for autoround, distill in product(flags, flags)
+    ]
+    return [str(method) for method in made]

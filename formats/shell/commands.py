@@ -6,6 +6,7 @@ import click
 from click.shell_completion import CompletionItem
 from click_default_group import DefaultGroup
 
+from lowbit.formats.shell.completion import use_own_scripts
 from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_broken
 
 
@@ -33,6 +34,11 @@ def epilog(program: str, arguments: str, command: str) -> str:
 class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
     """A group that exits with 130 after an interrupt, and quietly if its output is not read."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the program, or complete a line of the shell."""
+        use_own_scripts()
+        return super().main(*args, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with the exit codes of the class."""
         try:
@@ -55,4 +61,5 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
                 more = command.shell_complete(inner, incomplete)
                 return found + [item for item in more if item.value not in known]
             first = next(p for p in command.params if isinstance(p, click.Argument))
-            return found + first.shell_complete(inner, incomplete)
+            # Folders first: click's scripts of other shells forget the words before them.
+            return first.shell_complete(inner, incomplete) + found
