@@ -40,7 +40,7 @@ ORDER = {
     "formats": [
         *("printable", "charts", "errors", "fields", "machine", "architectures", "files"),
         "sampling_ranges",
-        *("layout", "safetensors", "shell", "text", "foreign", "generation", "hub", "tasks"),
+        *("layout", "safetensors", "hub", "shell", "text", "foreign", "generation", "tasks"),
         *("draft_head", "file_names", "packed"),
     ],
     "runtime": [

@@ -51,6 +51,13 @@ def test_help_fits_and_is_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_by_the_word(name: str) -> None:
+    program, *rest = name.split()
+    result = CliRunner().invoke(PROGRAMS[program], ["help", *rest], prog_name=program)
+    assert (result.exit_code, result.stdout) == (0, shown(name))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_commands_say_what_they_do_in_sentences(name: str) -> None:
     command = COMMANDS[name]
     assert command.help is not None

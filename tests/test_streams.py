@@ -238,6 +238,17 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (run, "evaluate PACKED --tasks x --think", 2, "need --chat"),
     (run, "evaluate PACKED --tasks x --task-folder none", 2, "does not exist"),
     (run, "genrate Hi", 2, "did you mean the command 'generate'?"),
+    (run, "chatt", 2, "did you mean the command 'chat'?"),
+    (run, "hlep", 2, "did you mean the command 'help'?"),
+    (run, "eval PACKED", 2, "did you mean the command 'evaluate'?"),
+    (run, "--device cpu chat PACKED", 2, "The command 'chat' comes first"),
+    (run, "--device cpu chatt", 2, "did you mean the command 'chat'?"),
+    (run, "help chatt", 2, "did you mean the command 'chat'?"),
+    (run, "help nothing", 2, "There is no command 'nothing'"),
+    (run, "nowhere", 1, "`nowhere` is neither a folder nor a model on the Hub"),
+    (run, "https://hf.co/datasets/a/b", 2, "is a data set, expected a model"),
+    (convert, "quantise SRC out", 2, "did you mean the command 'quantize'?"),
+    (convert, "hepl", 2, "did you mean the command 'help'?"),
 )
 
 

@@ -3,7 +3,7 @@
 import click
 
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import print_json
 
 
@@ -15,7 +15,7 @@ from lowbit.formats.shell.output import print_json
       lowbit-convert inspect me/qwen3-8b-int4 --json
     """,
 )
-@click.argument("source", metavar="DIR_OR_REPO", shell_complete=folders)
+@click.argument("source", metavar="DIR_OR_REPO", callback=model_name, shell_complete=folders)
 @json_option
 @reported
 def inspect(source: str, as_json: bool) -> None:

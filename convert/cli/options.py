@@ -15,6 +15,7 @@ from lowbit.formats.shell.failure import Command, Failure
 from lowbit.formats.shell.options import (
     Count,
     folders,
+    model_name,
     with_options,
 )
 
@@ -329,7 +330,9 @@ private_option = click.option(
     show_default="as the account is set",
     help="Who sees a new repository.",
 )
-source_argument = click.argument("source", metavar="SRC", shell_complete=folders)
+source_argument = click.argument(
+    "source", metavar="SRC", callback=model_name, shell_complete=folders
+)
 folder_argument = click.argument(
     "folder", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders
 )
@@ -346,11 +349,12 @@ def parse_hub_id(ctx: click.Context, param: click.Parameter, text: str | None) -
     """A repository on the Hub, `owner/name`."""
     if text is None or ctx.resilient_parsing:
         return text
-    from lowbit.formats.hub.locate import HUB_ID
+    from lowbit.formats.hub.ids import HUB_ID
 
-    if not HUB_ID.fullmatch(text):
+    named = model_name(ctx, param, text)
+    if named is None or not HUB_ID.fullmatch(named):
         raise click.BadParameter(f"{text!r} is not of the form OWNER/NAME.")
-    return text
+    return named
 
 
 def parse_license(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:

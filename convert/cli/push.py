@@ -6,7 +6,7 @@ import click
 
 from lowbit.convert.cli.options import folder_argument, private_option, statement_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.options import json_option, model_name
 from lowbit.formats.shell.output import print_json
 
 
@@ -18,7 +18,7 @@ from lowbit.formats.shell.output import print_json
     """,
 )
 @folder_argument
-@click.argument("repo", metavar="REPO")
+@click.argument("repo", metavar="REPO", callback=model_name)
 @private_option
 @click.option("--revision", metavar="BRANCH", help="Where to; created where it is missing.")
 @statement_options

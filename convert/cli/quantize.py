@@ -28,7 +28,7 @@ from lowbit.convert.cli.options import (
 )
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import check_command, json_option
+from lowbit.formats.shell.options import check_command, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -71,7 +71,13 @@ CALIBRATION = ("calib_samples", "calib_length", "calib_chat")  # options that no
 @click.option("--report", is_flag=True, help="Compare logits with the original, too.")
 @eval_text_option
 @gate_option
-@click.option("--push-to-hub", "repo", metavar="REPO", help="Publish OUT as OWNER/NAME afterwards.")
+@click.option(
+    "--push-to-hub",
+    "repo",
+    callback=model_name,
+    metavar="REPO",
+    help="Publish OUT as OWNER/NAME afterwards.",
+)
 @private_option
 @statement_options
 @json_option
@@ -129,7 +135,7 @@ def quantize(
         raise click.UsageError(
             "--private, --public, --base-model and --license are for --push-to-hub."
         )
-    check_command(source, "source")
+    check_command(source)
     made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)

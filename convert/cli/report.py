@@ -15,7 +15,7 @@ from lowbit.convert.cli.options import (
     gate_option,
 )
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--source",
     metavar="SRC",
+    callback=model_name,
     shell_complete=folders,
     show_default="the Hub id in lowbit.json, or the folder that DIR was converted from",
     help="The original, a folder or a Hub id.",

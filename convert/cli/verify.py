@@ -7,7 +7,7 @@ from click.core import ParameterSource
 
 from lowbit.convert.cli.options import calibration_file, device_option, folder_argument
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import print_json
 
 
@@ -22,6 +22,7 @@ from lowbit.formats.shell.output import print_json
 @click.option(
     "--source",
     metavar="SRC",
+    callback=model_name,
     shell_complete=folders,
     help="The original: compare its hashes, too, and quantize it again to the same bytes.",
 )

@@ -21,7 +21,8 @@ from lowbit.formats.architectures.footprint import (
     state_count,
 )
 from lowbit.formats.generation import load_generation_config
-from lowbit.formats.hub.locate import hub_id, locate, remote_headers
+from lowbit.formats.hub.ids import hub_id
+from lowbit.formats.hub.locate import locate, remote_headers
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import open_checkpoint
 

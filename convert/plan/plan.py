@@ -32,7 +32,7 @@ from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.draft_head import draft_head_size
 from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
-from lowbit.formats.hub.locate import HUB_ID
+from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, json_bytes
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
 from lowbit.formats.layout.quantization_config import (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lowbit.convert.publish.errors import TOKEN, explained
 from lowbit.convert.publish.retry import patiently
 from lowbit.formats.errors import PublishError
-from lowbit.formats.hub.locate import HUB_ID
+from lowbit.formats.hub.ids import HUB_ID
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -8,7 +8,6 @@ imported when needed.
 import fnmatch
 import glob
 import hashlib
-import re
 import sys
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.formats.errors import CheckpointError
 from lowbit.formats.hub.errors import explained, not_cached, not_found
+from lowbit.formats.hub.ids import HUB_ID, hub_id
 from lowbit.formats.safetensors.checkpoint import (
     CONFIG_FILE,
     TensorInfo,
@@ -33,7 +33,6 @@ from lowbit.formats.safetensors.hashing import hash_file
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
 
-HUB_ID = re.compile(r"[a-z0-9_][\w.-]*/[a-z0-9_][\w.-]*", re.ASCII | re.IGNORECASE)
 SHARDS = "*.safetensors"
 SUBFOLDERS = "*/*"
 OTHER_WEIGHTS = (
@@ -79,31 +78,14 @@ class RemoteHeaders(NamedTuple):
     folder: Path
 
 
-def hub_id(source: str, revision: str | None = None) -> tuple[str, str | None] | None:
-    """Id and revision of `org/name` or `org/name@revision`; None for any other text.
-
-    Args:
-        source: as the user wrote it; the caller has checked that it is not a folder.
-        revision: from a separate option.
-
-    Raises:
-        CheckpointError: two different revisions.
-    """
-    repo, mark, named = source.partition("@")
-    if not HUB_ID.fullmatch(repo) or bool(mark) != bool(named):
-        return None
-    if named and revision not in (None, named):
-        raise CheckpointError(f"`{source}` names a revision, and `{revision}` is another")
-    return repo, named or revision
-
-
 def locate(source: str, revision: str | None = None) -> Location:
     """The folder of a model; a Hub id is fetched first, into the cache of huggingface_hub.
 
     Without a network, or with HF_HUB_OFFLINE set, a cached snapshot serves.
 
     Args:
-        source: a folder, or a Hub id of the form `org/name` or `org/name@revision`.
+        source: a folder, a Hub id of the form `org/name` or `org/name@revision`, or the address of
+            a model's page.
         revision: branch, tag or commit of a Hub id; the default branch when None.
 
     Raises:

@@ -1,6 +1,7 @@
 """A group of commands with a default command."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -8,6 +9,7 @@ from click_default_group import DefaultGroup
 
 from lowbit.formats.shell.completion import use_own_scripts
 from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_broken
+from lowbit.formats.shell.options import HELP, check_command
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
@@ -50,6 +52,33 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
             if not leave_broken():
                 raise
             raise click.exceptions.Exit(READER_LEFT) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first argument names, or the default one.
+
+        Raises:
+            click.UsageError: a command is mistyped.
+        """
+        first = args[0]
+        if first not in self.commands and not ctx.resilient_parsing:
+            if first == HELP and not Path(first).exists():
+                self._show_help(ctx, args[1:])
+            check_command(first)
+        found: tuple[str | None, click.Command | None, list[str]]
+        found = super().resolve_command(ctx, args)
+        return found
+
+    def _show_help(self, ctx: click.Context, names: list[str]) -> NoReturn:
+        """Print what `--help` prints, of a command where one is named."""
+        if names:
+            if names[0] not in self.commands:
+                check_command(names[0])
+                raise click.UsageError(f"There is no command '{names[0]}'.", ctx)
+            ctx = click.Context(self.commands[names[0]], parent=ctx, info_name=names[0])
+        click.echo(ctx.get_help(), color=ctx.color)
+        raise click.exceptions.Exit(0)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete commands and the arguments of the default command."""

@@ -10,11 +10,14 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from lowbit.formats.errors import ResourceError
+from lowbit.formats.errors import CheckpointError, ResourceError
 from lowbit.formats.files.atomic import check_place
+from lowbit.formats.hub.ids import without_address
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell.failure import Command
 
+HELP = "help"  # a word that prints help, as --help does
+SHORTEST = 3  # letters that a command is guessed from
 MOST = 2**31 - 1  # largest count: torch's indices overflow above it
 
 
@@ -85,23 +88,41 @@ def output_file(
     return value
 
 
-def check_command(value: str, what: str) -> None:
+def model_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A folder or a Hub id; the address of a model's page on the Hub becomes its id."""
+    if value is None or context.resilient_parsing or exists(value):
+        return value
+    try:
+        return without_address(value)
+    except CheckpointError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        raise click.BadParameter(f"{error}{hint}.") from None
+
+
+def check_command(value: str) -> None:
     """Refuse a mistyped command, which would be read as the default command's argument.
 
-    Args:
-        value: of that argument.
-        what: name of the argument, "source" or "model".
-
     Raises:
-        click.UsageError: the value is no path and resembles the name of a command.
+        click.UsageError: the value is no path, and resembles the name of a command or is one.
     """
     group = click.get_current_context().find_root().command
-    commands = group.commands if isinstance(group, click.Group) else ()
-    close = difflib.get_close_matches(value, commands, n=1, cutoff=0.75)
-    if close and not Path(value).exists():
+    commands = [*group.commands, HELP] if isinstance(group, click.Group) else []
+    if exists(value):
+        return
+    if value in commands:
+        raise click.UsageError(f"The command '{value}' comes first, its options after it.")
+    begun = [name for name in commands if len(value) >= SHORTEST and name.startswith(value)]
+    close = begun or difflib.get_close_matches(value, commands, n=1, cutoff=0.75)
+    if close:
         raise click.UsageError(
-            f"'{value}' is no {what} here; did you mean the command '{close[0]}'?"
+            f"'{value}' is neither a command nor a folder here; did you mean the command "
+            f"'{close[0]}'?"
         )
+
+
+def exists(value: str) -> bool:
+    """Tell if a text is the name of a file or folder; one that is too long is none."""
+    return os.path.exists(value)  # noqa: PTH110 - Path.exists raises for a name that is too long
 
 
 json_option = click.option(

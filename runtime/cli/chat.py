@@ -12,7 +12,7 @@ import click
 from lowbit.formats.errors import RequestError
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Failure, reported
-from lowbit.formats.shell.options import folders, json_option
+from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
@@ -40,7 +40,9 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 
 
 @click.command(short_help="Talk to the model in the terminal.")
-@click.argument("name", metavar="[MODEL]", required=False, shell_complete=folders)
+@click.argument(
+    "name", metavar="[MODEL]", required=False, callback=model_name, shell_complete=folders
+)
 @click.option(
     "--url",
     metavar="URL",

@@ -10,11 +10,13 @@ import click
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, json_option
+from lowbit.formats.shell.options import Count, check_command, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.cli.answer import sampling_of, show, summary
+from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (
+    check_model,
     load_model,
     load_options,
     model_argument,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     short_help="Answer a prompt.",
     epilog="""\b
     Examples:
+      lowbit-run qwen3-8b-int4
       lowbit-run qwen3-8b-int4 "Why is the sky blue?"
       lowbit-run qwen3-8b-int4 --json --temperature 0 < prompt.txt
       lowbit-run Qwen/Qwen3-8B --quantize int4 "Why is the sky blue?"
@@ -103,11 +106,16 @@ def generate(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Answer PROMPT, or what stdin holds, on stdout as it is made.
+    """Answer PROMPT, or what stdin holds, on stdout as it is made; in a terminal, begin a chat.
 
     MODEL is a folder or a Hub id. Reasoning before the answer goes to stderr.
     """
+    check_command(name)
+    check_model(name)
     _check_prompts(prompt, prompts, out, as_json)
+    if prompt is None and prompts is None and not (raw or as_json) and _in_terminal():
+        _chat(click.get_current_context())
+        return
     if raw and (system is not None or thinking is not None or max_thinking_tokens is not None):
         raise click.UsageError(
             "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
@@ -157,6 +165,17 @@ def generate(
         )
     else:
         note(summary(generation))
+
+
+def _in_terminal() -> bool:
+    """Tell if somebody types and reads."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _chat(context: click.Context) -> None:
+    """Begin a chat with the options that it shares with `generate`."""
+    taken = {parameter.name for parameter in chat.params}
+    context.invoke(chat, **{key: it for key, it in context.params.items() if key in taken})
 
 
 def _check_prompts(

@@ -14,9 +14,10 @@ from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
     Count,
     at_most_cores,
-    check_command,
+    exists,
     finite,
     folders,
+    model_name,
     with_options,
 )
 from lowbit.formats.shell.output import note
@@ -167,12 +168,28 @@ speculate_options = with_options(
     click.option(
         "--drafter",
         metavar="DIR|ID",
+        callback=model_name,
         shell_complete=folders,
         help="With --speculate dflash or auto: a DFlash drafter for MODEL, a folder or a Hub id, "
         "packed or BF16. It stands in for the model's own head. On the CPU only.",
     ),
 )
-model_argument = click.argument("name", metavar="MODEL", shell_complete=folders)
+model_argument = click.argument(
+    "name", metavar="MODEL", callback=model_name, shell_complete=folders
+)
+
+
+def check_model(name: str) -> None:
+    """Refuse a name of no folder and no model on the Hub, before stdin is read.
+
+    Raises:
+        CheckpointError: the name is neither.
+    """
+    from lowbit.formats.hub.errors import not_found
+    from lowbit.formats.hub.ids import hub_id
+
+    if not exists(name) and hub_id(name) is None:
+        raise not_found(name)
 
 
 def load_model(
@@ -192,22 +209,17 @@ def load_model(
 
     sequences: that are decoded together.
     """
-    check_command(name, "model")
     _check_speculation(speculate or DEFAULT_MODE, draft_tokens, drafter)
     if quantize is None and (group_size or method):
         option = "--group-size" if group_size else "--method"
         raise click.UsageError(f"{option} needs --quantize.")
-    from lowbit.formats.hub.locate import locate
-    from lowbit.runtime.engine.loading import choose_device, load
+    from lowbit.runtime.engine.loading import load
 
-    choose_device(device)  # before anything is fetched
-    folder = locate(name).folder
-    beside = None if drafter is None else locate(drafter).folder
     if method == "weighted":
         note("weighted: measuring the inputs of every linear on a bundled text")
     wanted = int(group_size or GROUP_SIZE)
     model = load(
-        folder,
+        name,
         device=device,
         context=context,
         max_sequences=sequences,
@@ -216,7 +228,7 @@ def load_model(
         method=method or "rtn",
         speculate=speculate or DEFAULT_MODE,
         draft_tokens=draft_tokens,
-        drafter=beside,
+        drafter=drafter,
     )
     if speculate == "auto" and drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError, ResourceError, UnsupportedModelError
 from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.locate import locate
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
@@ -44,10 +45,11 @@ def load(
     draft_tokens: int | None = None,
     drafter: str | Path | None = None,
 ) -> Model:
-    """Load a packed checkpoint folder (a plain BF16 one works too).
+    """Load a packed checkpoint (a plain BF16 one works too).
 
     Args:
-        folder: with config.json, safetensors and tokenizer.json.
+        folder: with config.json, safetensors and tokenizer.json; or a Hub id, `org/name` or
+            `org/name@revision`, which is fetched into the cache of huggingface_hub.
         device: `cpu` or `cuda`; None takes a GPU if there is one.
         dtype: of activations and dense weights. float32, on the CPU only, is the checked mode:
             exact dequantized weights.
@@ -69,8 +71,8 @@ def load(
             prediction, `dflash`, a drafter, or `auto` for all that there is. The output does not
             depend on it.
         draft_tokens: of a step at most; None for as many as suit the model.
-        drafter: folder of a DFlash drafter for this model, packed or BF16, read as it is stored;
-            it stands in for the model's head. On the CPU only.
+        drafter: folder or Hub id of a DFlash drafter for this model, packed or BF16, read as it is
+            stored; it stands in for the model's head. On the CPU only.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -86,8 +88,10 @@ def load(
     if max_waiting is not None and max_waiting < 0:
         raise RequestError(f"`max_waiting` must be at least 0, got {max_waiting}")
     speculation = Speculation(speculate, draft_tokens, drafter is not None)
+    device = choose_device(device)  # before anything is fetched
+    folder = locate(str(folder)).folder
+    drafter = None if drafter is None else locate(str(drafter)).folder
     started = time.perf_counter()
-    folder = Path(folder)
     rule: ScaleRule = "absmax" if method == "absmax" else "signed"
     opened = open_model(folder, quantize, group_size, rule, head=speculation.head)
     if speculation.mode == "mtp" and not opened.head:
@@ -105,7 +109,6 @@ def load(
     template = load_chat_template(folder)
     if template is not None:
         template.prepare()  # while the weights are read
-    device = choose_device(device)
     check_device(opened, device)
     if dtype not in (torch.bfloat16, torch.float32):
         raise RequestError(f"dtype must be bfloat16 or float32, got {dtype}")

@@ -102,7 +102,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 @pytest.mark.slow
 def test_a_chat_in_a_terminal(run: Run, terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    screen = terminal("chat", MODEL, *GREEDY)
+    screen = terminal(MODEL, *GREEDY)  # no prompt: a chat
     screen.read_until("0 of 2,048 tokens")
     screen.type_in("half\x03")  # Ctrl-C clears the line
     screen.read_until("0 of 2,048 tokens")

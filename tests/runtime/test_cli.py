@@ -4,12 +4,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError
+from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.main import main
 from tests.hub_server import HubServer
 
@@ -211,15 +214,45 @@ def test_chat_ends_with_its_input_and_survives_a_full_context(run: Run) -> None:
     assert len(result.stdout.splitlines()) >= 1  # the second line was answered
 
 
-def test_a_model_is_run_from_the_hub(run: Run, hub: HubServer) -> None:
+@pytest.mark.parametrize("name", ["some/model", "address"])
+def test_a_model_is_run_from_the_hub(
+    run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     hub.add("some/model", Path(BUNDLED))
-    result = run(
-        "some/model", "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu"
-    )
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    place = f"{hub.endpoint}/some/model/tree/main" if name == "address" else name
+    result = run(place, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     local = run(BUNDLED, "Once", "--raw", "--json", "--max-new-tokens", "2", "--device", "cpu")
     ids = [json.loads(each.stdout)["prompt_token_ids"] for each in (result, local)]
     assert ids[0] == ids[1]
+
+
+def test_load_takes_a_hub_id(hub: HubServer) -> None:
+    hub.add("some/model", Path(BUNDLED))
+    greedy = lowbit.SamplingParams()
+    found, local = (
+        lowbit.load(name, device="cpu").generate("Hi", max_new_tokens=2, sampling=greedy)
+        for name in ("some/model", BUNDLED)
+    )
+    assert found.token_ids == local.token_ids
+    with pytest.raises(lowbit.LowbitError, match="neither a folder nor a model on the Hub"):
+        lowbit.load("nowhere", device="cpu")
+
+
+def test_options_reach_the_chat_that_begins_in_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("lowbit.runtime.cli.generate._in_terminal", lambda: True)
+    monkeypatch.setattr(chat, "callback", lambda **options: said.append(options))
+    assert run(BUNDLED, "--system", "x", "--top-k", "3", "--context", "9").exit_code == 0
+    assert [said[0][key] for key in ("name", "system", "top_k", "context", "url", "history")] == [
+        *(BUNDLED, "x", 3, 9, None, True)
+    ]
+    for other in ("--raw", "--json"):  # with these a prompt is read from stdin
+        assert "the prompt is empty" in run(BUNDLED, other).stderr
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "../x/y", "nowhere"])

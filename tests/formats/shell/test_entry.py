@@ -110,7 +110,7 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path: Path, encoding: str)
 
 @pytest.mark.parametrize(
     "command",
-    [("convert", "inspect", "x"), ("run", "x", "Hi"), ("convert", "x", "y", "--bits", "z")],
+    [("convert", "inspect", "x"), ("run", "org/x", "Hi"), ("convert", "x", "y", "--bits", "z")],
 )
 def test_both_programs_survive_an_interrupt_while_torch_is_imported(
     tmp_path: Path, command: tuple[str, ...]
