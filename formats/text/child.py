@@ -133,7 +133,9 @@ class Handler:
         if self.tokenizer is None:
             raise JobError("syntax", self.unreadable)
         if job["do"] == "encode":
-            texts, framed = job["texts"], job["framed"]
+            texts, framed, mark = job["texts"], job["framed"], job["mark"]
+            if mark:
+                return [ids_of_marked(self.tokenizer, text, framed, mark) for text in texts]
             return [self.tokenizer.encode(text, add_special_tokens=framed).ids for text in texts]
         return self.tokenizer.decode(job["ids"], skip_special_tokens=False)
 
@@ -160,6 +162,45 @@ class Handler:
             raise
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+
+
+def ids_of_marked(tokenizer: Any, text: str, framed: bool, mark: str) -> list[int]:
+    """Ids of a text in which a mark keeps some places from being added tokens.
+
+    The text between two added tokens is encoded without the mark, as if there were none of them.
+
+    Args:
+        tokenizer: of the tokenizers library.
+        text: with the mark behind the first character of each of these places.
+        framed: add the tokens that the post-processor puts around a text.
+        mark: one character, which is no part of the text.
+    """
+    encoding = tokenizer.encode(text, add_special_tokens=framed)
+    added = tokenizer.get_added_tokens_decoder()
+    ids: list[int] = []
+    run: list[int] = []  # ids since the last added token
+    begin = 0
+    ends = zip(encoding.ids, encoding.offsets, strict=True)
+    for id, (first, last) in (*ends, (None, (len(text), len(text)))):
+        if id is not None and id not in added:
+            run.append(id)
+            continue
+        between = text[begin:first]
+        ids += plain_ids(tokenizer, between.replace(mark, "")) if mark in between else run
+        ids += () if id is None else (id,)
+        begin, run = max(begin, last), []
+    return ids
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text as words alone, none of them an added token."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    words = [(text, None)]
+    if tokenizer.pre_tokenizer is not None:
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    model = tokenizer.model
+    return [token.id for word, _ in words for token in model.tokenize(word)]
 
 
 def bounded(pieces: Iterator[str], most: int) -> Iterator[str]:

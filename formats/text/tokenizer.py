@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.files.strict_json import object_of
+from lowbit.formats.text.child import ids_of_marked
 from lowbit.formats.text.components import is_linear
 from lowbit.formats.text.length import TooLongError
+from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.vocabulary import check_vocabulary, complete
 from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
@@ -51,8 +53,10 @@ class TextTokenizer:
     byte_level: bool
     worker: Worker | None = field(repr=False)
 
-    def encode(self, text: str, framed: bool = False, most: int | None = None) -> list[int]:
-        """Encode a text; special tokens spelled out in it become single ids.
+    def encode(
+        self, text: str | MarkedText, framed: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Encode a text; added tokens spelled out in it become single ids, but not marked ones.
 
         Args:
             text: any text.
@@ -64,10 +68,14 @@ class TextTokenizer:
             RequestError: text that is not valid Unicode.
             CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
-        self._check_unicode(text)
+        marked = text if isinstance(text, MarkedText) else MarkedText(text)
+        plain = marked.plain
+        self._check_unicode(plain)
         if most is not None:
-            self._check_count(text, framed, most)
-        return self._encode([text], framed)[0]
+            self._check_count(plain, framed, most)
+        if marked.mark:
+            return self._encode([marked.text], framed, marked.mark)[0]
+        return self._encode([plain], framed)[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts without frames; errors as in `encode`."""
@@ -124,13 +132,15 @@ class TextTokenizer:
                 raise TooLongError(f"the prompt has more than {most} tokens, the context is {most}")
             length *= 2
 
-    def _encode(self, texts: list[str], framed: bool) -> list[list[int]]:
+    def _encode(self, texts: list[str], framed: bool, mark: str = "") -> list[list[int]]:
         seconds = self._seconds(sum(map(len, texts)))
         with self._explaining(seconds):
             if self.worker is not None:
-                job = {"do": "encode", "texts": texts, "framed": framed}
+                job = {"do": "encode", "texts": texts, "framed": framed, "mark": mark}
                 asked: list[list[int]] = self.worker.ask(job, seconds)
                 return asked
+            if mark:
+                return [ids_of_marked(self.hub, text, framed, mark) for text in texts]
             if len(texts) == 1:
                 return [self.hub.encode(texts[0], add_special_tokens=framed).ids]
             batch = self.hub.encode_batch(texts, add_special_tokens=framed)

@@ -17,6 +17,7 @@ from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
 from lowbit.runtime.cli.options import (
+    control_option,
     load_model,
     load_options,
     quantize_options,
@@ -57,6 +58,7 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 @speculate_options
 @sampling_options
 @talk_options
+@control_option
 @click.option(
     "--history/--no-history",
     default=True,
@@ -85,6 +87,7 @@ def chat(
     thinking: bool | None,
     max_thinking_tokens: int | None,
     json_schema: Path | None,
+    allow_control_tokens: bool,
     history: bool,
     as_json: bool,
     **sampling: Any,
@@ -100,12 +103,15 @@ def chat(
     schema = None if json_schema is None else read_schema(json_schema)
     drafts = speculate, draft_tokens, drafter
     if url is not None:
-        _check_remote(context, device, threads, quantize, group_size, method, *drafts)
+        _check_remote(
+            *(context, device, threads, quantize, group_size, method, *drafts),
+            allow_control_tokens or None,
+        )
         model = _remote(url, api_key, name)
         name = model.name  # type: ignore[attr-defined]
     elif name is not None:
-        loaded = name, device, context, threads, quantize, group_size, method
-        model = load_model(*loaded, 1, *drafts)
+        loaded = device, context, threads, quantize, group_size, method
+        model = load_model(name, *loaded, 1, *drafts, allow_control_tokens)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(

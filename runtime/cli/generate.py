@@ -17,6 +17,7 @@ from lowbit.runtime.cli.answer import sampling_of, show, summary
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (
     check_model,
+    control_option,
     load_model,
     load_options,
     model_argument,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 @speculate_options
 @sampling_options
 @talk_options
+@control_option
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without a chat template.")
 @click.option(
     "--prompts",
@@ -99,6 +101,7 @@ def generate(
     thinking: bool | None,
     max_thinking_tokens: int | None,
     json_schema: Path | None,
+    allow_control_tokens: bool,
     raw: bool,
     prompts: Path | None,
     max_sequences: int,
@@ -120,11 +123,14 @@ def generate(
         raise click.UsageError(
             "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
         )
+    if raw and allow_control_tokens:
+        raise click.UsageError("--raw takes every text as it is, without --allow-control-tokens.")
     schema = None if json_schema is None else read_schema(json_schema)
 
     def load(sequences: int) -> "Model":
         loaded = name, device, context, threads, quantize, group_size, method
-        return load_model(*loaded, sequences, speculate, draft_tokens, drafter)
+        drafts = speculate, draft_tokens, drafter
+        return load_model(*loaded, sequences, *drafts, allow_control_tokens)
 
     if prompts is not None:
         from lowbit.runtime.cli.prompt_file import Settings, read_prompts

@@ -174,6 +174,12 @@ speculate_options = with_options(
         "packed or BF16. It stands in for the model's own head. On the CPU only.",
     ),
 )
+control_option = click.option(
+    "--allow-control-tokens",
+    is_flag=True,
+    help="Take <|im_end|> and the like in messages as the tokens that they spell, so that a text "
+    "may end its turn and begin another; otherwise they are plain text.",
+)
 model_argument = click.argument(
     "name", metavar="MODEL", callback=model_name, shell_complete=folders
 )
@@ -204,6 +210,7 @@ def load_model(
     speculate: "Mode | None" = None,
     draft_tokens: int | None = None,
     drafter: str | None = None,
+    allow_control_tokens: bool = False,
 ) -> "Model":
     """The model of a folder or Hub id, loaded as the options say.
 
@@ -229,6 +236,7 @@ def load_model(
         speculate=speculate or DEFAULT_MODE,
         draft_tokens=draft_tokens,
         drafter=drafter,
+        allow_control_tokens=allow_control_tokens,
     )
     if speculate == "auto" and drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")

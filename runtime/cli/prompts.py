@@ -137,4 +137,6 @@ def _identity(model: "Model", system: str | None) -> str:
     for name in (CONFIG_FILE, MANIFEST_FILE):
         path = model.folder / name
         parts.append(hash_file(path) if path.exists() else "")
+    if model.allow_control_tokens:
+        parts.append("control tokens")
     return " ".join(parts)

@@ -12,6 +12,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, finite
 from lowbit.formats.shell.output import note
 from lowbit.runtime.cli.options import (
+    control_option,
     load_model,
     load_options,
     model_argument,
@@ -107,6 +108,7 @@ MOST_QUEUE = 65_536
     metavar="O",
     help="Web page, such as https://example.org, that may use the server (repeatable).",
 )
+@control_option
 @load_options
 @quantize_options
 @speculate_options
@@ -125,6 +127,7 @@ def serve(
     max_thinking_tokens: int | None,
     log_prompts: bool,
     cors_origin: Sequence[str],
+    allow_control_tokens: bool,
     context: int | None,
     device: str | None,
     threads: int | None,
@@ -160,8 +163,9 @@ def serve(
         cors_origins=tuple(cors_origin),
     )
     loaded = name, device, context, threads, quantize, group_size, method, max_sequences
+    drafts = speculate, draft_tokens, drafter
     try:
-        _run(settings, lambda: load_model(*loaded, speculate, draft_tokens, drafter))
+        _run(settings, lambda: load_model(*loaded, *drafts, allow_control_tokens))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 

@@ -44,6 +44,7 @@ def load(
     speculate: Mode = DEFAULT_MODE,
     draft_tokens: int | None = None,
     drafter: str | Path | None = None,
+    allow_control_tokens: bool = False,
 ) -> Model:
     """Load a packed checkpoint (a plain BF16 one works too).
 
@@ -73,6 +74,9 @@ def load(
         draft_tokens: of a step at most; None for as many as suit the model.
         drafter: folder or Hub id of a DFlash drafter for this model, packed or BF16, read as it is
             stored; it stands in for the model's head. On the CPU only.
+        allow_control_tokens: control tokens that a message, a tool or an argument of the template
+            spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
+            begin another. By default they are plain text. Raw prompts are taken as they are.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
@@ -147,6 +151,7 @@ def load(
         load_s=time.perf_counter() - started,
         cache=cache,
         quantized_at_load=quantize,
+        allow_control_tokens=allow_control_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.text.length import TooLongError
+from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.bounds import Bounds
@@ -21,8 +22,9 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
 from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.chat import Message, render_prompt
+from lowbit.runtime.text.chat import Message, render_marked
 from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.control_tokens import ControlTokens
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.reasoning import Begin, begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -61,6 +63,8 @@ class Model:
         stop_ids: tokens that end a text.
         load_s: seconds that loading took.
         quantized_at_load: recipe by which the weights were quantized as they were read, if any.
+        allow_control_tokens: `<|im_end|>` and the like in a message are the tokens that they spell,
+            not text.
     """
 
     folder: Path
@@ -76,11 +80,17 @@ class Model:
     load_s: float
     cache: CacheSize
     quantized_at_load: Base | None = None
+    allow_control_tokens: bool = False
 
     @property
     def context(self) -> int:
         """Tokens that prompt and output may have together."""
         return self.engine.context
+
+    @property
+    def control(self) -> ControlTokens | None:
+        """Tokens that are text where a message spells them; None for a model that allows them."""
+        return None if self.allow_control_tokens else self.tokenizer.control
 
     @property
     def grammars(self) -> Grammars:
@@ -95,6 +105,9 @@ class Model:
         raw: bool = False,
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
+
+        Control tokens that a message spells, such as `<|im_end|>`, are plain text, unless
+        `allow_control_tokens` was given to `load`; in a raw prompt they are what they spell.
 
         Args:
             prompt: text, or messages with `role` and `content`.
@@ -115,7 +128,9 @@ class Model:
         self.tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
         return ids
 
-    def _text_of(self, prompt: str | Sequence[Message], thinking: bool | None, raw: bool) -> str:
+    def _text_of(
+        self, prompt: str | Sequence[Message], thinking: bool | None, raw: bool
+    ) -> str | MarkedText:
         """The text of a prompt; arguments and errors as in `encode`."""
         if raw:
             if not isinstance(prompt, str):
@@ -127,7 +142,7 @@ class Model:
             )
         messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         max_bytes = self.tokenizer.max_bytes(self.context)
-        return render_prompt(self.template, messages, thinking, max_bytes)
+        return render_marked(self.template, self.control, messages, thinking, max_bytes)
 
     def stream(
         self,

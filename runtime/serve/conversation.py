@@ -10,7 +10,7 @@ from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answer_format import AnswerFormat
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.text.chat import render_prompt
+from lowbit.runtime.text.chat import render_marked
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
 
@@ -71,8 +71,9 @@ def encode(model: Model, conversation: Conversation) -> list[int]:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
     most = model.tokenizer.max_bytes(model.context)
     try:
-        text = render_prompt(
+        text = render_marked(
             template,
+            model.control,
             conversation.messages,
             conversation.thinking,
             most,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
+from lowbit.runtime.text.control_tokens import ControlTokens, control_tokens
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 
@@ -23,10 +25,18 @@ class Tokenizer:
 
     Attributes:
         text: encodes, and knows the tokens.
+        control: tokens that control the model where they stand in its prompt.
     """
 
     text: TextTokenizer
+    control: ControlTokens = field(init=False, compare=False, repr=False)
     _bytes: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)  # by id
+
+    def __post_init__(self) -> None:
+        """Collect the control tokens."""
+        added = self.text.hub.get_added_tokens_decoder().values()
+        control = control_tokens([(token.content, token.special) for token in added])
+        object.__setattr__(self, "control", control)
 
     @property
     def vocabulary(self) -> int:
@@ -38,8 +48,10 @@ class Tokenizer:
         """Tokens that are left out of decoded text."""
         return self.text.special_ids
 
-    def encode(self, text: str, framed: bool = False, context: int | None = None) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become single ids.
+    def encode(
+        self, text: str | MarkedText, framed: bool = False, context: int | None = None
+    ) -> list[int]:
+        """Ids of a text; added tokens spelled out in it become single ids, but not marked ones.
 
         Args:
             text: of a whole prompt.
@@ -54,7 +66,8 @@ class Tokenizer:
             CheckpointError: the tokenizer fails, or takes too much time or memory.
         """
         if context is not None:
-            check_length(len(text), self.max_bytes(context))
+            length = len(text.text if isinstance(text, MarkedText) else text)
+            check_length(length, self.max_bytes(context))
         return self.text.encode(text, framed, context)
 
     def max_bytes(self, context: int) -> int:

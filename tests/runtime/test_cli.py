@@ -91,6 +91,7 @@ def test_system_thinking_and_stop_reach_the_model(run: Run) -> None:
         ("--device", "tpu"),
         ("--raw", "--system", "x"),
         ("--raw", "--think"),
+        ("--raw", "--allow-control-tokens"),
         ("--nonsense",),
     ],
     ids=" ".join,
