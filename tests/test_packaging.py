@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("convert", "formats", "runtime")
 TREE = (
     *(*ROOMS, "tests", "examples", "pyproject.toml", "MANIFEST.in", "LICENSE", "NOTICE"),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"),
+    *("README.md", "BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"),
+    "constraints.txt",
 )
 NOT_SHIPPED = ("__pycache__", "*.pyc", "*.safetensors", "tokenizer.json")
 
@@ -111,7 +112,8 @@ def test_metadata(wheel: Path) -> None:
 def test_sdist_holds_what_tests_and_demo_need(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"Makefile", "constraints.txt", "CHANGELOG.md", "pyproject.toml"} <= names
+    assert {"Makefile", "constraints.txt", "pyproject.toml"} <= names
+    assert {"README.md", "BENCHMARKS.md", "CHANGELOG.md"} <= names
     assert {"tests/test_packaging.py", "tests/conftest.py"} <= names
     assert {"examples/models/tiny-qwen3/config.json", "examples/data/stories-eval.txt"} <= names
     assert {"examples/tasks/stories_cloze.yaml", "examples/tasks/stories_cloze.jsonl"} <= names
