@@ -1,5 +1,6 @@
 """A group of commands with a default command."""
 
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ from click_default_group import DefaultGroup
 from lowbit.formats.shell.completion import use_own_scripts
 from lowbit.formats.shell.entry import INTERRUPTED, READER_LEFT, farewell, leave_broken
 from lowbit.formats.shell.options import HELP, check_command
+from lowbit.formats.shell.output import folded
 
 
 def epilog(program: str, arguments: str, command: str) -> str:
@@ -33,6 +35,16 @@ def epilog(program: str, arguments: str, command: str) -> str:
     """
 
 
+class _Misuse(click.UsageError):
+    """A usage error with its message folded between words."""
+
+    def __init__(self, error: click.UsageError) -> None:
+        """Keep message and command."""
+        prefix = "Error: "
+        text = folded(prefix + error.format_message(), sys.stderr)
+        super().__init__(text.removeprefix(prefix), error.ctx)
+
+
 class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
     """A group that exits with 130 after an interrupt, and quietly if its output is not read."""
 
@@ -46,8 +58,10 @@ class Commands(DefaultGroup):  # type: ignore[misc]  # the library has no types
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            farewell(str(error))
+            farewell(str(error), lambda text: folded(text, sys.stderr))
             raise click.exceptions.Exit(INTERRUPTED) from None
+        except click.UsageError as error:
+            raise _Misuse(error) from None
         except BrokenPipeError:
             if not leave_broken():
                 raise

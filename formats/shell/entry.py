@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import IO, NoReturn
 
@@ -52,13 +53,14 @@ def run(module: str, program: str) -> NoReturn:
     sys.exit(128 + arrived[-1])
 
 
-def farewell(left: str = "") -> None:
+def farewell(left: str = "", fold: Callable[[str], str] = str) -> None:
     """Print that the user has interrupted the command.
 
     Args:
         left: text on files that remain, if any.
+        fold: puts line ends between words where they are due.
     """
-    print(f"\ninterrupted{'; ' if left else ''}{left}", file=sys.stderr)
+    print(f"\n{fold(f'interrupted; {left}' if left else 'interrupted')}", file=sys.stderr)
 
 
 def leave(stream: IO[str]) -> None:
@@ -83,12 +85,20 @@ def leave_broken() -> bool:
 def _watch(arrived: list[int]) -> None:
     """Raise KeyboardInterrupt at SIGINT and SystemExit at SIGTERM, unless they are ignored.
 
+    A second SIGINT does not disturb what cleans up after the first; a third one ends the process.
+
     Args:
         arrived: list that every received signal's number is appended to.
     """
+    impatient: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         arrived.append(signal.SIGINT)
+        if _is_on_its_way(sys.exception()):
+            impatient.append(number)
+            if len(impatient) > 1:
+                _stop_at_once()
+            return
         if _is_importing(frame):
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         raise KeyboardInterrupt
@@ -106,6 +116,13 @@ def _watch(arrived: list[int]) -> None:
         signal.signal(signal.SIGALRM, insist)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, terminate)
+
+
+def _stop_at_once() -> NoReturn:
+    """End without cleaning up, but for the cursor that progress bars hide."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\r\n")
+    os._exit(INTERRUPTED)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -1,6 +1,7 @@
 """Expected errors, shown as one message with exit code 1."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
+from lowbit.formats.shell.output import folded
 
 Command = Callable[..., None]
 
@@ -22,9 +24,9 @@ class Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Print message and hint to stderr."""
-        click.echo(f"Error: {self.message}", err=True)
+        click.echo(folded(f"Error: {self.message}", sys.stderr), err=True)
         if self.hint:
-            click.echo(f"\nhint: {self.hint}", err=True)
+            click.echo(folded(f"\nhint: {self.hint}", sys.stderr), err=True)
 
 
 def reported(command: Command) -> Command:

@@ -3,14 +3,17 @@
 import json
 import math
 import os
+import re
 import sys
-from typing import Any
+from typing import IO, Any
 
 import click
 
 from lowbit.formats.printable import printable
 
 SCHEMA = 1  # version of every object that --json prints
+# Blanks and a word; a command in backticks is one, so that it can be copied.
+WORD = re.compile(r"([^\S\n]*)((?:`[^`\n]*`|\S)+)")
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -31,8 +34,41 @@ def json_line(content: dict[str, Any], encoding: str = "utf-8") -> str:
 
 def note(text: str) -> None:
     """Print a dim line on stderr, above progress bars where there are any."""
-    line = printable(text)
-    click.echo(line if plain() else click.style(line, dim=True), err=True)
+    line = folded(printable(text), sys.stderr)
+    # Bars replace sys.stderr; click's own is the file behind it, and would write into them.
+    click.echo(line if plain() else click.style(line, dim=True), file=sys.stderr)
+
+
+def folded(text: str, file: IO[str]) -> str:
+    """Text with line ends between words where a terminal would break them; a pipe gets it as is."""
+    width = _columns(file)
+    return text if width is None else "\n".join(_fold(line, width) for line in text.split("\n"))
+
+
+def _columns(file: IO[str]) -> int | None:
+    """Width of a terminal; None for anything else."""
+    if not file.isatty():
+        return None
+    try:
+        return int(os.environ.get("COLUMNS", "")) or None
+    except ValueError:
+        pass
+    try:
+        return os.get_terminal_size(file.fileno()).columns or None
+    except OSError:  # a file that only says that it is a terminal
+        return None
+
+
+def _fold(line: str, width: int) -> str:
+    """A line in pieces of at most `width` characters, longer only where one word is."""
+    parts: list[str] = []
+    used = 0
+    for blanks, word in WORD.findall(line):
+        if used and used + len(blanks) + len(word) > width:
+            blanks, used = "\n", -1
+        parts += blanks, word
+        used += len(blanks) + len(word)
+    return "".join(parts)
 
 
 def plain() -> bool:

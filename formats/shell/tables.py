@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +29,7 @@ Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
 Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
+ECHO = 8  # columns that bars leave for what the keyboard echoes, four times `^C`
 
 
 class Screen(Console):
@@ -117,8 +118,28 @@ class TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """`1:10`, or `-:--` as long as the speed is not known."""
-        left = task.elapsed if task.finished else self.meters[task.fields["phase"]].left()
+        left = task.finished_time if task.finished else self.meters[task.fields["phase"]].left()
         return Text("-:--" if left is None else clock_text(left), style="progress.remaining")
+
+
+class Bars(Progress):
+    """Bars that an echoed `^C` does not push into the next line, to be drawn twice."""
+
+    def get_renderable(self) -> RenderableType:
+        """All bars, narrower than the terminal."""
+        return _Narrower(super().get_renderable())
+
+
+class _Narrower:
+    """Something drawn `ECHO` columns narrower than there is room."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(
+            self.inner, options.update_width(max(1, options.max_width - ECHO))
+        )
 
 
 class Lines:
@@ -155,13 +176,14 @@ def progress_bars(
     """
     watched = sys.stderr.isatty()
     meters: dict[str, Meter] = {}
-    bars = Progress(
+    bars = Bars(
         TextColumn("{task.description:<22}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeLeft(meters),
         console=messages(),
         disable=quiet or not watched,
+        get_time=now,
     )
     lines = Lines(phases, meters, now)
     tasks: dict[str, TaskID] = {}
@@ -172,6 +194,8 @@ def progress_bars(
                 meters[phase] = Meter(now)
                 tasks[phase] = bars.add_task(phases[phase], total=total, phase=phase)
             meters[phase].report(done, total)
+            if done < total and bars.tasks[tasks[phase]].finished:
+                bars.reset(tasks[phase])  # it begins anew
             bars.update(tasks[phase], completed=done, total=total)
             if not (quiet or watched):
                 lines.show(phase)

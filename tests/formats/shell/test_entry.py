@@ -85,6 +85,16 @@ def test_cleaning_up_after_an_interrupt_is_not_interrupted(tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (130, "closed 3999999\n")
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_impatience_after_an_interrupt(tmp_path: Path, times: int) -> None:
+    again = "; ".join(["kill(signal.SIGINT)"] * times)
+    body = f"def main(**_):\n    try: kill(signal.SIGINT)\n    finally: {again}; print('closed')"
+    stub(tmp_path, body)
+    done = start(ENTRY, tmp_path)
+    closed = ("closed\n", "\ninterrupted\n") if times == 1 else ("", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, *closed)
+
+
 def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
     stub(
         tmp_path, "def main(**_):\n    kill(signal.SIGINT)\n    kill(signal.SIGTERM)\n    print(1)"
