@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.machine.system import explained
 from lowbit.runtime.engine.admission import check_prompt, check_queue, new_sequence
 from lowbit.runtime.engine.cuts import CHUNK, next_cut, snapshot_due
 from lowbit.runtime.engine.drafting import Drafting
@@ -87,10 +88,10 @@ class Engine:
         Raises:
             LowbitError: that ended it.
         """
-        while not sequence.unread:
+        while (token := sequence.take()) is None:
             if not self.advance(sequence):
                 return None
-        return sequence.unread.popleft()
+        return token
 
     def advance(self, sequence: Sequence) -> bool:
         """Run a step for all unless a token of the sequence is there; False where it has ended.
@@ -112,25 +113,34 @@ class Engine:
     def step(self) -> bool:
         """Send one step to the device and read the one before.
 
+        A step that raises ends the requests that ran in it; those that wait go on with the next.
+
         Returns:
             False if there was nothing to do.
         """
         with self._lock:
-            self._begin()
-            # A CPU runs steps at once: a first token would wait there for the second one.
-            ready = self._decoding if self.runner.on_gpu else list(self._decoding)
-            budget = CHUNK
-            while budget > 0 and (sequence := self._next_prompt()) is not None:
-                budget -= self._run_chunk(sequence)
-            decoding = [each for each in ready if each.chosen < each.count]
-            started = time.perf_counter()
-            plain = bool(decoding) and self._decode(decoding)
-            worked = bool(decoding) or bool(self._sent) or budget < CHUNK
-            self._read(1 if decoding and self.runner.on_gpu else 0)
-            if self.drafting is not None and plain and budget == CHUNK:
-                self.drafting.costs.note_step(len(decoding), time.perf_counter() - started)
-            self._stepping = False
-            return worked
+            try:
+                return self._step()
+            except Exception as error:
+                self._fail(error)
+                raise
+
+    def _step(self) -> bool:
+        self._begin()
+        # A CPU runs steps at once: a first token would wait there for the second one.
+        ready = self._decoding if self.runner.on_gpu else list(self._decoding)
+        budget = CHUNK
+        while budget > 0 and (sequence := self._next_prompt()) is not None:
+            budget -= self._run_chunk(sequence)
+        decoding = [each for each in ready if each.chosen < each.count]
+        started = time.perf_counter()
+        plain = bool(decoding) and self._decode(decoding)
+        worked = bool(decoding) or bool(self._sent) or budget < CHUNK
+        self._read(1 if decoding and self.runner.on_gpu else 0)
+        if self.drafting is not None and plain and budget == CHUNK:
+            self.drafting.costs.note_step(len(decoding), time.perf_counter() - started)
+        self._stepping = False
+        return worked
 
     def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.
@@ -230,7 +240,12 @@ class Engine:
         if self._prompt is None and self._waiting:
             first = self._waiting[0]
             scored = None if first.request.prompt_logprobs is None else 0
-            if self._room.open(first, scored):
+            try:
+                opened = self._room.open(first, scored)
+            except Exception:  # the first in the queue ends with the step, or it fails for ever
+                self._prompt = self._waiting.popleft()
+                raise
+            if opened:
                 self._prompt = first
                 self._waiting.popleft()
                 self.reuse.count(first.reused)
@@ -381,17 +396,30 @@ class Engine:
         if self._prompt is sequence:
             self._prompt = None
 
-    def _recover(self) -> None:
-        """Begin anew after a step that was interrupted halfway: its sequences are lost."""
+    def _fail(self, error: Exception) -> None:
+        """End the requests of a step that raised; all, where nothing can be begun anew."""
+        found = explained(error) or LowbitError(
+            f"a step of the engine failed: {type(error).__name__}"
+        )
+        try:
+            self._recover(found)
+        except Exception:
+            for queue in (self._waiting, self._arrived):
+                while queue:
+                    queue.popleft().lose(found)
+            raise
+
+    def _recover(self, error: LowbitError | None = None) -> None:
+        """Begin anew after a step that failed, or was interrupted: its sequences are lost."""
         for sequence in (*self._decoding, self._prompt):
             if sequence is not None and not sequence.ended and sequence not in self._waiting:
-                sequence.lose()
+                sequence.lose(error)
         for sequence in self._waiting:  # the first may have been given a row
             sequence.phase = "waiting"
-        if self.runner.on_gpu:
-            torch.cuda.synchronize()
-        self._room = Room(self.runner)
         self._prompt = None
         self._decoding.clear()
         self._sent.clear()
+        if self.runner.on_gpu:
+            torch.cuda.synchronize()
+        self._room = Room(self.runner)
         self._stepping = False

@@ -41,10 +41,10 @@ class Handle(Iterator[int], AsyncIterator[int]):
         """
         engine, sequence = self._engine, self._sequence
         loop = asyncio.get_running_loop()
-        while not sequence.unread:
+        while (token := sequence.take()) is None:
             if not await loop.run_in_executor(engine.driver, engine.advance, sequence):
                 raise StopAsyncIteration
-        return sequence.unread.popleft()
+        return token
 
     def __aiter__(self) -> "Handle":
         """The handle itself."""
@@ -53,13 +53,16 @@ class Handle(Iterator[int], AsyncIterator[int]):
     def poll(self) -> list[int]:
         """Tokens that are there, without waiting for others.
 
+        Several threads may ask: each token goes to one of them.
+
         Raises:
             LowbitError: the request has failed, and its tokens have been taken.
         """
-        unread = self._sequence.unread
-        if not unread and self._sequence.error is not None:
-            raise self._sequence.error
-        return [unread.popleft() for _ in range(len(unread))]
+        error = self._sequence.error  # before its tokens: those that came with it are there then
+        tokens = list(iter(self._sequence.take, None))
+        if error is not None and not tokens:
+            raise error
+        return tokens
 
     @property
     def ended(self) -> bool:

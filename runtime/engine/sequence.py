@@ -218,9 +218,21 @@ class Sequence:
         """True once no token comes any more."""
         return self.phase == "ended"
 
-    def lose(self) -> None:
-        """End it with a step that was interrupted halfway."""
-        self.error = RequestError("a step was interrupted while this request ran", hint="ask again")
+    def take(self) -> int | None:
+        """The next token that the user has not taken, None where none is there.
+
+        Several threads may take tokens of one sequence: each token goes to one of them.
+        """
+        try:
+            return self.unread.popleft()
+        except IndexError:
+            return None
+
+    def lose(self, error: LowbitError | None = None) -> None:
+        """End it with a step that failed, or, without an error, was interrupted halfway."""
+        self.error = error or RequestError(
+            "a step was interrupted while this request ran", hint="ask again"
+        )
         self.phase = "ended"
 
     @property

@@ -209,12 +209,16 @@ def _pieces(
     being cancelled at once.
     """
     answer = Answer(request, tokenizer, engine.submit(request.tokens))
-    for id in answer.handle:
-        piece = answer.push(id)
-        if piece is not None:
-            yield piece
-        if answer.generation is not None:
-            break
+    try:
+        for id in answer.handle:
+            piece = answer.push(id)
+            if piece is not None:
+                yield piece
+            if answer.generation is not None:
+                break
+    except BaseException:  # whoever keeps it keeps the handle, whose request would run on
+        answer.handle.cancel()
+        raise
     tail = answer.end()
     if tail is not None:
         yield tail
