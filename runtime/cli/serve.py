@@ -1,6 +1,8 @@
 """`lowbit-run serve`."""
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,7 +176,7 @@ def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
     """Listen, load the model and serve until the end."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.logs import set_up_logs
-    from lowbit.runtime.serve.server import Server, listen
+    from lowbit.runtime.serve.server import Server, end_threads, listen
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
@@ -191,6 +193,11 @@ def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
             f"{model.context:,} tokens, loaded in {model.load_s:.1f} s"
         )
         Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
+    if not end_threads():
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter would wait for them
+    if not service.draining:
+        raise LowbitError("the engine's thread has ended", hint="the log above says why")
 
 
 def _missing(error: ModuleNotFoundError) -> LowbitError:

@@ -44,6 +44,7 @@ class Engine:
         drafting: proposes tokens that a step checks together; None where nobody does.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
+        in_prompt: a chunk of a prompt is in the layers, which takes minutes on a slow CPU.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Engine:
         self._lock = RLock()
         self._room = Room(runner)
         self.reuse = Reuse()
+        self.in_prompt = False
         self._arriving = Lock()  # never held for longer than it takes to count
         self._arrived: deque[Sequence] = deque()  # since the last step
         self._waiting: deque[Sequence] = deque()
@@ -121,7 +123,9 @@ class Engine:
         with self._lock:
             try:
                 return self._step()
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # those of libraries in Rust are no Exceptions
                 self._fail(error)
                 raise
 
@@ -351,7 +355,11 @@ class Engine:
     def _send_chunk(self, sequence: Sequence) -> Tensor:
         """Send the tokens up to the next cut through the layers: their hidden states."""
         stop = next_cut(sequence.cuts, sequence.length, len(sequence.request.prompt))
-        hidden = self.runner.chunk(sequence, sequence.request.prompt[sequence.length : stop])
+        self.in_prompt = True
+        try:
+            hidden = self.runner.chunk(sequence, sequence.request.prompt[sequence.length : stop])
+        finally:
+            self.in_prompt = False
         sequence.length = stop
         if stop in sequence.cuts and snapshot_due(stop, sequence.snapshots, sequence.reused):
             self._room.take_snapshot(sequence)
@@ -396,7 +404,7 @@ class Engine:
         if self._prompt is sequence:
             self._prompt = None
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the requests of a step that raised; all, where nothing can be begun anew."""
         found = explained(error) or LowbitError(
             f"a step of the engine failed: {type(error).__name__}"

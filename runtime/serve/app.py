@@ -1,5 +1,6 @@
 """The application: routes, and what stands around all of them."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -141,7 +142,9 @@ class Outermost:
             await self._app(scope, receive, noting)
         except ApiError as error:
             await error.response(path)(scope, receive, noting)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # those of libraries in Rust are no Exceptions
             log.exception("%s %s failed", scope["method"], path)
             if status:
                 raise

@@ -115,6 +115,16 @@ def shutting_down() -> ApiError:
     )
 
 
+def failing() -> ApiError:
+    """The engine makes no answers now."""
+    return ApiError(
+        503,
+        "the engine does not answer; the server's log says why",
+        "server_error",
+        headers={"Retry-After": "60"},
+    )
+
+
 def timed_out(seconds: float) -> ApiError:
     """An answer took longer than it may."""
     return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error")

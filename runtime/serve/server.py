@@ -5,6 +5,8 @@ import logging
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ log = logging.getLogger("lowbit.serve")
 BACKLOG = 512
 KEEP_ALIVE_S = 75
 TICK_S = 0.02
+END_S = 2.0  # for threads that prepare prompts, when the server ends
 # After so long a busy thread leaves the interpreter to one that waits: an event beside it took
 # 0.8 ms, and 5.5 with Python's own 5 ms.
 SWITCH_S = 5e-4
@@ -51,7 +54,8 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Refuses new requests from the first signal on, and ends once no request is left.
 
-    A second signal ends it at once.
+    A second signal ends the process at once, whatever its threads do. So does the end of the
+    engine's thread, which is a bug.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._on_start = service, on_start
         self._switch_s = sys.getswitchinterval()
+        self._captured = False  # signals come to this server
+        self._stalled = False  # the log says so
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take requests; the engine's thread launches kernels beside them, which takes the CPU."""
@@ -94,6 +100,20 @@ class Server(uvicorn.Server):
         sys.setswitchinterval(self._switch_s)
         await super().shutdown(sockets)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the engine's thread, ten times a second."""
+        service = self._service
+        if not service.worker.alive and not service.draining:
+            log.error("the server ends, as the engine's thread has")
+            return True
+        if service.stalled != self._stalled:
+            self._stalled = service.stalled
+            if self._stalled:
+                log.error("a step of the engine hangs%s", service.worker.place())
+            else:
+                log.error("the step of the engine has ended")
+        return await super().on_tick(counter)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Drain at the first signal, end at the second; only the main thread gets any."""
@@ -104,9 +124,11 @@ class Server(uvicorn.Server):
         except (RuntimeError, ValueError):  # another thread
             yield
             return
+        self._captured = True
         try:
             yield
         finally:
+            self._captured = False
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -117,10 +139,32 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._service.draining = True
+        if self._captured:
+            _end_at_next_signal()
         log.warning("shutting down; %d requests still run", self._service.active)
         self._draining = asyncio.get_running_loop().create_task(self._drained())
 
     async def _drained(self) -> None:
-        while self._service.active and not self.should_exit:
+        while self._service.active and not self.should_exit and not self._service.failing:
             await asyncio.sleep(TICK_S)
         self.should_exit = True
+
+
+def _end_at_next_signal() -> None:
+    """Let the system end the process, whatever its threads do."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def end_threads() -> bool:
+    """Wait a little for the threads of a server that has ended; False if one hangs."""
+    deadline = time.monotonic() + END_S
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("lowbit-")]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    hanging = [thread.name for thread in left if thread.is_alive()]
+    if hanging:
+        log.error("threads that hang are left behind: %s", ", ".join(hanging))
+    return not hanging

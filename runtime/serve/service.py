@@ -12,7 +12,7 @@ from fastapi import Request
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.errors import ApiError, busy, of_lowbit, shutting_down
+from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
 from lowbit.runtime.serve.job import Ask, Job
 from lowbit.runtime.serve.mailbox import Mailbox
 from lowbit.runtime.serve.metrics import Metrics
@@ -22,6 +22,8 @@ from lowbit.runtime.serve.worker import Worker
 
 THREADS = 4  # that parse bodies, render templates and encode prompts
 READING = 32  # requests whose bodies may be read while the queue is full
+STALLED_S = 120.0  # for one step that answers wait for, with the first use of its kernels
+STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 Result = TypeVar("Result")
 
 
@@ -70,6 +72,17 @@ class Service:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def stalled(self) -> bool:
+        """True if answers have waited for one step for too long."""
+        limit = STALLED_IN_PROMPT_S if self.model.engine.in_prompt else STALLED_S
+        return self.worker.stalled_s > limit
+
+    @property
+    def failing(self) -> bool:
+        """True if no answers can be made now: the engine's thread has ended, or a step hangs."""
+        return not self.worker.alive or self.stalled
+
+    @property
     def name(self) -> str:
         """Name of the model in answers."""
         return self.settings.names[0]
@@ -116,18 +129,20 @@ class Service:
             Job(index, ask, mailbox, self.model.tokenizer, record.started)
             for index, ask in enumerate(asks)
         ]
-        for job in jobs:
-            self.worker.begin(job)
         logs = self.settings.log_prompts
         if logs:
             prompts = dict.fromkeys(ask.tokens.prompt for ask in asks)
             record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
+        for job in jobs:  # last: what fails before leaves nothing running
+            self.worker.begin(job)
         return Answers(request, jobs, mailbox, record, self.settings.request_timeout_s, logs)
 
     def check_open(self, answers: int) -> None:
         """Refuse new answers where the server cannot make them; errors as in `begin`."""
-        if self.draining or not self.worker.alive:
+        if self.draining:
             raise shutting_down()
+        if self.failing:
+            raise failing()
         rows = self.model.cache.sequences
         waiting = self.worker.open + answers - rows
         if waiting > self.settings.queue and self.worker.open:

@@ -1,22 +1,30 @@
 """The one thread that runs the engine's steps while anybody waits for an answer."""
 
 import asyncio
+import contextlib
 import logging
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from queue import Empty, SimpleQueue
 
-from lowbit.formats.errors import LowbitError, ResourceError
+from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
 
 log = logging.getLogger("lowbit.serve")
+RETRY_S = 1.0  # until a step is tried again that failed without any request
+STOP_S = 10.0  # for the step under way, when the server ends
 
 
 class Worker:
     """Runs jobs together and tells the event loop what each step brought.
+
+    An exception, of any type, ends the jobs that it concerns with an error, and is logged.
 
     Attributes:
         loop: of the server.
@@ -33,6 +41,8 @@ class Worker:
         self._running: list[Job] = []
         self._outbox: deque[tuple[Job, Update]] = deque()
         self._waking = False  # the event loop has been told, and has not looked yet
+        self._turned = time.monotonic()  # when the thread last began a turn, or to wait for a job
+        self._over = False  # the thread takes no more jobs; belongs to the event loop
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self) -> None:
@@ -40,29 +50,52 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread behind the step that it runs; answers that are not complete are lost."""
+        """End the thread behind the step that it runs; answers that are not complete are lost.
+
+        A thread that hangs is left behind after `STOP_S` seconds.
+        """
         self._asked.put(None)
-        self._thread.join()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.error("the engine's thread hangs; it is left behind%s", self.place())
 
     @property
     def alive(self) -> bool:
-        """True while answers can be made."""
-        return self._thread.is_alive()
+        """True while the thread takes jobs."""
+        return self._thread.is_alive() and not self._over
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which a step has run that answers wait for; 0 where nobody waits."""
+        return time.monotonic() - self._turned if self.open else 0.0
 
     def begin(self, job: Job) -> None:
         """Take up a job, on the event loop."""
+        if self._over:
+            job.mailbox.put(Update(job.index, [], [], error=_gone()))
+            return
+        if not self.open:
+            self._turned = time.monotonic()
         self.open += 1
         self._asked.put(job)
 
     def _run(self) -> None:
-        while self._admit():
-            if self._running:
-                self._step()
-                self._collect()
-                self._wake()
-                if not self._running and self.error is None:
-                    self._step()  # gives back what a stop string has cancelled; nobody waits
+        try:
+            while self._admit():
+                if self._running:
+                    running = len(self._running)
+                    self._step()
+                    self._collect()
+                    if self.error is not None and len(self._running) == running:
+                        self._fail(self.error)  # or the same step fails for ever
+                    self._wake()
+                    if not self._running:
+                        self._step()  # gives back what has been cancelled or lost; nobody waits
+        except BaseException:
+            log.exception("the engine's thread has ended")
         self._wake()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._end)
 
     def _admit(self) -> bool:
         """Hand new jobs to the engine, waiting for one if there is nothing to do.
@@ -74,9 +107,15 @@ class Worker:
             if not self._running:
                 self._wake()
             try:
-                job = self._asked.get(block=not self._running)
+                wait_s = None if self.error is None else RETRY_S
+                job = self._asked.get(block=not self._running, timeout=wait_s)
             except Empty:
-                return True
+                self._turned = time.monotonic()
+                if self._running:
+                    return True
+                self._step()  # which may have come right
+                continue
+            self._turned = time.monotonic()
             if job is None:
                 return False
             self._submit(job)
@@ -90,47 +129,67 @@ class Worker:
         except LowbitError as error:
             self._post(job, Update(job.index, [], [], error=error))
             return
+        except BaseException as error:
+            log.exception("a request could not be begun")
+            self._post(job, Update(job.index, [], [], error=_of_bug(error)))
+            return
         if job.cancelled:  # meanwhile
             job.handle.cancel()
         self._running.append(job)
 
     def _step(self) -> None:
-        """Run a step; one that fails ends all jobs."""
+        """Run a step; the engine ends the requests of one that fails."""
         try:
             self._engine.step()
             self.error = None
-        except (LowbitError, RuntimeError, MemoryError, OSError, ValueError, TypeError) as error:
-            log.exception("a step failed")
-            self.error = explained(error) or ResourceError("the engine failed", hint="see the log")
-            for job in self._running:
-                job.cancel()
-                self._post(job, Update(job.index, [], [], error=self.error))
-            self._running.clear()
+        except BaseException as error:
+            if self._running or self.error is None:
+                log.exception("a step failed")
+            self.error = explained(error) or _of_bug(error)
+
+    def _fail(self, error: LowbitError) -> None:
+        """End all jobs."""
+        for job in self._running:
+            job.cancel()
+            self._post(job, Update(job.index, [], [], error=error))
+        self._running.clear()
 
     def _collect(self) -> None:
         """Post what the step brought."""
         done = False
         for job in self._running:
+            update = self._news(job)
+            if update is not None:
+                self._post(job, update)
+                done |= update.last
+        if done:
+            self._running = [job for job in self._running if job.handle is not None]
+
+    def _news(self, job: Job) -> Update | None:
+        """The news of a job, which are counted."""
+        try:
             before, last_at = job.count, job.last_at
             update = job.collect()
             if job.count != before:
                 self._metrics.count_tokens(job, before, last_at)
-            if update is None:
-                if job.cancelled:
-                    update = Update(job.index, [], [], error=_left())
-                else:
-                    continue
-            self._post(job, update)
-            done |= update.last
-        if done:
-            self._running = [job for job in self._running if job.handle is not None]
+            if update is None and job.cancelled:
+                update = Update(job.index, [], [], error=_left())
+            if update is not None and update.last and job.handle is not None:
+                found = job.handle.speculation
+                if found is not None:
+                    self._metrics.count_drafts(found)
+            return update
+        except BaseException as error:
+            log.exception("an answer could not be made")
+            job.cancel()
+            return Update(job.index, [], [], error=_of_bug(error))
 
     def _post(self, job: Job, update: Update) -> None:
         """Keep an update for the event loop until `_wake`."""
+        cause = None if update.error is None else update.error.__cause__
+        if cause is not None and explained(cause) is None:  # a bug, such as in a mask
+            log.error("an answer failed", exc_info=cause)
         if update.last:
-            found = None if job.handle is None else job.handle.speculation
-            if found is not None:
-                self._metrics.count_drafts(found)
             job.handle = None
         self._outbox.append((job, update))
 
@@ -149,8 +208,38 @@ class Worker:
         while self._outbox:
             job, update = self._outbox.popleft()
             self.open -= update.last
-            job.mailbox.put(update)
+            try:
+                job.mailbox.put(update)
+            except Exception:
+                log.exception("news of an answer were lost")
+                job.cancel()
+
+    def _end(self) -> None:
+        """Fail the jobs that are left when the thread has ended, on the event loop."""
+        self._over = True
+        left = self._running
+        while not self._asked.empty():
+            job = self._asked.get()
+            left += () if job is None else (job,)
+        for job in left:
+            job.cancel()
+            self._outbox.append((job, Update(job.index, [], [], error=_gone())))
+        self._running = []
+        self._deliver()
+
+    def place(self) -> str:
+        """The line that the thread runs, as a traceback shows it."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "\n" + "".join(traceback.format_stack(frame)).rstrip()
 
 
 def _left() -> LowbitError:
     return LowbitError("nobody waits for the answer")
+
+
+def _gone() -> LowbitError:
+    return LowbitError("the engine has ended", hint="see the log")
+
+
+def _of_bug(error: BaseException) -> LowbitError:
+    return LowbitError(f"the engine failed: {type(error).__name__}", hint="see the log")

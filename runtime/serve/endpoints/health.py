@@ -14,9 +14,9 @@ router = APIRouter(tags=["server"])
 
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
-    """200 while answers can be made, 503 else."""
+    """200 while answers can be made, 503 else: a step failed or hangs, or the server ends."""
     service = service_of(request)
-    failed = service.draining or not service.worker.alive or service.worker.error is not None
+    failed = service.draining or service.failing or service.worker.error is not None
     status = "draining" if service.draining else "failed" if failed else "ok"
     content = {
         "status": status,

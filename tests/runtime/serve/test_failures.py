@@ -1,0 +1,256 @@
+"""Bugs behind the server, one in each place: the request has an error, the log its traceback."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx2
+import pytest
+
+from lowbit.formats.errors import LowbitError
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.handle import Handle
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.serve import service
+from lowbit.runtime.serve.chat_events import ChatEvents
+from lowbit.runtime.serve.job import Job, Update
+from lowbit.runtime.serve.mailbox import Mailbox
+from lowbit.runtime.serve.metrics import Metrics
+from lowbit.runtime.serve.server import Server
+from lowbit.runtime.serve.worker import Worker
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tool_calls import AnswerSplitter
+from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
+
+ASK = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "Once"}],
+    "max_tokens": 4,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+# The process of a server whose engine's thread hangs in its first step.
+HANGS = """
+import sys
+from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.engine import Engine
+def hang(*_):
+    print("hangs", file=sys.stderr, flush=True)
+    while True:
+        pass
+Engine._step = hang
+main(sys.argv[1:])
+"""
+
+
+class PanicError(BaseException):
+    """As libraries in Rust raise it."""
+
+
+def bug(*_: Any, **__: Any) -> Any:
+    raise IndexError("a bug")
+
+
+def panic(*_: Any, **__: Any) -> Any:
+    raise PanicError("a panic")
+
+
+def ask(server: Running, **changes: Any) -> httpx2.Response:
+    return httpx2.post(f"{server.url}/v1/chat/completions", json={**ASK, **changes}, timeout=30)
+
+
+def healthy(server: Running) -> bool:
+    return bool(httpx2.get(f"{server.url}/health").json()["status"] == "ok")
+
+
+@pytest.mark.parametrize("fails", [bug, panic], ids=["exception", "panic"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (Engine, "submit"),
+        (Engine, "step"),
+        (Room, "open"),
+        (Runner, "chunk"),
+        (Runner, "decode"),
+        (Runner, "read"),
+        (Job, "_push"),
+        (AnswerSplitter, "push"),
+        (Metrics, "count_tokens"),
+        (Tokenizer, "encode"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_bug_ends_its_request_alone(
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    method: str,
+    fails: Callable[..., Any],
+) -> None:
+    expected = ask(server).json()["choices"]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, fails)
+        failed = ask(server)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["type"] == "server_error"
+    assert f"in {fails.__name__}" in caplog.text  # a traceback
+    until(lambda: healthy(server))
+    assert ask(server).json()["choices"] == expected
+    assert server.service.worker.open == 0
+
+
+def test_a_bug_while_an_answer_is_written_ends_its_request_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatEvents, "write", bug)
+        with pytest.raises(httpx2.RemoteProtocolError):
+            ask(server, stream=True, max_tokens=500)
+    assert "in bug" in caplog.text
+    until(lambda: server.service.worker.open == 0)
+    assert ask(server).status_code == 200
+
+
+def test_requests_that_wait_outlive_a_step_that_fails(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    decode: Any = Runner.decode
+    left = [1]
+
+    def fails_once(*arguments: Any) -> Any:
+        if left[0]:
+            left[0] = 0
+            begun.set()
+            assert go.wait(30)
+            raise IndexError("a bug")
+        return decode(*arguments)
+
+    expected = ask(server).json()["choices"]
+    monkeypatch.setattr(Runner, "decode", fails_once)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, server)
+        assert begun.wait(30)
+        second = pool.submit(ask, server)
+        until(lambda: server.service.worker.open == 2)
+        go.set()
+        assert first.result().status_code == 500
+        assert second.result().json()["choices"] == expected
+
+
+def test_news_that_cannot_be_handed_out_keep_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Mailbox):
+        def put(self, update: Update) -> None:
+            bug()
+
+    worker = Worker.__new__(Worker)
+    worker.open, worker._waking = 2, True
+    jobs = [SimpleNamespace(mailbox=box, cancel=lambda: None) for box in (Broken(), Mailbox())]
+    update = Update(0, [], [], error=LowbitError("over"))
+    worker._outbox = deque((cast(Job, job), update) for job in jobs)
+    worker._deliver()
+    assert worker.open == 0
+    assert "in bug" in caplog.text
+    assert asyncio.run(jobs[1].mailbox.take()) == [update]
+
+
+def test_drafts_that_cannot_be_counted_end_their_request(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(model) as found:
+        monkeypatch.setattr(Handle, "speculation", property(bug))
+        assert ask(found).status_code == 500
+        assert "in bug" in caplog.text
+
+
+def test_the_end_of_the_thread_ends_requests_and_server(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(model) as ending:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "_collect", bug)
+            failed = ask(ending)
+        assert failed.status_code == 500
+        assert "the engine has ended" in failed.json()["error"]["message"]
+        assert "in bug" in caplog.text
+        assert not ending.service.worker.alive
+        until(lambda: "the server ends" in caplog.text)
+
+
+def test_after_the_end_of_the_thread_nothing_hangs(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "on_tick", lambda *_: asyncio.sleep(0.1, result=False))
+    with running(model) as dead:
+        dead.service.worker._asked.put(None)
+        until(lambda: not dead.service.worker.alive)
+        health = httpx2.get(f"{dead.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        refused = ask(dead)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        late = Mailbox()
+        job: Any = SimpleNamespace(index=0, mailbox=late)
+        dead.service.worker.begin(job)
+        assert late._updates[0].error is not None
+        dead.server.should_exit = True
+        monkeypatch.undo()
+
+
+def test_health_fails_while_a_step_hangs(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = threading.Event()
+    step: Any = Engine._step
+
+    def hang(engine: Engine) -> bool:
+        assert go.wait(30)
+        found: bool = step(engine)
+        return found
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Engine, "_step", hang)
+        patch.setattr(service, "STALLED_S", 0.01)
+        assert healthy(server)  # nobody waits
+        asked = pool.submit(ask, server)
+        until(lambda: not healthy(server))
+        until(lambda: "hangs" in caplog.text)
+        assert "in hang" in caplog.text
+        refused = ask(server)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
+        go.set()
+        assert asked.result().status_code == 200
+    until(lambda: healthy(server))
+
+
+def test_two_signals_end_a_server_that_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, "serve", str(BUNDLED), "--port", "0", "--device", "cpu"]
+    body = {"model": BUNDLED.name, "prompt": "Once"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stderr is not None
+    with process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            url = next(m[0] for line in lines if (m := re.search(r"http://127\S+", line)))
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(httpx2.post, f"{url}/v1/completions", json=body)
+                assert any("hangs" in line for line in lines)
+                process.send_signal(signal.SIGINT)
+                assert any("shutting down" in line for line in lines)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(20) == -signal.SIGTERM
+                assert "Traceback" not in process.stderr.read()
+                assert asked.exception() is not None
+        finally:
+            process.kill()
