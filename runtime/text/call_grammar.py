@@ -13,10 +13,17 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.text.grammar import MOST_BYTES
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
-from lowbit.runtime.text.typed_values import choices_of, resolve
+from lowbit.runtime.text.typed_values import resolve
+from lowbit.runtime.text.xml_values import END, Leaf, Steps, UnheldError, terminal_of
 
-CLOSE_VALUE = "\n</parameter>\n"
-TEXT = r"/(?s:.*)<\/parameter>/"  # up to the first closing tag
+CLOSE_TAG = "\n</parameter>"
+CLOSE_VALUE = CLOSE_TAG + "\n"
+NO_TAG = r"~/(?s:.*)<\/parameter>(?s:.+)/"  # no closing tag but at the end
+# Keywords of all arguments together; alternatives, too.
+OF_WHOLE = (
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
+    *("dependentSchemas", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
+)
 DEFINITIONS = ("$defs", "definitions")
 # The JSON of Qwen's templates: a space behind `:` and `,`, no line breaks.
 NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -105,8 +112,9 @@ def _rules_of_calls(form: CallForm, tools: Sequence[Tool]) -> Iterator[str]:
     """The rule `any_call`, and those that it needs."""
     yield r"BLANK: /[ \n]{0,4}/"
     yield "any_call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+    steps = Steps()
     for index, tool in enumerate(tools):
-        yield from _json_call(index, tool) if form == "json" else _xml_call(index, tool)
+        yield from _json_call(index, tool) if form == "json" else _xml_call(index, tool, steps)
 
 
 def _mark(tag: str, tokenizer: Tokenizer) -> str:
@@ -121,9 +129,11 @@ def _json_call(index: int, tool: Tool) -> Iterator[str]:
     yield f"arguments_{index}: {_json(schema, tool)}"
 
 
-def _xml_call(index: int, tool: Tool) -> Iterator[str]:
+def _xml_call(index: int, tool: Tool, steps: Steps) -> Iterator[str]:
     """Tags of the parameters in the order of the schema; those that are not required may lack."""
     schema = _resolved(tool.schema)
+    if tool.strict:
+        _check_strict(schema, tool)
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         properties, required = {}, []
@@ -132,30 +142,73 @@ def _xml_call(index: int, tool: Tool) -> Iterator[str]:
     for number, name in enumerate(names):
         needed = isinstance(required, list) and name in required
         parts.append(f"value_{index}_{number}{'' if needed else '?'}")
-    if not isinstance(schema.get("properties"), Mapping) and _is_open(schema):
+    is_free = not isinstance(schema.get("properties"), Mapping) and _is_open(schema)
+    if is_free:
         parts.append(f"any_{index}*")
-        yield rf'any_{index}: "<parameter=" /[^>\n]+/ ">\n" any_{index}_text "\n"'
-        yield f"any_{index}_text[lazy]: {TEXT}"
     begin, end = json.dumps(f"<function={tool.name}>\n"), json.dumps("</function>")
     yield f"call_{index}: {' '.join((begin, *parts, end))}"
+    if is_free:
+        more = schema.get("additionalProperties", True)
+        yield from _value(
+            f"any_{index}", r'"<parameter=" /[^>\n]+/ ">\n"', "any", more, tool, steps
+        )
     for number, name in enumerate(names):
-        yield from _value(f"value_{index}_{number}", name, properties[name], tool)
+        begin = json.dumps(f"<parameter={name}>\n")
+        rule = f"value_{index}_{number}"
+        yield from _value(rule, begin, name, properties[name], tool, steps)
 
 
-def _value(rule: str, name: str, schema: Any, tool: Tool) -> Iterator[str]:
-    """A parameter: free text if it may be a string, else JSON."""
-    begin = json.dumps(f"<parameter={name}>\n")
+def _value(
+    rule: str, begin: str, name: str, schema: Any, tool: Tool, steps: Steps
+) -> Iterator[str]:
+    """A parameter: text if it may be a string, else JSON.
+
+    Raises:
+        RequestError: a keyword of a strict tool that cannot be held.
+    """
     types = tool.types.of(schema)
-    choices = choices_of(schema) if isinstance(schema, Mapping) else []
-    if choices and all(isinstance(choice, str) for choice in choices):
-        texts = " | ".join(json.dumps(choice + CLOSE_VALUE) for choice in choices)
-        yield f"{rule}: {begin} ({texts})"
-    elif not types or "string" in types:
-        yield rf'{rule}: {begin} {rule}_text "\n"'
-        yield f"{rule}_text[lazy]: {TEXT}"
-    else:
+    held: tuple[str, list[Leaf]] | None = None
+    try:
+        if not types or "string" in types:
+            held = terminal_of(schema, tool.types, steps)
+    except UnheldError as error:
+        if tool.strict:
+            raise _unheld(tool, f"`{name}`", error.keyword) from None
+        held = f"/(?s:.*){END}/", []
+    if held is None:
         yield f"{rule}: {begin} {rule}_json {json.dumps(CLOSE_VALUE)}"
         yield f"{rule}_json: {_json(schema, tool)}"
+        return
+    text, inner = held
+    kinds = f"({rule}_text | {rule}_json {json.dumps(CLOSE_TAG)})" if inner else f"{rule}_text"
+    yield rf'{rule}: {begin} {kinds} "\n"'
+    yield f"{rule}_text[lazy]: ({text}) & {NO_TAG}"
+    if inner:
+        yield f"{rule}_json: {_json({'anyOf': inner}, tool)}"
+
+
+def _check_strict(schema: Mapping[str, Any], tool: Tool) -> None:
+    """Refuse a strict tool whose arguments as a whole have limits that tags cannot hold.
+
+    Raises:
+        RequestError: names the tool and the keyword.
+    """
+    for keyword in OF_WHOLE:
+        if keyword in schema:
+            raise _unheld(tool, "the arguments", keyword)
+    properties, required = schema.get("properties"), schema.get("required")
+    known = properties if isinstance(properties, Mapping) else {}
+    for name in required if isinstance(required, list) else ():
+        if not (isinstance(name, str) and name in known and _fits_tag(name)):
+            raise _unheld(tool, f"`{name!s:.80}`", "required")
+
+
+def _unheld(tool: Tool, where: str, keyword: str) -> RequestError:
+    return RequestError(
+        f"tool `{tool.name}`: {where} has `{keyword}`, which `strict` cannot hold in this model's "
+        "form of calls",
+        hint="leave out the keyword, or `strict`",
+    )
 
 
 def _json(schema: Mapping[str, Any], tool: Tool) -> str:
