@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command(
     short_help="Score a model on tasks.",
     epilog="""\b
-    Examples (pip install 'lowbit[evaluate]' first):
+    Examples (pip install '.[evaluate]' in the clone first):
       lowbit-run evaluate qwen3-8b-int4 --tasks gsm8k --limit 100
       lowbit-run evaluate qwen3-8b-int4 --tasks hellaswag,arc_easy --json
     """,

@@ -23,7 +23,7 @@ from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.evaluate.harness import Progress, language_model
 
-HINT = "pip install 'lowbit[evaluate]'"
+HINT = "pip install '.[evaluate]' in the clone of lowbit"
 SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, few-shot examples
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime.text.tokenizer import Tokenizer
 
-HINT = "pip install 'lowbit[serve]'"
+HINT = "pip install '.[serve]' in the clone of lowbit"
 MOST_BYTES = 256 << 10  # of a schema, a regular expression or a grammar
 MOST_WORD = 4096  # bytes of a text that an answer must have; the time for a mask grows with them
 MOST_LEVELS = 64  # of objects and lists inside each other in a schema
