@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.serve.settings import ServeSettings
     from lowbit.runtime.speculation.modes import Mode
 
+HINT = "pip install '.[serve]' in the clone of lowbit"
 PORT = 8000
 QUEUE = 64
 TIMEOUT_S = 600.0
@@ -40,7 +41,7 @@ MOST_QUEUE = 65_536
 @click.command(
     short_help="Serve the model over HTTP.",
     epilog="""\b
-    Examples (pip install 'lowbit[serve]' first):
+    Examples (pip install '.[serve]' in the clone first):
       lowbit-run serve qwen3-8b-int4
       LOWBIT_API_KEY=... lowbit-run serve qwen3-8b-int4 --host 0.0.0.0
       curl localhost:8000/v1/models
@@ -145,8 +146,7 @@ def serve(
     A request takes a row of the batch as soon as one is free. Ctrl-C lets running requests finish;
     pressed twice, it does not.
     """
-    if api_key is not None and (not api_key or not api_key.isascii()):
-        raise click.UsageError("--api-key is empty or has characters that no header can hold.")
+    _check_key(api_key)
     try:
         from lowbit.runtime.serve.settings import ServeSettings, check_exposure
     except ModuleNotFoundError as error:
@@ -170,6 +170,16 @@ def serve(
         _run(settings, lambda: load_model(*loaded, *drafts, allow_control_tokens))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
+
+
+def _check_key(key: str | None) -> None:
+    """Refuse a key that no header can show as it is: servers drop blanks around a value."""
+    if key is None or (key and key.isascii() and key.isprintable() and key == key.strip()):
+        return
+    raise click.UsageError(
+        "--api-key is empty, or has line ends, blanks around it or characters that no header "
+        "can hold."
+    )
 
 
 def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
@@ -204,4 +214,4 @@ def _missing(error: ModuleNotFoundError) -> LowbitError:
     """The error for a server's library that is not installed; other modules are a bug."""
     if (error.name or "").split(".")[0] not in ("fastapi", "prometheus_client", "uvicorn"):
         raise error
-    return ResourceError(f"`{error.name}` is not installed", hint="pip install 'lowbit[serve]'")
+    return ResourceError(f"`{error.name}` is not installed", hint=HINT)

@@ -136,7 +136,7 @@ class Outermost:
 
         service.active += 1
         try:
-            check_access(path, scope["headers"], service.settings)
+            check_access(path, scope["headers"], scope["http_version"], service.settings)
             if scope["method"] == "POST":
                 service.check_crowd()
             await self._app(scope, receive, noting)

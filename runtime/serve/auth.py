@@ -1,49 +1,92 @@
 """Access to the server: for holders of the key, or, without one, programs of this machine."""
 
 import hmac
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.settings import LOOPBACK, ServeSettings
 
-Headers = Iterable[tuple[bytes, bytes]]  # names in lower case
+Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
 OPEN_PATHS = frozenset({"/", "/health"})
 OPEN_FOLDER = "/page/"  # of the page at `/`, which asks for the key
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][\s/?#@:,\\]+)(:[0-9]*)?", re.IGNORECASE)
 
 
-def check_access(path: str, headers: Headers, settings: ServeSettings) -> None:
-    """Refuse a request that may not use the server.
+def host_of(headers: Headers, version: str) -> str:
+    """The name by which a client knows the server, in lower case and without the port.
+
+    Args:
+        headers: of the request.
+        version: of HTTP; clients of 1.0 need not name a host.
 
     Raises:
-        ApiError: 401 or 403.
+        ApiError: 400, for no name, several, or one that is none.
     """
+    found = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    if not found and version == "1.0":
+        return LOOPBACK[0]
+    if len(found) != 1:
+        raise ApiError(400, f"the request has {len(found)} `Host` headers, expected one")
+    match = HOST.fullmatch(found[0])
+    if match is None:
+        raise ApiError(400, f"`{found[0][:80]}` is no name of a host")
+    return match[1].strip("[]").lower()
+
+
+def check_access(path: str, headers: Headers, version: str, settings: ServeSettings) -> None:
+    """Refuse a request that may not use the server.
+
+    Args:
+        path: that is asked for.
+        headers: of the request.
+        version: of HTTP.
+        settings: of the server.
+
+    Raises:
+        ApiError: 400, 401 or 403.
+    """
+    host = host_of(headers, version)
     if settings.api_key is not None:
         check_key(path, headers, settings.api_key.encode())
     elif not settings.no_auth:
-        check_local(headers, settings.cors_origins)
+        check_local(host, headers, settings.cors_origins)
 
 
-def check_local(headers: Headers, origins: Iterable[str]) -> None:
+def check_local(host: str, headers: Headers, origins: Iterable[str]) -> None:
     """Refuse what a page of another site sends: a browser carries it to this machine's servers.
 
     Args:
+        host: that the client asks for.
         headers: of the request.
         origins: of pages that may use the server all the same.
 
     Raises:
         ApiError: 403, for another origin, or a name that another site gave to this machine.
     """
-    found = dict(headers)
-    host = urlsplit("//" + found.get(b"host", b"localhost").decode("latin-1")).hostname
     if host not in LOOPBACK:
         raise ApiError(403, f"the server has no name `{host}`; give it a key, or say --no-auth")
-    origin = found.get(b"origin", b"").decode("latin-1")
-    if not origin or origin in origins or "*" in origins:
-        return
-    if urlsplit(origin).netloc != found.get(b"host", b"").decode("latin-1"):
-        raise ApiError(403, f"pages of `{origin}` may not use the server; see --cors-origin")
+    own = dict(headers).get(b"host", b"").decode("latin-1")
+    for name, value in headers:
+        if name != b"origin":
+            continue
+        origin = value.decode("latin-1")
+        if origin in origins or "*" in origins or not origin:
+            continue
+        if _place_of(origin) != own:
+            raise ApiError(
+                403, f"pages of `{origin[:80]}` may not use the server; see --cors-origin"
+            )
+
+
+def _place_of(origin: str) -> str | None:
+    """Host and port of an origin; None if it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def check_key(path: str, headers: Headers, key: bytes) -> None:

@@ -1,5 +1,6 @@
 """Requests that are refused: by the name of the field, with OpenAI's error object."""
 
+import socket
 from typing import Any
 
 import httpx2
@@ -113,6 +114,28 @@ def test_pages_of_other_sites_are_refused(server: Running) -> None:
     with running(server.model, no_auth=True) as found:
         headers = {"Host": "models.example", "Origin": "https://other.example"}
         assert httpx2.get(f"{found.url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"Host: [\r\n", 400),
+        (b"Host: localhost\r\nHost: evil.example\r\n", 400),
+        (b"Host: localhost\r\nHost: localhost\r\n", 400),
+        (b"Host: evil@localhost\r\n", 400),
+        (b"Host: \xbd\r\n", 403),
+        (b"Host:\r\n", 400),
+        (b"", 400),
+        (b"Host: [::1]:80\r\n", 200),
+        (b"Host: LOCALHOST:80\r\n", 200),
+        (b"Host: localhost\r\nOrigin: http://[\r\n", 403),
+        (b"Host: localhost\r\nOrigin: http://evil\r\nOrigin: http://localhost\r\n", 403),
+    ],
+)
+def test_hosts_and_origins_that_are_none(server: Running, lines: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + lines + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 %d" % status)
 
 
 def test_origins_are_named(server: Running) -> None:

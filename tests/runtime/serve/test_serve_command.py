@@ -45,6 +45,9 @@ def test_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     [
         (("--host", "0.0.0.0"), 1, "no API key"),
         (("--api-key", ""), 2, "empty"),
+        (("--api-key", "  "), 2, "blanks"),
+        (("--api-key", "sesame\n"), 2, "line ends"),
+        (("--api-key", "ses\tame"), 2, "characters"),
         (("--host", "203.0.113.1", "--no-auth"), 1, "cannot listen"),
     ],
 )
