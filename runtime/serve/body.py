@@ -99,10 +99,17 @@ def _too_large() -> ApiError:
 
 
 def _plainest(error: ValidationError) -> Any:
-    """The error that says most: of several for one field, the deepest one, or one of our own."""
-    found = error.errors(include_url=False, include_context=False)
+    """The error that says most: of several for one field, the deepest, ours, or the furthest."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
     alike = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
-    return max(alike, key=lambda each: (len(each["loc"]), each["type"] == "value_error"))
+    return max(alike, key=_weight)
+
+
+def _weight(error: Any) -> tuple[int, bool, list[int]]:
+    """The order in which the errors for a field say more."""
+    place = error["loc"]
+    items = [step for step in place if isinstance(step, int)]
+    return len(place), error["type"] == "value_error", items
 
 
 def _explained(error: Any, content: Any) -> ApiError:

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lowbit.runtime.serve.limits import MOST_MESSAGES
-from lowbit.runtime.serve.schemas.common import Body, SamplingBody, Text
+from lowbit.runtime.serve.limits import MOST_CALLS, MOST_MESSAGES
+from lowbit.runtime.serve.schemas.common import Body, Hints, SamplingBody, Text
 from lowbit.runtime.serve.schemas.formats import FormatFields
+from lowbit.runtime.serve.schemas.neutral import NEUTRAL, TURNS
 from lowbit.runtime.serve.schemas.tools import ChatTools, NamedChoice, ToolCall
 
 Tokens = Annotated[int, Field(ge=0)]
@@ -28,6 +29,9 @@ class UserMessage(Body):
     name: str | None = None
 
 
+Calls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)]
+
+
 class AssistantMessage(Body):
     """A turn of the model, as responses hold it."""
 
@@ -40,7 +44,7 @@ class AssistantMessage(Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Calls | None = None
     annotations: Any = None
     provider_specific_fields: Any = None
 
@@ -58,6 +62,8 @@ Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+
 
 class ChatBody(SamplingBody, FormatFields):
     """The whole body."""
@@ -67,9 +73,11 @@ class ChatBody(SamplingBody, FormatFields):
             *("user", "metadata", "store", "service_tier", "safety_identifier"),
             *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
             *("prediction", "cache_salt", "verbosity"),
+            *Hints.HARMLESS,
         }
     )
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -81,7 +89,7 @@ class ChatBody(SamplingBody, FormatFields):
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None

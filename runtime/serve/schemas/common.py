@@ -1,21 +1,66 @@
 """Fields that several bodies share."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
-from lowbit.runtime.serve.limits import MOST_CHOICES, MOST_STOP_CHARACTERS, MOST_STOPS
+from lowbit.runtime.serve.limits import (
+    MOST_CHOICES,
+    MOST_IDS,
+    MOST_PARTS,
+    MOST_STOP_CHARACTERS,
+    MOST_STOPS,
+)
 
 
 class Body(BaseModel):
     """An object whose fields are all known, and of the types that JSON gives them.
 
+    Every list names its longest length and `fail_fast`: an invalid body costs no more than a valid
+    one.
+
     Attributes:
         HARMLESS: fields that are taken and change nothing; the log names them.
+        NEUTRAL: values by field that mean the same as leaving the field out, as null always does.
+        KNOWN: names of all fields in JSON.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    KNOWN: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Collect the names of the fields."""
+        cls.KNOWN = frozenset(each.alias or name for name, each in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, value: object) -> object:
+        """Drop fields that say nothing, and all unknown ones but the first, which is refused."""
+        if not isinstance(value, dict):
+            return value
+        keys = value.keys()
+        if keys <= cls.KNOWN and cls.NEUTRAL.keys().isdisjoint(keys):
+            return value
+        kept: dict[Any, Any] = {}
+        unknown = False
+        for name, each in value.items():
+            known = name in cls.KNOWN
+            if (each is None and not known) or _is_one_of(each, cls.NEUTRAL.get(name, ())):
+                continue
+            if known or not unknown:
+                kept[name] = each
+            unknown |= not known
+        return kept
 
     def ignored(self) -> list[str]:
         """Harmless fields that were given a value."""
@@ -27,6 +72,13 @@ class Body(BaseModel):
         return self.model_dump(exclude_none=True, exclude=set(self.HARMLESS), by_alias=True)
 
 
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """True for a neutral value; 1 is 1.0, and neither is true."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+    )
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
@@ -34,7 +86,20 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)]
+StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
+Stops = Annotated[StopList, BeforeValidator(_as_list)]
+
+
+def _numbers(value: object) -> object:
+    """Refuse the first value that is no number; pydantic would list them all."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(each, bool) or not isinstance(each, int | float):
+                raise ValueError(f"the bias of `{key[:40]}` is no number")
+    return value
+
+
+Biases = Annotated[dict[str, float], Field(max_length=MOST_IDS), BeforeValidator(_numbers)]
 
 
 class StreamOptions(Body):
@@ -45,7 +110,17 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class SamplingBody(Body):
+class Hints(Body):
+    """Fields about the server's own work, which no answer depends on."""
+
+    HARMLESS = frozenset({"cache_prompt", "keep_alive", "request_id", "ttl"})
+    cache_prompt: bool | None = None
+    keep_alive: Any = None
+    request_id: Any = None
+    ttl: Any = None
+
+
+class SamplingBody(Hints):
     """Fields by which tokens are chosen; those left out are the model's own."""
 
     model: str
@@ -61,9 +136,9 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     user: Any = None
 
@@ -82,7 +157,7 @@ def named_types(*known: str) -> BeforeValidator:
     """Name the type of a part that cannot be read, rather than what it lacks as another one."""
 
     def check(value: object) -> object:
-        for part in value if isinstance(value, list) else []:
+        for part in value[:MOST_PARTS] if isinstance(value, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in known:
                 names = ", ".join(f"`{name}`" for name in known)
@@ -92,7 +167,8 @@ def named_types(*known: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Text = Annotated[str | list[TextPart], named_types("text")]
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+Text = Annotated[str | TextParts, named_types("text")]
 
 
 def text_of(content: "str | list[TextPart] | None") -> str:

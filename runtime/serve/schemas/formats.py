@@ -8,7 +8,8 @@ from lowbit.runtime.serve.limits import MOST_GRAMMAR_CHARACTERS
 from lowbit.runtime.serve.schemas.common import Body
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=256)]
+Choice = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=256)]
 JsonSchema = dict[str, Any]
 
 

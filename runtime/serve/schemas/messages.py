@@ -4,8 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lowbit.runtime.serve.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
-from lowbit.runtime.serve.schemas.common import Body, StopString, TextPart, named_types
+from lowbit.runtime.serve.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lowbit.runtime.serve.schemas.common import (
+    Body,
+    Hints,
+    StopList,
+    TextPart,
+    TextParts,
+    named_types,
+)
+from lowbit.runtime.serve.schemas.neutral import NEUTRAL, PLAIN, TURNS
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -28,7 +36,7 @@ class ToolResult(Body):
     HARMLESS = frozenset({"cache_control", "is_error"})
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextPart], named_types("text")] | None = None
+    content: str | Annotated[TextParts, named_types("text")] | None = None
     is_error: bool | None = None
     cache_control: Any = None
 
@@ -53,8 +61,9 @@ class RedactedThinking(Body):
 Block = Annotated[
     TextPart | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")
 ]
-Blocks = Annotated[list[Block], named_types(*CONTENT_TYPES)]
-TextBlocks = Annotated[list[TextPart], named_types("text")]
+BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
+Blocks = Annotated[BlockList, named_types(*CONTENT_TYPES)]
+TextBlocks = Annotated[TextParts, named_types("text")]
 
 
 class Turn(Body):
@@ -116,27 +125,30 @@ class OutputConfig(Body):
 
 def _custom_only(value: object) -> object:
     """Name the type of a tool that runs on Anthropic's servers."""
-    for tool in value if isinstance(value, list) else []:
+    for tool in value[:MOST_TOOLS] if isinstance(value, list) else []:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             raise ValueError(f"tools of type `{kind[:40]}` are not supported, only `custom`")
     return value
 
 
-Tools = Annotated[list[CustomTool], BeforeValidator(_custom_only), Field(max_length=MOST_TOOLS)]
+ToolList = Annotated[list[CustomTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+Tools = Annotated[ToolList, BeforeValidator(_custom_only)]
 
 
-class CountBody(Body):
+class CountBody(Hints):
     """Everything that the prompt is made of."""
 
     HARMLESS = frozenset(
         {
             *("cache_control", "context_management", "diagnostics", "speed", "inference_geo"),
             *("user_profile_id", "workspace_id"),
+            *Hints.HARMLESS,
         }
     )
+    NEUTRAL = NEUTRAL | TURNS | PLAIN | {"mcp_servers": ([],)}
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
     tool_choice: Choice | None = None
@@ -156,7 +168,7 @@ class MessagesBody(CountBody):
 
     HARMLESS = CountBody.HARMLESS | {"metadata", "service_tier"}
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None

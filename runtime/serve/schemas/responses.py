@@ -4,9 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from lowbit.runtime.serve.limits import MOST_MESSAGES, MOST_TOOLS
-from lowbit.runtime.serve.schemas.common import Body, named_types
+from lowbit.runtime.serve.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lowbit.runtime.serve.schemas.common import Body, Hints, named_types
 from lowbit.runtime.serve.schemas.formats import JsonObjectFormat, TextFormat
+from lowbit.runtime.serve.schemas.neutral import NEUTRAL, PLAIN, TURNS
 
 PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -30,7 +31,8 @@ class Refusal(Body):
 
 
 AnyPart = Annotated[Part | Refusal, Field(discriminator="type")]
-Content = str | Annotated[list[AnyPart], named_types(*PARTS)]
+PartList = Annotated[list[AnyPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+Content = str | Annotated[PartList, named_types(*PARTS)]
 
 
 class MessageItem(Body):
@@ -78,13 +80,16 @@ class ReasoningText(Body):
     text: str
 
 
+ReasoningTexts = Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MOST_PARTS)]
+
+
 class ReasoningItem(Body):
     """Reasoning of an earlier turn."""
 
     HARMLESS = frozenset({"id", "status", "encrypted_content", "summary"})
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: ReasoningTexts | None = None
+    content: ReasoningTexts | None = None
     id: Any = None
     status: Any = None
     encrypted_content: Any = None
@@ -107,9 +112,10 @@ TaggedItem = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_type_of),
 ]
-Items = Annotated[
-    list[TaggedItem], named_types(*ITEMS), Field(min_length=1, max_length=MOST_MESSAGES)
+ItemList = Annotated[
+    list[TaggedItem], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
 ]
+Items = Annotated[ItemList, named_types(*ITEMS)]
 
 
 class FunctionTool(Body):
@@ -124,6 +130,9 @@ class FunctionTool(Body):
     defer_loading: Any = None
     allowed_callers: Any = None
     output_schema: Any = None
+
+
+FunctionTools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class FunctionChoice(Body):
@@ -175,7 +184,7 @@ class ResponsesStreamOptions(Body):
 Includes = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Hints):
     """The whole body; nothing is stored, so nothing of an earlier response can be named."""
 
     HARMLESS = frozenset(
@@ -183,8 +192,10 @@ class ResponsesBody(Body):
             *("user", "metadata", "store", "service_tier", "safety_identifier", "background"),
             *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
             *("max_tool_calls", "truncation", "stream_options", "client_metadata"),
+            *Hints.HARMLESS,
         }
     )
+    NEUTRAL = NEUTRAL | TURNS | PLAIN
     model: str
     input: str | Items
     instructions: str | None = None
@@ -194,10 +205,8 @@ class ResponsesBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Includes] | None = None
-    tools: (
-        Annotated[list[FunctionTool], named_types("function"), Field(max_length=MOST_TOOLS)] | None
-    ) = None
+    include: Annotated[list[Includes], Field(fail_fast=True, max_length=16)] | None = None
+    tools: Annotated[FunctionTools, named_types("function")] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -4,18 +4,20 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from lowbit.runtime.serve.limits import MOST_MESSAGES
-from lowbit.runtime.serve.schemas.chat import Message
+from lowbit.runtime.serve.limits import MOST_IDS
+from lowbit.runtime.serve.schemas.chat import Messages
 from lowbit.runtime.serve.schemas.common import Body
+from lowbit.runtime.serve.schemas.neutral import NEUTRAL
 from lowbit.runtime.serve.schemas.tools import ChatTools
 
 
 class TokenizeBody(Body):
     """A text, or messages that the chat template makes one."""
 
+    NEUTRAL = NEUTRAL | {"continue_final_message": (False,)}
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -29,8 +31,11 @@ class TokenizeBody(Body):
         return self
 
 
+TokenId = Annotated[int, Field(ge=0)]
+
+
 class DetokenizeBody(Body):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]

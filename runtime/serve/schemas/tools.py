@@ -26,7 +26,7 @@ class ChatTool(Body):
     cache_control: Any = None
 
 
-ChatTools = Annotated[list[ChatTool], Field(max_length=MOST_TOOLS)]
+ChatTools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
 
 
 class FunctionName(Body):

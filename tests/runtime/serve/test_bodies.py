@@ -1,0 +1,137 @@
+"""Bodies as schemas see them: what costs more when it is wrong, and what says nothing."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pydantic_core
+import pytest
+
+from lowbit.runtime.serve.app import BODIES
+from lowbit.runtime.serve.body import parse
+from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.schemas.chat import ChatBody
+from lowbit.runtime.serve.schemas.common import Body
+from lowbit.runtime.serve.schemas.completions import CompletionBody
+from lowbit.runtime.serve.schemas.messages import MessagesBody
+from lowbit.runtime.serve.schemas.responses import ResponsesBody
+from lowbit.runtime.serve.schemas.tokens import DetokenizeBody
+
+TURN = {"role": "user", "content": "Hi"}
+CHAT = {"model": "m", "messages": [TURN]}
+LEAST: dict[type[Body], dict[str, Any]] = {
+    ChatBody: CHAT,
+    CompletionBody: {"model": "m", "prompt": "Hi"},
+    ResponsesBody: {"model": "m", "input": "Hi"},
+    MessagesBody: {**CHAT, "max_tokens": 1},
+}
+
+
+def parsed(schema: type[Body], **changes: object) -> Body:
+    return parse(json.dumps(LEAST.get(schema, {}) | changes).encode(), schema)
+
+
+def schemas_of(node: object, kind: str) -> Iterator[dict[str, Any]]:
+    """Parts of a core schema of one type."""
+    if isinstance(node, dict):
+        if node.get("type") == kind:
+            yield node
+        for each in node.values():
+            yield from schemas_of(each, kind)
+    elif isinstance(node, list | tuple):
+        for each in node:
+            yield from schemas_of(each, kind)
+
+
+@pytest.mark.parametrize("schema", BODIES)
+def test_lists_are_bounded_and_end_at_their_first_error(schema: type[Body]) -> None:
+    core = schema.__pydantic_core_schema__
+    for each in schemas_of(core, "list"):
+        assert each.get("fail_fast"), each
+        assert each.get("max_length"), each
+    for each in schemas_of(core, "dict"):
+        assert each["values_schema"]["type"] == "any" or each.get("max_length"), each
+    for each in schemas_of(core, "function-after"):  # a length that is looked at behind the items
+        assert "max_length" not in str(each["function"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "change"),
+    [
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 3000}]}),
+        (ChatBody, {"logit_bias": {str(id): "x" for id in range(3000)}}),
+        (ChatBody, {"stop": [1] * 3000}),
+        (ChatBody, {f"unknown{number}": 1 for number in range(3000)}),
+        (ChatBody, {"messages": [{**TURN, **{f"u{number}": 1 for number in range(3000)}}]}),
+        (CompletionBody, {"prompt": [None] * 3000}),
+        (CompletionBody, {"prompt": [[1] * 3000 + ["x"]]}),
+        (ResponsesBody, {"input": [{}] * 3000}),
+        (MessagesBody, {"messages": [{"role": "user", "content": [{}] * 3000}]}),
+        (DetokenizeBody, {"tokens": ["x"] * 3000}),
+    ],
+)
+def test_few_errors_are_collected(
+    schema: type[Body], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    plainest = "lowbit.runtime.serve.body._plainest"
+
+    def count(error: pydantic_core.ValidationError) -> Any:
+        counts.append(error.error_count())
+        return error.errors()[0]
+
+    monkeypatch.setattr(plainest, count)
+    with pytest.raises(ApiError):
+        parsed(schema, **change)
+    assert counts[0] < 10
+
+
+def test_the_error_of_the_form_that_fits_best_is_shown() -> None:
+    with pytest.raises(ApiError, match="integer") as error:
+        parsed(CompletionBody, prompt=[1, 2, "x"])
+    assert error.value.param == "prompt[2]"
+
+
+SILENT: list[tuple[str, object, object]] = [
+    ("best_of", 1, 2),
+    ("min_tokens", 0, 1),
+    ("skip_special_tokens", True, False),
+    ("web_search_options", None, {}),
+    ("use_beam_search", False, True),
+    ("length_penalty", 1.0, 2),
+    ("bad_words", [], ["x"]),
+    ("typical_p", 1, 0.5),
+    ("mirostat", 0, 1),
+    ("id_slot", -1, 0),
+    ("logit_bias", [], [1]),
+    ("n", 1, "1"),
+]
+
+
+@pytest.mark.parametrize("schema", LEAST)
+@pytest.mark.parametrize(("name", "neutral", "meant"), SILENT)
+def test_neutral_values_are_taken_and_others_refused(
+    schema: type[Body], name: str, neutral: object, meant: object
+) -> None:
+    assert parsed(schema, **{name: neutral}).ignored() in ([], [name])
+    with pytest.raises(ApiError) as error:
+        parsed(schema, **{name: meant})
+    assert str(error.value.param).startswith(name)
+
+
+@pytest.mark.parametrize("schema", LEAST)
+@pytest.mark.parametrize(("name", "value"), [("keep_alive", "5m"), ("cache_prompt", True)])
+def test_hints_are_ignored_by_name(schema: type[Body], name: str, value: object) -> None:
+    assert parsed(schema, **{name: value}).ignored() == [name]
+
+
+def test_what_chats_do_anyway_may_be_said() -> None:
+    said = {"echo": False, "add_generation_prompt": True, "continue_final_message": False}
+    found = parsed(ChatBody, **said, max_tokens=-1, messages=[{**TURN, "tool_calls": None}])
+    assert isinstance(found, ChatBody)
+    assert found.max_tokens is None
+    for name in said:
+        with pytest.raises(ApiError, match=f"`{name}` is not supported"):
+            parsed(ChatBody, **{name: not said[name]})
+    with pytest.raises(ApiError, match="is not supported"):
+        parsed(ChatBody, min_tokens=False)  # not 0
