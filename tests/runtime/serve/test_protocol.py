@@ -1,0 +1,139 @@
+"""Connections at the edges of HTTP: trailers, upgrades, requests in a row, closed halves."""
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from lowbit.runtime.serve.limits import MOST_HEAD_BYTES
+from tests.runtime.serve.conftest import NAME, Running, running, until
+from tests.runtime.serve.test_load import LONG, busy
+
+BODY = json.dumps({"model": NAME, "prompt": "Hi", "max_tokens": 2}).encode()
+WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def head(**headers: str) -> bytes:
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(
+        ["POST /v1/completions HTTP/1.1", "Host: localhost", *lines, "", ""]
+    ).encode()
+
+
+def whole(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return head(Content_Length=str(len(data))) + data
+
+
+def connected(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def answer(connection: socket.socket) -> bytes:
+    """Everything until the server closes the connection, by a reset too."""
+    data = b""
+    try:
+        while part := connection.recv(1 << 16):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+CHUNKED = head(Transfer_Encoding="chunked")
+MANY = b"a: b\r\n" * (MOST_HEAD_BYTES // 6 + 4000)
+ENDLESS = b"a: " + b"b" * (MOST_HEAD_BYTES + 20_000)
+
+
+@pytest.mark.parametrize("trailers", [MANY, ENDLESS], ids=["many", "endless"])
+def test_trailers_are_bounded(server: Running, trailers: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n" + trailers)
+        assert answer(connection).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("trailers", [MANY, ENDLESS], ids=["many", "endless"])
+def test_trailers_are_bounded_behind_an_answer(server: Running, trailers: bytes) -> None:
+    with running(server.model, api_key="sesame") as locked, connected(locked) as connection:
+        connection.sendall(CHUNKED + b"0\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        connection.sendall(trailers)
+        assert b"HTTP/1.1" not in answer(connection)
+
+
+def test_few_trailers_are_taken_and_no_headers(server: Running) -> None:
+    with connected(server) as connection:
+        connection.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\nHost: evil\r\n\r\n" % (len(BODY), BODY))
+        connection.sendall(WHOLE)
+        connection.shutdown(socket.SHUT_WR)
+        assert answer(connection).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_wishes_for_another_protocol_are_ignored(server: Running, protocol: str) -> None:
+    wish = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": protocol, "HTTP2_Settings": "AAE"}
+    with connected(server) as connection:
+        connection.sendall(head(**wish, Content_Length=str(len(BODY))))
+        connection.sendall(BODY + WHOLE)
+        connection.shutdown(socket.SHUT_WR)
+        data = answer(connection)
+    assert data.count(b"HTTP/1.1 200 OK") == 2
+    assert b'"text_completion"' in data
+
+
+def test_no_proxy(server: Running) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer(connection).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_ends_its_half_gets_its_answer(server: Running, stream: bool) -> None:
+    with connected(server) as connection:
+        connection.sendall(whole({**LONG, "max_tokens": 80, "stream": stream}))
+        connection.shutdown(socket.SHUT_WR)
+        data = answer(connection)
+    assert b"HTTP/1.1 200 OK" in data
+    assert b'"finish_reason":"length"' in data
+
+
+def test_half_a_request_is_none(server: Running) -> None:
+    with connected(server) as connection:
+        connection.sendall(head(Content_Length="100") + b"{")
+        connection.shutdown(socket.SHUT_WR)
+        assert answer(connection) == b""
+    until(lambda: server.service.active == 0)
+
+
+@pytest.mark.parametrize("behind", [WHOLE, WHOLE * 9000], ids=["one", "many"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_behind_another_request(
+    server: Running, stream: bool, behind: bytes
+) -> None:
+    connection = connected(server)
+    connection.sendall(whole({**LONG, "stream": stream}))
+    until(lambda: busy(server) == 1)
+    connection.sendall(behind)
+    before = server.service.metrics.finished["abort"]
+    connection.close()
+    until(lambda: busy(server) == 0)
+    until(lambda: server.service.metrics.finished["abort"] == before + 1)
+
+
+def test_requests_in_a_row_are_answered_in_order(server: Running) -> None:
+    count = 3000  # more than is held while the first is answered
+    with connected(server) as connection:
+        connection.sendall(whole({**LONG, "stream": False, "max_tokens": 20}) + WHOLE * count)
+        connection.shutdown(socket.SHUT_WR)
+        data = answer(connection)
+    assert data.count(b"HTTP/1.1 200 OK") == 1 + count
+    assert data.index(b"text_completion") < data.index(b'"status":"ok"')
+
+
+def test_garbage_behind_a_request_waits_for_its_answer(server: Running) -> None:
+    with connected(server) as connection:
+        connection.sendall(whole({**LONG, "max_tokens": 20}) + b"\x00nonsense\r\n\r\n")
+        data = answer(connection)
+    assert b"[DONE]" in data
+    assert b"HTTP/1.1 400" not in data
