@@ -172,6 +172,9 @@ class CallReader:
 
     An opening tag that begins no call is text, and calls are looked for behind it again, until
     MOST_FAILURES texts between tags have been no calls: each takes time for the whole of it.
+
+    So that a stream has the calls of the whole answer, calls are looked for in a begun call that
+    breaks, too, and one whose pieces turn out to be another call is given once more as a whole.
     """
 
     form: CallForm
@@ -179,7 +182,10 @@ class CallReader:
     in_pieces: bool = False
     _partial: PartialCall | None = None  # the call that may be begun
     _held: str = ""  # text that is not certain; behind the opening tag while inside a call
+    _given: int = 0  # length of the held text that a broken call has given
+    _tag: str = ""  # the opening tag of what may be a call, as far as it is not given
     _inside: bool = False
+    _behind: bool = False  # behind a call, or blank text behind one
     _searched: int = 0  # length of the held text that has no other closing tag
     _failures: int = 0
 
@@ -201,14 +207,24 @@ class CallReader:
                 yield found
 
     def _text_before_tag(self, final: bool) -> str:
-        before, tag, after = self._held.partition(OPEN_CALL)
+        before, tag, _ = self._held.partition(OPEN_CALL)
         if tag:
-            self._held, self._inside, self._searched = after, True, 0
+            text, self._tag = self._take(len(before)), self._take(len(tag))
+            self._inside, self._searched = True, 0
             self._partial = PIECES[self.form](self.tools) if self.in_pieces else None
-            return before
-        certain = len(before) - (0 if final else longest_overlap(before, (OPEN_CALL,)))
-        self._held = before[certain:]
-        return before[:certain]
+            return text
+        if final and self._behind and OPEN_CALL.startswith(before.strip()):
+            self._held = ""  # another call, cut within its tag
+            return ""
+        text = self._take(len(before) - (0 if final else longest_overlap(before, (OPEN_CALL,))))
+        self._behind = self._behind and not text.strip()
+        return text
+
+    def _take(self, length: int) -> str:
+        """The beginning of the held text, which ends here, without what has been given of it."""
+        text, self._held = self._held[self._given : length], self._held[length:]
+        self._given = max(0, self._given - length)
+        return text
 
     def _pieces(self) -> Iterator[Part]:
         """Parts of a call that are certain before its closing tag."""
@@ -244,31 +260,27 @@ class CallReader:
 
     def _complete(self, call: Call, end: int) -> Part:
         """A call that ends at `end`, or what has not been given of it."""
-        body, partial = self._held[:end], self._partial
-        if partial is not None and partial.name is not None:
-            piece = partial.finish(body, call)
-            if piece is None:
-                self._failures += 1
-                return self._tag_as_text()
-            found: Part = CallPiece(piece, last=True)
-        else:
-            found = call
-        self._held, self._inside = self._held[end + len(CLOSE_CALL) :], False
+        found: Part = call
+        if self._partial is not None and self._partial.name is not None:
+            piece = self._partial.finish(self._held[:end], call)
+            if piece is not None:
+                found = CallPiece(piece, last=True)
+        self._take(end + len(CLOSE_CALL))
+        self._inside, self._behind = False, True
         return found
 
     def _tag_as_text(self) -> str:
         """The tag of what is no call; of a begun call, nothing, and what is left becomes text."""
-        self._inside = False
+        self._inside = self._behind = False
         if self._partial is None or self._partial.name is None:
-            return OPEN_CALL
-        self._held = self._held[self._partial.sent :]
+            return self._tag
+        self._given = max(self._given, self._partial.sent)
         return ""
 
     def _all_as_text(self) -> str:
         """All that is held, in which no call can be found any more."""
         tag = self._tag_as_text() if self._inside else ""
-        text, self._held = tag + self._held, ""
-        return text
+        return tag + self._take(len(self._held))
 
 
 @dataclass(slots=True)

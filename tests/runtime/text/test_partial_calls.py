@@ -14,7 +14,8 @@ from tests.runtime.text.calls import F1, FORMS, G1, PARTS, XF1, XG1, xml_value
 
 TAG = "</tool_call>"
 ODD = F1.replace("}}", "}}}")
-TWO_NAMES = '}, "name": "g"}\n</tool_call>'
+NESTED = '<tool_call>{"name": "f", "arguments": {"x": "' + F1  # the first is never closed
+GIVEN = r'{"x": "<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n'  # of it
 TAGS = ["</tool_call>", "<tool_call>", "</parameter>", "<parameter=n>", "<parameter=x>"]
 
 
@@ -121,7 +122,10 @@ def fragment(event: Event) -> str:
         ("json", changed(F1, '"1"', "1e999") + G1, "}}\n</tool_call>", ['{"x": 1e999', "{}"]),
         ("json", changed(F1, '"1"', "[1}") + G1, "}}\n</tool_call>", ['{"x": [1}', "{}"]),
         ("json", changed(F1, '"1"', '"1') + G1, "</tool_call>", [r'{"x": "1}}\n', "{}"]),
-        ("json", changed(F1, '"1"}', '"1"}, "name": "g"'), TWO_NAMES, ['{"x": "1"']),
+        # a complete call comes as a whole where its pieces have been another, or part of another
+        ("json", changed(F1, '"1"}', '"1"}, "name": "g"'), "", ['{"x": "1"', '{"x": "1"}']),
+        ("json", NESTED, "", [GIVEN, '{"x": "1"}']),
+        ("json", NESTED + "a" + G1, "a", [GIVEN, '{"x": "1"}', "{}"]),
         ("xml", changed(XF1, "\n</parameter>", "") + XG1, TAG, [r'{"x": "1\n</function>', "{}"]),
         (
             "xml",
@@ -152,18 +156,33 @@ cuts = st.lists(st.integers(0, 10**6), max_size=12)
 @pytest.mark.parametrize("form", FORMS)
 @given(
     text=st.lists(st.sampled_from(PARTS + TAGS), max_size=14).map("".join),
+    thought=st.sampled_from(["", "hm", " a\n", F1, "é<tool_call>"]),
     places=cuts,
     stop=st.booleans(),
+    parallel=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
-def test_no_split_changes_anything(
-    form: CallForm, text: str, places: list[int], stop: bool
+@settings(max_examples=200, deadline=None)
+def test_a_stream_in_any_pieces_has_the_calls_of_the_whole_answer(
+    form: CallForm, text: str, thought: str, places: list[int], stop: bool, parallel: bool
 ) -> None:
-    stops = ("END", "a5") if stop else ()
+    options: dict[str, Any] = {"stops": ("END", "a5") if stop else (), "parallel": parallel}
+    reasoning = [b"<think>", *cut(thought.encode(), places), b"</think>"] if thought else []
     data = text.encode()
-    found = parsed(cut(data, places), form, stops=stops, in_pieces=True)
-    assert found == parsed([data] if data else [], form, stops=stops, in_pieces=True)
-    if all(is_object(arguments) for _, arguments in found.calls):
-        whole = parsed([data] if data else [], form, stops=stops)
+    whole = parsed([*reasoning, *([data] if data else [])], form, **options)
+    assert parsed([*reasoning, *cut(data, places)], form, **options) == whole
+    found = parsed([*reasoning, *cut(data, places)], form, in_pieces=True, **options)
+    assert found.reasoning == whole.reasoning == thought.strip()
+    at_once = [*reasoning, *([data] if data else [])]
+    assert found == parsed(at_once, form, in_pieces=True, **options)
+    complete = [is_object(arguments) for _, arguments in found.calls]
+    if not stop:  # a stop string may have been given as part of a broken call
+        assert complete_calls(found) == values(whole)
+    if all(complete):
         assert values(found) == values(whole)
         assert (found.content, found.stopped) == (whole.content, whole.stopped)
+
+
+def complete_calls(found: Parsed) -> list[tuple[str, Any]]:
+    return [
+        (name, json.loads(arguments)) for name, arguments in found.calls if is_object(arguments)
+    ]

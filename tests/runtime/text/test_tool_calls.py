@@ -42,6 +42,10 @@ def everywhere(text: str, form: CallForm | None, **options: Any) -> Parsed:
         ("Łet.\n" + F1 + "\nmid\n" + G1 + " after \n", "Łet.\n\nmid\n after", (F, G)),
         (F1 + "\n\nafter", "after", (F,)),
         ("\n" + F1 + "\n", "", (F,)),
+        (F1 + "\n<tool_", "", (F,)),  # another call that was cut
+        (F1 + "\n<", "", (F,)),
+        (F1 + " a <tool_", "a <tool_", (F,)),
+        (F1 + "\n<tool>", "<tool>", (F,)),
         ("no call \n", "no call \n", ()),
         ("", "", ()),
         # tags that begin no call
