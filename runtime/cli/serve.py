@@ -1,6 +1,7 @@
 """`lowbit-run serve`."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -204,6 +205,7 @@ def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
         )
         Server(build_app(service), service, lambda: note(f"http://{host}:{port}")).run([taken])
     if not end_threads():
+        logging.shutdown()
         sys.stderr.flush()
         os._exit(1)  # the interpreter would wait for them
     if not service.draining:

@@ -114,8 +114,4 @@ class Answers:
             raise of_lowbit(update.error)
         if update.end is not None:
             self._unfinished -= 1
-            record.reasons.append(update.end.reason)
-            record.cached_tokens += update.end.cached_tokens
-            record.new_tokens += update.end.new_tokens
-            if update.end.speculation is not None:
-                record.drafts.add(update.end.speculation)
+            record.add_end(update.end)

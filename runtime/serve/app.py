@@ -28,7 +28,7 @@ from lowbit.runtime.serve.endpoints import (
 )
 from lowbit.runtime.serve.errors import ApiError, internal, of_lowbit
 from lowbit.runtime.serve.openapi import with_schemas
-from lowbit.runtime.serve.record import Record
+from lowbit.runtime.serve.record import Record, record_of
 from lowbit.runtime.serve.schemas.chat import ChatBody
 from lowbit.runtime.serve.schemas.completions import CompletionBody
 from lowbit.runtime.serve.schemas.messages import CountBody, MessagesBody
@@ -97,18 +97,24 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """An exception that an endpoint expects, as the API writes errors."""
-    path = request.scope["path"]
-    if isinstance(error, ApiError):
-        return error.response(path)
-    if isinstance(error, LowbitError):
-        return of_lowbit(error).response(path)
-    if isinstance(error, HTTPException):
-        method = f"{request.method} {path}"
-        message = f"{method}: {error.detail}" if isinstance(error.detail, str) else method
-        return ApiError(error.status_code, message, headers=error.headers or {}).response(path)
     if isinstance(error, ClientLeftError):
         return Response(status_code=CLIENT_LEFT)
-    return ApiError(400, str(error)).response(path)
+    shown = _shown(request, error)
+    record_of(request).error = shown.message
+    return shown.response(request.scope["path"])
+
+
+def _shown(request: Request, error: Exception) -> ApiError:
+    """The error that the client sees."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LowbitError):
+        return of_lowbit(error)
+    if isinstance(error, HTTPException):
+        method = f"{request.method} {request.scope['path']}"
+        message = f"{method}: {error.detail}" if isinstance(error.detail, str) else method
+        return ApiError(error.status_code, message, headers=error.headers or {})
+    return ApiError(400, str(error))
 
 
 class Outermost:
@@ -141,6 +147,7 @@ class Outermost:
                 service.check_crowd()
             await self._app(scope, receive, noting)
         except ApiError as error:
+            record.error = error.message
             await error.response(path)(scope, receive, noting)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise

@@ -70,6 +70,9 @@ class End:
         reasoning_tokens: of them, those before the answer.
         calls: of tools, those that are complete.
         speculation: drafts; None where speculation is off.
+        first_tokens: tokens that the first step brought.
+        first_at: time of the first step's end.
+        last_at: time of the last token.
     """
 
     reason: StopReason
@@ -79,6 +82,9 @@ class End:
     reasoning_tokens: int = 0
     calls: int = 0
     speculation: Speculated | None = None
+    first_tokens: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
 
     @property
     def chat_reason(self) -> str:
@@ -152,6 +158,8 @@ class Job:
     _reasoning: bool = field(init=False)
     _reasoning_tokens: int = 0
     _updated: bool = False  # there has been news
+    _first_tokens: int = 0  # of the first step
+    _first_at: float = 0.0
 
     def __post_init__(self) -> None:
         """Nothing has been made yet."""
@@ -182,10 +190,11 @@ class Job:
         events: list[Event] = []
         tokens: list[AnswerToken] = []
         prompt = () if self._updated else handle.prompt_log_probabilities
+        first = self.count == 0
         update = partial(Update, self.index, events, tokens, handle.reused, prompt)
         try:
             for id in handle.poll():
-                end = self._push(id, events, tokens)
+                end = self._push(id, events, tokens, first)
                 if end is not None:
                     handle.cancel()
                     return update(end)
@@ -198,10 +207,14 @@ class Job:
         self._updated = True
         return update()
 
-    def _push(self, id: int, events: list[Event], tokens: list[AnswerToken]) -> End | None:
-        """Take a token; the end if it is the last."""
+    def _push(
+        self, id: int, events: list[Event], tokens: list[AnswerToken], first: bool
+    ) -> End | None:
+        """Take a token, of the first step or a later one; the end if it is the last."""
         self.count += 1
         self.last_at = time.perf_counter()
+        if first:
+            self._first_tokens, self._first_at = self.count, self.last_at
         if id in self.ask.tokens.stop_ids:
             return self._finish("stop", events)
         if self.ask.tokens.sampling.logprobs is not None and self.handle is not None:
@@ -230,4 +243,7 @@ class Job:
             reasoning_tokens=self._reasoning_tokens,
             calls=self._splitter.calls,
             speculation=None if self.handle is None else self.handle.speculation,
+            first_tokens=self._first_tokens,
+            first_at=self._first_at,
+            last_at=self.last_at,
         )

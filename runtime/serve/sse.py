@@ -62,6 +62,7 @@ class EventStream(Response):
                 except ApiError as error:
                     if not self._begun:
                         raise
+                    answers.record.error = error.message
                     data = self._writer.fail(error)
                 await self._send(send, data, more=False)
 

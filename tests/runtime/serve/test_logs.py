@@ -1,0 +1,80 @@
+"""The log: lines that say why, speeds that are ones, and a pipe that nobody reads."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from lowbit.runtime.serve.job import End
+from lowbit.runtime.serve.logs import MOST_WAITING_BYTES, Line, ThreadedHandler
+from lowbit.runtime.serve.record import MOST_ERROR_CHARACTERS, Record
+from tests.runtime.serve.conftest import NAME, Running, until
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    found = logging.Logger("test")
+    yield found
+    found.handlers.clear()
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody(logger: logging.Logger) -> None:
+    reader, writer = os.pipe()
+    handler = ThreadedHandler(writer)
+    handler.setFormatter(Line())
+    logger.addHandler(handler)
+    line = "x" * 1000
+    count = 2 * MOST_WAITING_BYTES // len(line)
+
+    def log() -> None:
+        for _ in range(count):
+            logger.info(line)
+
+    busy = threading.Thread(target=log, daemon=True)
+    busy.start()
+    busy.join(20)
+    assert not busy.is_alive()
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.readline().endswith(line.encode() + b"\n")
+        while handler._bytes > MOST_WAITING_BYTES // 2:
+            pipe.readline()
+        logger.info("the last")
+        lines = iter(pipe.readline, b"")
+        dropped = next(each for each in lines if b"dropped" in each)
+        assert int(dropped.split()[0]) > count // 4
+        assert b"the last" in next(lines)
+        handler.flush()
+    logger.info("nobody")  # the reader is gone
+    handler.flush()
+    os.close(writer)
+
+
+def test_speeds_count_tokens_behind_the_first_step() -> None:
+    record = Record(started=100.0, prompt_tokens=1)
+    record.first_token_s = 2.0  # the text came with the last token
+    record.add_end(End("stop", new_tokens=11, first_tokens=1, first_at=100.5, last_at=101.5))
+    assert "first token 500.0 ms, 10 tok/s" in record.line("POST", "/", 200)
+    whole = Record(started=100.0, prompt_tokens=1)
+    whole.add_end(End("stop", new_tokens=3, first_tokens=3, first_at=100.5, last_at=100.500001))
+    assert "tok/s" not in whole.line("POST", "/", 200)
+
+
+def test_refusals_are_logged_with_their_reason(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{server.url}/v1/completions"
+    with caplog.at_level(logging.INFO, "lowbit.serve"):
+        httpx2.post(url, json={"model": NAME, "prompt": "Hi", "mood": 1})
+        httpx2.post(url, json={"model": "y\n" * 5000, "prompt": "Hi"})
+        httpx2.get(f"{server.url}/nowhere")
+        httpx2.get(url, headers={"Host": "evil.example"})
+        until(lambda: len(caplog.messages) == 4)
+    mood, model, nowhere, host = caplog.messages
+    assert mood.endswith("`mood` is not supported")
+    assert len(model) < MOST_ERROR_CHARACTERS + 100
+    assert "\n" not in Line().format(caplog.records[1])
+    assert "Not Found" in nowhere
+    assert "`evil.example`" in host
