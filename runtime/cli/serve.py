@@ -187,7 +187,7 @@ def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
     """Listen, load the model and serve until the end."""
     from lowbit.runtime.serve.app import build_app
     from lowbit.runtime.serve.logs import set_up_logs
-    from lowbit.runtime.serve.server import Server, end_threads, listen
+    from lowbit.runtime.serve.server import Server, allow_connections, end_threads, listen
     from lowbit.runtime.serve.service import Service
 
     taken = listen(settings.host, settings.port)  # before a minute is spent on loading
@@ -196,6 +196,7 @@ def _run(settings: "ServeSettings", load: "Callable[[], Model]") -> None:
         gc.collect()
         gc.freeze()  # a full collection takes 0.2 s to look through libraries, beside all streams
         set_up_logs()
+        allow_connections()
         service = Service(model, settings)
         port = taken.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.serve.answers import ClientLeftError
+from lowbit.runtime.serve.crowd import Crowd
 from lowbit.runtime.serve.errors import ApiError, invalid, unsupported
 from lowbit.runtime.serve.limits import (
     BODY_TIMEOUT_S,
@@ -23,18 +24,21 @@ from lowbit.runtime.serve.limits import (
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-async def read_body(request: Request, schema: type[Schema], executor: Executor) -> Schema:
+async def read_body(
+    request: Request, schema: type[Schema], executor: Executor, crowd: Crowd
+) -> Schema:
     """The body of a request.
 
     Args:
         request: whose body has not been read.
         schema: that it must have.
         executor: parses long bodies.
+        crowd: of all requests whose bodies are being read.
 
     Raises:
         ApiError: too long or too slow a body, no JSON, or another schema.
     """
-    raw = await _read(request)
+    raw = await _read(request, crowd)
     if len(raw) <= THREAD_BODY_BYTES:
         return parse(raw, schema)
     loop = asyncio.get_running_loop()
@@ -55,7 +59,7 @@ def parse(raw: bytes, schema: type[Schema]) -> Schema:
         raise _explained(_plainest(error), content) from None
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, crowd: Crowd) -> bytes:
     """The whole body; limits hold while it is read, whatever the headers say."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MOST_READ_BYTES:
@@ -65,7 +69,7 @@ async def _read(request: Request) -> bytes:
     while more:
         left = BODY_TIMEOUT_S + size / LEAST_BODY_RATE - (time.perf_counter() - began)
         try:
-            async with asyncio.timeout(min(left, BODY_TIMEOUT_S)):
+            async with crowd.wait(min(left, BODY_TIMEOUT_S)):
                 message = await request.receive()
         except TimeoutError:
             raise _too_slow() from None

@@ -63,7 +63,7 @@ async def open_conversation(
         ApiError: a request that cannot be served, or not now.
     """
     service = service_of(request)
-    body = await read_body(request, schema, service.executor)
+    body = await read_body(request, schema, service.executor, service.crowd)
     service.check_model(body.model)
     record = record_of(request)
     record.ignored, record.stream = body.ignored(), bool(body.stream)

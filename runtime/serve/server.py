@@ -22,12 +22,25 @@ from lowbit.runtime.serve.service import Service
 log = logging.getLogger("lowbit.serve")
 BACKLOG = 512
 KEEP_ALIVE_S = 75
+MOST_FILES = 8192  # that the process may have open, if the system lets it
 TICK_S = 0.02
 END_S = 2.0  # for threads that prepare prompts, when the server ends
 # After so long a busy thread leaves the interpreter to one that waits: an event beside it took
 # 0.8 ms, and 5.5 with Python's own 5 ms.
 SWITCH_S = 5e-4
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def allow_connections() -> None:
+    """Let the process hold many connections; shells often begin with 1,024 files."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:

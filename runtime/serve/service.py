@@ -12,6 +12,7 @@ from fastapi import Request
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Answers
+from lowbit.runtime.serve.crowd import Crowd
 from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
 from lowbit.runtime.serve.job import Ask, Job
 from lowbit.runtime.serve.mailbox import Mailbox
@@ -21,7 +22,7 @@ from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.worker import Worker
 
 THREADS = 4  # that parse bodies, render templates and encode prompts
-READING = 32  # requests whose bodies may be read while the queue is full
+READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 STALLED_S = 120.0  # for one step that answers wait for, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 Result = TypeVar("Result")
@@ -40,6 +41,7 @@ class Service:
         draining: running requests may end, new ones are refused.
         active: requests whose answers are being made or sent.
         executor: for work that would hold up the event loop.
+        crowd: requests whose bodies have not come.
     """
 
     model: Model
@@ -52,6 +54,8 @@ class Service:
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
     )
+
+    crowd: Crowd = field(default_factory=lambda: Crowd(READING))
 
     @property
     def worker(self) -> Worker:
@@ -157,10 +161,15 @@ class Service:
     def check_crowd(self) -> None:
         """Refuse a request before its body is read where too many have not been answered.
 
+        Those whose bodies have not come do not count: they give way, see `Crowd`.
+
         Raises:
             ApiError: 429.
         """
-        if self.active > self.model.cache.sequences + self.settings.queue + READING:
+        if (
+            self.active - len(self.crowd)
+            > self.model.cache.sequences + self.settings.queue + READING
+        ):
             raise busy(1)
 
     def _retry_after(self, waiting: int) -> int:

@@ -36,7 +36,7 @@ router = APIRouter(route_class=DirectRoute)
 async def create(request: Request) -> Response:
     """Continue texts, or token ids, as they are."""
     service = service_of(request)
-    body = await read_body(request, CompletionBody, service.executor)
+    body = await read_body(request, CompletionBody, service.executor, service.crowd)
     service.check_model(body.model)
     record = record_of(request)
     record.ignored, record.stream = body.ignored(), bool(body.stream)

@@ -69,7 +69,7 @@ async def create(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt."""
     service = service_of(request)
-    body = await read_body(request, CountBody, service.executor)
+    body = await read_body(request, CountBody, service.executor, service.crowd)
     service.check_model(body.model)
     record_of(request).ignored = body.ignored()
     model = service.model

@@ -21,7 +21,7 @@ router = APIRouter()
 async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     service = service_of(request)
-    body = await read_body(request, TokenizeBody, service.executor)
+    body = await read_body(request, TokenizeBody, service.executor, service.crowd)
     service.check_model(body.model)
     ids = await service.in_thread(lambda: _encode(service.model, body))
     found: dict[str, Any] = {
@@ -48,7 +48,7 @@ def _encode(model: Model, body: TokenizeBody) -> list[int]:
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of token ids, names of special tokens included."""
     service = service_of(request)
-    body = await read_body(request, DetokenizeBody, service.executor)
+    body = await read_body(request, DetokenizeBody, service.executor, service.crowd)
     service.check_model(body.model)
     tokenizer = service.model.tokenizer
     if max(body.tokens, default=0) >= tokenizer.vocabulary:

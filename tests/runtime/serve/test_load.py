@@ -1,6 +1,7 @@
 """Queue, disconnects, slow readers, limits of time, shutdown, metrics."""
 
 import json
+import resource
 import socket
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from lowbit.runtime.engine.load import load_of
 from lowbit.runtime.serve import sse
+from lowbit.runtime.serve.server import MOST_FILES, allow_connections
+from lowbit.runtime.serve.service import READING
 from tests.runtime.serve.conftest import NAME, SEQUENCES, Running, running, until
 
 LONG: dict[str, Any] = {
@@ -107,16 +110,41 @@ def test_a_full_queue_says_when_to_come_again(server: Running) -> None:
         assert refused.status_code == 400
 
 
-def test_a_crowd_is_refused_before_its_bodies_are_read(server: Running) -> None:
+def test_begun_bodies_give_way_to_others(server: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
     with running(server.model, queue=0) as small:
-        crowd = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(40)]
+        crowd = [socket.create_connection(("127.0.0.1", small.port)) for _ in range(READING + 8)]
         for connection in crowd:
             connection.sendall(head)
-        until(lambda: small.service.metrics.responses["other", 429] >= 4)
+        responses = small.service.metrics.responses
+        until(lambda: responses["/v1/completions", 408] == 8)
+        assert len(small.service.crowd) == READING
+        body = {**LONG, "max_tokens": 1, "stream": False}
+        for _ in range(3):  # whole bodies take nobody's place
+            with raw_request(small, body) as connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        assert responses["/v1/completions", 408] == 8
+        assert crowd[0].recv(100).startswith(b"HTTP/1.1 408")
+        small.service.active += 100
+        refused = httpx2.post(f"{small.url}/v1/completions", json=body)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        small.service.active -= 100
         for connection in crowd:
             connection.close()
         until(lambda: small.service.active == 0)
+
+
+def test_many_connections_are_allowed() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = min(soft, hard, 1024) if hard != resource.RLIM_INFINITY else 1024
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (
+            MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_requests_have_an_end(server: Running) -> None:
