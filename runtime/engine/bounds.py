@@ -7,9 +7,14 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
-from lowbit.runtime.text.reasoning import OPEN, Begin
+from lowbit.runtime.text.reasoning import CLOSE, OPEN, Begin
 from lowbit.runtime.text.strict_calls import StrictCalls
-from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
+from lowbit.runtime.text.thinking import (
+    ThinkingConstraint,
+    ThinkingTokens,
+    shows_thinking,
+    thinking_tokens,
+)
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 
@@ -42,9 +47,16 @@ class Bounds:
     @cached_property
     def thinking(self) -> ThinkingTokens | None:
         """Tokens around the reasoning; None for a model without."""
-        if self._template is None or OPEN not in self._template.source:
+        if self._template is None:
+            return None
+        if OPEN not in self._template.source and CLOSE not in self._template.source:
             return None
         return thinking_tokens(self._tokenizer, self._template, self._vocabulary, self._stop_ids)
+
+    @cached_property
+    def _shows_thinking(self) -> bool:
+        """Tell if answers may begin with reasoning although a grammar holds their start."""
+        return self._template is not None and shows_thinking(self._template)
 
     def constraint(
         self,
@@ -70,8 +82,12 @@ class Bounds:
         tokens = None if begin == "raw" else self.thinking
         if tokens is None or (budget is None and then is None):
             return then
-        if begin == "answer" and self._after(ids, tokens.close) is not None:
-            return then  # the prompt has ended the reasoning
+        held = then is not None and then.unbound == 0
+        if begin == "answer" and (
+            self._after(ids, tokens.close) is not None  # the prompt has ended the reasoning
+            or (held and not self._shows_thinking)
+        ):
+            return then
         opened = self._after(ids, tokens.open) if begin == "reasoning" else None
         return ThinkingConstraint(begin, tokens, budget, then, opened or b"")
 

@@ -93,6 +93,26 @@ def _closing(template: ChatTemplate | None) -> str:
     return between if known else USUAL
 
 
+def shows_thinking(template: ChatTemplate) -> bool:
+    """Tell if a template has a place for reasoning: it writes it, takes it out, or begins it.
+
+    One that only writes an empty block where thinking is switched off has none: its model may
+    answer at once. A template that cannot be asked has a place if it names the tags.
+    """
+    if OPEN not in template.source and CLOSE not in template.source:
+        return False
+    user = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": ANSWER}
+    block = f"{OPEN}\n{THOUGHT}\n{CLOSE}\n\n{ANSWER}"
+    try:
+        written = template.render([user, {**answer, "reasoning_content": THOUGHT}], answer=False)
+        kept = template.render([user, {**answer, "content": block}, user], answer=False)
+        begun = template.render([user])
+    except RequestError:
+        return True
+    return THOUGHT in written or block not in kept or begun.rstrip().endswith(OPEN)
+
+
 class ThinkingConstraint:
     """Ends the reasoning of one output, and leaves the answer to another constraint."""
 
