@@ -14,12 +14,11 @@ from lowbit.runtime.serve.schemas.tools import ChatTools
 class TokenizeBody(Body):
     """A text, or messages that the chat template makes one."""
 
-    NEUTRAL = NEUTRAL | {"continue_final_message": (False,)}
+    NEUTRAL = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: ChatTools | None = None
     return_token_strs: bool | None = None

@@ -15,7 +15,7 @@ from lowbit.runtime.serve.schemas.common import Body
 from lowbit.runtime.serve.schemas.completions import CompletionBody
 from lowbit.runtime.serve.schemas.messages import MessagesBody
 from lowbit.runtime.serve.schemas.responses import ResponsesBody
-from lowbit.runtime.serve.schemas.tokens import DetokenizeBody
+from lowbit.runtime.serve.schemas.tokens import DetokenizeBody, TokenizeBody
 
 TURN = {"role": "user", "content": "Hi"}
 CHAT = {"model": "m", "messages": [TURN]}
@@ -123,6 +123,14 @@ def test_neutral_values_are_taken_and_others_refused(
 @pytest.mark.parametrize(("name", "value"), [("keep_alive", "5m"), ("cache_prompt", True)])
 def test_hints_are_ignored_by_name(schema: type[Body], name: str, value: object) -> None:
     assert parsed(schema, **{name: value}).ignored() == [name]
+
+
+def test_tokens_of_messages_have_the_prompt_of_an_answer() -> None:
+    """Until it can be left out, a request that asks for it is refused."""
+    body = {"messages": [TURN], "add_generation_prompt": True}
+    assert isinstance(parsed(TokenizeBody, **body), TokenizeBody)
+    with pytest.raises(ApiError, match="`add_generation_prompt` is not supported"):
+        parsed(TokenizeBody, **body | {"add_generation_prompt": False})
 
 
 def test_what_chats_do_anyway_may_be_said() -> None:
