@@ -1,7 +1,6 @@
 """Help that fits 80 columns in whole sentences, and completion through click's own machinery."""
 
 import re
-import shlex
 from collections.abc import Iterator
 
 import click
@@ -76,30 +75,6 @@ def test_options_are_explained_in_sentences(name: str) -> None:
     assert "[default" not in option.help  # click writes it, in one style
     if isinstance(option.type, NUMBERS):
         assert option.metavar, "its range says the rest"
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_examples_are_commands_that_parse(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every line of an epilog that begins with the program's name, up to a pipe or redirection."""
-    group = PROGRAMS[program]
-    found = 0
-    for name, command in group.commands.items():
-        for line in (command.epilog or "").splitlines():
-            if not line.strip().startswith(program):
-                continue
-            words = shlex.split(line)[1:]
-            words = words[: next((n for n, word in enumerate(words) if word in "|<"), None)]
-            with group.make_context(program, list(words), resilient_parsing=True) as context:
-                rest = [*context._protected_args, *context.args]
-                inner, chosen, arguments = group.resolve_command(context, rest)
-                assert chosen is not None
-                assert inner == name
-                chosen.make_context(inner, list(arguments), parent=context, resilient_parsing=True)
-            for word in words:
-                if word.startswith("--"):
-                    assert any(word in o.opts for o in command.params), word
-            found += 1
-    assert found >= 3
 
 
 def completed(program: str, line: str, shell: type[ShellComplete] = BashComplete) -> set[str]:

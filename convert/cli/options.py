@@ -120,7 +120,7 @@ recipe_options = with_options(
         multiple=True,
         metavar="PATTERN=BITS[gGROUP]",
         help="Give modules that match other bits, as in '*.down_proj=8', and another group size, "
-        "as in '*.up_proj=4g32'; 16 leaves them as they are. A pattern that begins with mtp, as in "
+        "as in '*.o_proj=4g32'; 16 leaves them as they are. A pattern that begins with mtp, as in "
         "'mtp.*=8', means multi-token prediction, which no other reaches (repeatable).",
     ),
     click.option(

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from lowbit.convert.plan.joined import joined, without_experts
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.recipes import AS_STORED as AS_STORED
@@ -206,7 +208,7 @@ class Recipe:
             if scheme is not None:
                 scheme.groups(spec.module, spec.shape[1])
             schemes[spec.module] = scheme
-        _check_fused_sets(linears, schemes)
+        self._check_fused_sets(linears, schemes)
         if not any(schemes.values()):
             raise QuantizationError(
                 "the recipe quantizes nothing", hint="leave out a --bits PATTERN=16"
@@ -235,17 +237,28 @@ class Recipe:
                     hint=f"module names look like `{linears[0].module}`; quote * in the shell",
                 )
 
+    def _check_fused_sets(
+        self, linears: Sequence[TensorSpec], schemes: dict[str, Scheme | None]
+    ) -> None:
+        """Refuse two schemes in a fused set: engines stack its rows into one matrix."""
+        sets: dict[str, list[TensorSpec]] = {}
+        for spec in linears:
+            if spec.fused_set is not None:
+                sets.setdefault(spec.fused_set, []).append(spec)
+        for members in sets.values():
+            first = members[0].module
+            for spec in members:
+                if schemes[first] != schemes[spec.module]:
+                    raise QuantizationError(
+                        f"`{first}` ({schemes[first] or 'as stored'}) and `{spec.module}` "
+                        f"({schemes[spec.module] or 'as stored'}) are fused and need one scheme",
+                        hint=f"let the pattern cover the whole set: '{self._whole_set(members)}'",
+                    )
 
-def _check_fused_sets(linears: Sequence[TensorSpec], schemes: dict[str, Scheme | None]) -> None:
-    """Refuse two schemes in a fused set: engines stack its rows into one matrix."""
-    first: dict[str, str] = {}
-    for spec in linears:
-        if spec.fused_set is None:
-            continue
-        other = first.setdefault(spec.fused_set, spec.module)
-        if schemes[other] != schemes[spec.module]:
-            raise QuantizationError(
-                f"`{other}` ({schemes[other] or 'as stored'}) and `{spec.module}` "
-                f"({schemes[spec.module] or 'as stored'}) are fused and need one scheme",
-                hint="let the pattern cover the whole set, for example '*.self_attn.[qkv]_proj=8'",
-            )
+    def _whole_set(self, members: Sequence[TensorSpec]) -> Override:
+        """The last override that reaches a part of a fused set, made to reach all of it."""
+        parts = [it for it in self.overrides if any(it.matches(spec) for spec in members)]
+        names = without_experts([spec.module for spec in members])
+        if parts[-1].pattern.startswith("*."):  # all layers are meant
+            names = [f"*.{split_layer(name).rest}" for name in names]
+        return replace(parts[-1], pattern=joined(names))

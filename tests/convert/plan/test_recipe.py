@@ -9,13 +9,16 @@ import pytest
 
 from lowbit.convert.plan.recipe import Base, Head, Mtp, Override, Recipe
 from lowbit.formats.architectures import tensor_table
+from lowbit.formats.architectures.names import any_expert, split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
+from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from tests.convert.conftest import Config
 
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 ROLES = {"attention": "model.layers.1.self_attn.o_proj", "mlp": "model.layers.0.mlp.down_proj"}
 
 
@@ -142,7 +145,41 @@ def test_fused_set_of_two_schemes(
     with pytest.raises(QuantizationError) as caught:
         overridden(text).schemes(table)
     assert str(caught.value) == f"{first} and {second} are fused and need one scheme"
-    assert caught.value.hint is not None
+
+
+HINTS = {
+    "*.q_proj=8": "*.self_attn.[qkv]_proj=8",
+    "*.up_proj=4g32": "*.mlp.[gu]*_proj=4g32",
+    "model.layers.1.mlp.up_proj=16": "model.layers.1.mlp.[gu]*_proj=16",
+}
+
+
+@pytest.mark.parametrize("text", HINTS)
+def test_the_hint_names_the_set_that_failed(table: list[TensorSpec], text: str) -> None:
+    with pytest.raises(QuantizationError) as caught:
+        overridden(text).schemes(table)
+    assert caught.value.hint == f"let the pattern cover the whole set: '{HINTS[text]}'"
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3.5", "tiny-qwen3.5-moe"]
+)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_the_hint_of_every_fused_set_can_be_followed(name: str, everywhere: bool) -> None:
+    checkpoint = open_checkpoint(MODELS / name)
+    table = tensor_table(checkpoint.config, checkpoint.tensors)
+    fused = [spec for spec in table if spec.quantizable and spec.fused_set is not None]
+    kinds = {(spec.role, any_expert(split_layer(spec.module).rest)): spec for spec in fused}
+    for spec in kinds.values():
+        inside = split_layer(spec.module).rest
+        anywhere = f"mtp.*.{inside}" if spec.role == "mtp" else f"*.{inside}"
+        pattern = anywhere if everywhere else spec.module
+        with pytest.raises(QuantizationError, match="are fused") as caught:
+            overridden(f"{pattern}=2g32").schemes(table)
+        hint = str(caught.value.hint).split("'")[1]
+        assert hint.endswith("=2g32")
+        found = overridden(hint).schemes(table)
+        assert found[spec.module] == Scheme(2, 32)
 
 
 def test_group_size_that_does_not_divide_k(small_config: "Config") -> None:
