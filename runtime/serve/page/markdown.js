@@ -1,32 +1,16 @@
 // The basics of Markdown as DOM nodes. Text of the model never becomes HTML.
 
 import { copyButton, element } from "./elements.js";
+import { marked } from "./marks.js";
 
 const DEEPEST = 8; // lists and quotes inside each other; what is deeper is plain text
-const LONGEST = 8000; // characters of a paragraph in which marks are looked for
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6}) +(?! )([^]*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,12})([-*+]|\d{1,9}[.)])(\s+|$)/;
-const TABLE_LINE = /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/;
-const MARKS = new RegExp(
-  [
-    /\\([\\`*_{}[\]()#+\-.!~|>])/, // 1: an escaped sign
-    /(`+)([^`]|[^`][\s\S]*?[^`])\2(?!`)/, // 2, 3: code
-    /\*\*(?=\S)([\s\S]*?\S)\*\*/, // 4: bold
-    /__(?=\S)([\s\S]*?\S)__/, // 5: bold
-    /~~(?=\S)([\s\S]*?\S)~~/, // 6: struck out
-    /\*(?=[^\s*])([^*]*[^\s*])\*/, // 7: italic
-    /(?<![\w_])_(?=[^\s_])([^_]*[^\s_])_(?![\w_])/, // 8: italic
-    /!?\[([^\]\n]*)\]\(\s*<?([^\s)<>]*)>?[^)\n]*\)/, // 9, 10: a link; a picture is not loaded
-    /(https?:\/\/[^\s<>"'`*]*[^\s<>"'`*.,;:!?)\]])/, // 11: an address
-  ]
-    .map((part) => part.source)
-    .join("|"),
-  "g",
-);
+const COLUMN = /^\s*:?-+:?\s*$/;
 
 // Shows a growing text: blocks that have not changed keep their nodes, so selections in them stay.
 export class MarkdownView {
@@ -44,7 +28,7 @@ export class MarkdownView {
     )
       same += 1;
     while (this.parent.childNodes.length > same) this.parent.lastChild.remove();
-    for (const block of blocks.slice(same)) this.parent.append(nodeOf(block, 0));
+    appendAll(this.parent, blocks.slice(same), (block) => nodeOf(block, 0));
     this.shown = blocks;
   }
 }
@@ -94,7 +78,7 @@ function blockAt(lines, at) {
     ];
   }
   if (ITEM.test(line)) return list(lines, at);
-  if (line.includes("|") && TABLE_LINE.test((lines[at + 1] ?? "").trim())) {
+  if (line.includes("|") && cellsOf(lines[at + 1] ?? "").every((cell) => COLUMN.test(cell))) {
     const end = endOf(lines, at + 2, (each) => each.includes("|"));
     return [{ kind: "table", lines: lines.slice(at, end) }, end];
   }
@@ -165,8 +149,7 @@ function nodeOf({ kind, info, lines }, depth) {
     case "numbers": {
       const node = element(kind === "bullets" ? "ul" : "ol");
       if (kind === "numbers" && info !== 1) node.start = info;
-      node.append(...lines.map((item) => filled(element("li"), item, depth + 1)));
-      return node;
+      return appendAll(node, lines, (item) => filled(element("li"), item, depth + 1));
     }
     case "table":
       return tableNode(lines);
@@ -185,23 +168,27 @@ function filled(node, text, depth) {
   if (blocks[0]?.kind === "paragraph" && node.localName === "li") {
     marked(node, blocks.shift().lines.join("\n"));
   }
-  node.append(...blocks.map((block) => nodeOf(block, depth)));
+  return appendAll(node, blocks, (block) => nodeOf(block, depth));
+}
+
+// One after the other: a call takes no more than some 100,000 arguments.
+function appendAll(node, values, nodeFor) {
+  for (const value of values) node.append(nodeFor(value));
   return node;
 }
 
+function cellsOf(line) {
+  return line
+    .trim()
+    .replace(/^\||\|$/g, "")
+    .split(/(?<!\\)\|/);
+}
+
 function tableNode([head, , ...rows]) {
-  const cells = (line) =>
-    line
-      .trim()
-      .replace(/^\||\|$/g, "")
-      .split(/(?<!\\)\|/);
+  const cell = (name, text) => marked(element(name), text.trim().replaceAll("\\|", "|"));
   const row = (line, name) =>
-    element(
-      "tr",
-      {},
-      ...cells(line).map((cell) => marked(element(name), cell.trim().replaceAll("\\|", "|"))),
-    );
-  const body = element("tbody", {}, ...rows.map((line) => row(line, "td")));
+    appendAll(element("tr"), cellsOf(line), (text) => cell(name, text));
+  const body = appendAll(element("tbody"), rows, (line) => row(line, "td"));
   const table = element("table", {}, element("thead", {}, row(head, "th")), body);
   return element(
     "div",
@@ -220,40 +207,4 @@ function codeNode(language, text) {
     copy,
   );
   return element("div", { className: "code" }, head, element("pre", { tabIndex: 0 }, body));
-}
-
-// Appends a text with its marks as nodes.
-function marked(node, text, depth = 0) {
-  if (depth > DEEPEST || text.length > LONGEST) {
-    node.append(text);
-    return node;
-  }
-  let end = 0;
-  for (const found of text.matchAll(MARKS)) {
-    if (found.index > end) node.append(text.slice(end, found.index));
-    node.append(markNode(found, depth));
-    end = found.index + found[0].length;
-  }
-  if (end < text.length) node.append(text.slice(end));
-  return node;
-}
-
-function markNode(found, depth) {
-  const [whole, escaped, , codeText, bold, bold2, struck, italic, italic2, label, target, address] =
-    found;
-  if (escaped !== undefined) return escaped;
-  if (codeText !== undefined) return element("code", {}, codeText.replace(/^ (.*) $/, "$1"));
-  for (const [text, name] of [
-    [bold ?? bold2, "strong"],
-    [struck, "del"],
-    [italic ?? italic2, "em"],
-  ]) {
-    if (text !== undefined) return marked(element(name), text, depth + 1);
-  }
-  const href = target ?? address;
-  if (!/^(https?:\/\/|mailto:)/i.test(href)) return whole;
-  const link = element("a", { href, target: "_blank", rel: "noopener noreferrer", title: href });
-  return label === undefined
-    ? (link.append(address), link)
-    : marked(link, label || href, DEEPEST + 1);
 }

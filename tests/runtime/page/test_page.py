@@ -90,7 +90,10 @@ def test_text_of_the_model_never_becomes_html(stub: Stub, open_page: Open) -> No
     assert set(stub.asked) <= {"/", "/health", "/v1/models", *(f"/page/{n}" for n in PARTS)}
 
 
-PARTS = ("page.css", "page.js", "answer.js", "client.js", "elements.js", "markdown.js", "icon.svg")
+PARTS = (
+    *("page.css", "page.js", "answer.js", "client.js", "elements.js", "markdown.js", "marks.js"),
+    "icon.svg",
+)
 
 
 def test_stopping_keeps_what_has_come(stub: Stub, open_page: Open) -> None:
