@@ -7,6 +7,7 @@ operators, each without those it calls.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,8 @@ def _record(model: Model, prompt_tokens: int, steps: int, sampled: bool) -> list
     tokens = model.engine.generate(prompt, SAMPLED if sampled else GREEDY, steps + 2)
     next(tokens)  # prefill and capture are over
     settle(model.device)
+    # The library below the profiler prints a line at its beginning and end, at any lower level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with record(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
         for _ in range(steps):
             next(tokens)

@@ -57,6 +57,7 @@ def test_command_shows_it(capfd: pytest.CaptureFixture[str]) -> None:
     table = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", *options))
     assert table.exit_code == 0
     assert table.stderr == ""
+    assert capfd.readouterr().err == ""  # of libraries, which write past sys.stderr
     for words in ("3 decode steps", "aten::mm", "keys and values", "a token, not profiled"):
         assert words in table.stdout
     found = CliRunner().invoke(main, ("bench", str(BUNDLED), "--profile", "--json", *options))
