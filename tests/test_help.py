@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from lowbit.convert.cli.main import main as convert
 from lowbit.convert.plan.method import Method
+from lowbit.formats.shell.sections import OTHER, Sectioned
 from lowbit.runtime.cli.main import main as run
+from lowbit.runtime.cli.options import SECTIONS
 
 PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}
 WIDTH = 80
@@ -75,6 +77,50 @@ def test_options_are_explained_in_sentences(name: str) -> None:
     assert "[default" not in option.help  # click writes it, in one style
     if isinstance(option.type, NUMBERS):
         assert option.metavar, "its range says the rest"
+
+
+def test_one_device_option_everywhere() -> None:
+    found = [option for name, option in OPTIONS.items() if name.endswith(" --device")]
+    assert len(found) >= 12
+    assert {repr(it.type) for it in found} == {"Choice(['auto', 'cpu', 'cuda'])"}
+    assert {(it.default, it.help) for it in found} == {("auto", found[0].help)}
+
+
+def test_short_options() -> None:
+    short = {"-n": {"max_new_tokens", "new_tokens"}, "-c": {"context"}, "-t": {"threads"}}
+    seen = set()
+    for name, command in COMMANDS.items():
+        options = [it for it in command.params if isinstance(it, click.Option)]
+        names = ["-h", *(each for it in options for each in (*it.opts, *it.secondary_opts))]
+        assert len(names) == len(set(names)), name
+        for option in options:
+            for each in option.opts:
+                if not each.startswith("--"):
+                    assert option.name in short[each], name
+                    seen.add(each)
+    assert seen == set(short)
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench"])
+def test_sections_show_every_option_once(name: str) -> None:
+    said = shown(f"lowbit-run {name}")
+    command = run.commands[name]
+    assert isinstance(command, Sectioned)
+    titles = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
+    listed = said[said.index(f"\n{titles[0]}:") :]
+    for option in command.params:
+        if isinstance(option, click.Option):
+            found = re.findall(rf"^  (?:-\w, )?{option.opts[0]}(?![\w-])", listed, re.MULTILINE)
+            assert len(found) == 1, option.name
+    assert titles == [title for title in (*command.sections, OTHER) if title in titles]
+    assert len(titles) >= 5
+
+
+def test_sections_name_parameters_that_exist() -> None:
+    names = {parameter.name for command in run.commands.values() for parameter in command.params}
+    named = [name for section in SECTIONS.values() for name in section]
+    assert set(named) <= names
+    assert len(named) == len(set(named))
 
 
 def completed(program: str, line: str, shell: type[ShellComplete] = BashComplete) -> set[str]:
@@ -151,6 +197,7 @@ def test_paths_are_completed(name: str) -> None:
         ("lowbit-convert", "src out --eval-text ", {"file"}),
         ("lowbit-run", "model --qu", {"--quantize"}),
         ("lowbit-run", "--device c", {"cpu", "cuda"}),
+        ("lowbit-run", "-t 1 --device ", {"auto", "cpu", "cuda"}),
     ],
 )
 def test_the_default_command_is_completed_without_its_name(

@@ -238,6 +238,8 @@ EARLY: tuple[tuple[click.Group, str, int, str], ...] = (
     (run, "evaluate PACKED --tasks x --think", 2, "need --chat"),
     (run, "evaluate PACKED --tasks x --task-folder none", 2, "does not exist"),
     (run, "genrate Hi", 2, "did you mean the command 'generate'?"),
+    (run, "-c 512 -t 100000 PACKED Hi", 2, "cores of this machine"),
+    (run, "PACKED Hi -n0", 2, "'-n': 0 is not in the range"),
     (run, "chatt", 2, "did you mean the command 'chat'?"),
     (run, "hlep", 2, "did you mean the command 'help'?"),
     (run, "eval PACKED", 2, "did you mean the command 'evaluate'?"),

@@ -13,7 +13,9 @@ from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Command, Failure
 from lowbit.formats.shell.options import (
+    AUTO,
     Count,
+    device_choice,
     folders,
     model_name,
     with_options,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?", re.ASCII | re.IGNORECASE)
 MOST_BYTES = 10**18  # beyond any disk
-AUTO = "auto"  # of --method and --device
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)  # as the Hub's identifiers are
 
 
@@ -297,15 +298,7 @@ draft_text_option = text_option(
     "Text whose tokens --draft-vocabulary counts, .txt or .jsonl; best one in the model's own "
     "words, as `calib-text` writes it.",
 )
-device_option = click.option(
-    "--device",
-    type=click.Choice([AUTO, "cpu", "cuda"]),
-    callback=usable_device,
-    default=AUTO,
-    show_default=True,
-    help="Where to compute; auto takes the GPU where there is one. Round-to-nearest gives the same "
-    "bytes on both.",
-)
+device_option = device_choice(usable_device)
 eval_text_option = click.option(
     "--eval-text",
     "eval_texts",

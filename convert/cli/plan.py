@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowbit.convert.cli.options import (
-    AUTO,
     calibration_options,
     device_option,
     make_recipe,
@@ -15,7 +14,7 @@ from lowbit.convert.cli.options import (
 )
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import json_option
+from lowbit.formats.shell.options import AUTO, json_option
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:

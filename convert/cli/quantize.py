@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from lowbit.convert.cli.options import (
-    AUTO,
     calibration_options,
     check_gate,
     close_gate,
@@ -28,7 +27,7 @@ from lowbit.convert.cli.options import (
 )
 from lowbit.convert.cli.target_options import target_options
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import check_command, json_option, model_name
+from lowbit.formats.shell.options import AUTO, check_command, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 
 if TYPE_CHECKING:

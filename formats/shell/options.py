@@ -16,6 +16,7 @@ from lowbit.formats.hub.ids import without_address
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.shell.failure import Command
 
+AUTO = "auto"  # of --device
 HELP = "help"  # a word that prints help, as --help does
 SHORTEST = 3  # letters that a command is guessed from
 MOST = 2**31 - 1  # largest count: torch's indices overflow above it
@@ -123,6 +124,24 @@ def check_command(value: str) -> None:
 def exists(value: str) -> bool:
     """Tell if a text is the name of a file or folder; one that is too long is none."""
     return os.path.exists(value)  # noqa: PTH110 - Path.exists raises for a name that is too long
+
+
+def device_choice(
+    callback: Callable[[click.Context, click.Parameter, str], Any],
+) -> Callable[[Command], Command]:
+    """The option --device.
+
+    Args:
+        callback: turns `auto`, `cpu` or `cuda` into what the command gets.
+    """
+    return click.option(
+        "--device",
+        type=click.Choice([AUTO, "cpu", "cuda"]),
+        callback=callback,
+        default=AUTO,
+        show_default=True,
+        help="Where to compute; auto takes the GPU where there is one.",
+    )
 
 
 json_option = click.option(

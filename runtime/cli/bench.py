@@ -13,7 +13,9 @@ from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.options import (
+    SECTIONS,
     load_model,
     load_options,
     model_argument,
@@ -73,6 +75,7 @@ measure_options = with_options(
     ),
     click.option(
         "--new-tokens",
+        "-n",
         type=Count(2),
         metavar="N",
         default=NEW_TOKENS,
@@ -125,6 +128,8 @@ sweep_options = with_options(
 
 
 @click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
     short_help="Measure speed and memory.",
     epilog="""\b
     Examples:

@@ -14,9 +14,11 @@ from lowbit.formats.printable import printable
 from lowbit.formats.shell.failure import Failure, reported
 from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
 from lowbit.runtime.cli.options import (
+    SECTIONS,
     control_option,
     load_model,
     load_options,
@@ -40,7 +42,17 @@ if TYPE_CHECKING:
 Ask = Callable[["Chat"], "Slash | str | None"]
 
 
-@click.command(short_help="Talk to the model in the terminal.")
+@click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
+    short_help="Talk to the model in the terminal.",
+    epilog="""\b
+    Examples:
+      lowbit-run chat qwen3-8b-int4
+      lowbit-run chat qwen3-8b-int4 --system "Answer in one sentence." --no-think
+      lowbit-run chat --url http://localhost:8000
+    """,
+)
 @click.argument(
     "name", metavar="[MODEL]", required=False, callback=model_name, shell_complete=folders
 )

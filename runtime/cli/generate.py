@@ -12,10 +12,12 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, check_command, json_option
 from lowbit.formats.shell.output import note, print_json
+from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.cli.answer import sampling_of, show, summary
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (
+    SECTIONS,
     check_model,
     control_option,
     load_model,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
     short_help="Answer a prompt.",
     epilog="""\b
     Examples:

@@ -12,8 +12,10 @@ from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
+    AUTO,
     Count,
     at_most_cores,
+    device_choice,
     exists,
     finite,
     folders,
@@ -32,22 +34,25 @@ if TYPE_CHECKING:
 Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
+
+def named_device(context: click.Context, parameter: click.Parameter, value: str) -> str | None:
+    """`cpu` or `cuda`; None for `auto`, which is chosen where torch is imported."""
+    return None if value == AUTO else value
+
+
 load_options = with_options(
     click.option(
         "--context",
+        "-c",
         type=Count(),
         metavar="N",
         show_default="the model's, 8192, or what fits",
         help="Tokens of prompt and output together.",
     ),
-    click.option(
-        "--device",
-        type=click.Choice(["cpu", "cuda"]),
-        show_default="cuda where there is one",
-        help="Where to run.",
-    ),
+    device_choice(named_device),
     click.option(
         "--threads",
+        "-t",
         type=Count(),
         metavar="N",
         callback=at_most_cores,
@@ -77,6 +82,7 @@ def _sampling_option(name: str, metavar: str, help: str, shown: str = "the model
 sampling_options = with_options(
     click.option(
         "--max-new-tokens",
+        "-n",
         type=Count(),
         metavar="N",
         show_default="until the context is full",
@@ -183,6 +189,23 @@ control_option = click.option(
 model_argument = click.argument(
     "name", metavar="MODEL", callback=model_name, shell_complete=folders
 )
+
+
+# Parameters of the commands that answer, as their help groups them.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Connection": ("url", "api_key", "host", "port", "no_auth", "cors_origin"),
+    "Answers": (
+        *("max_new_tokens", "stop", "system", "thinking", "max_thinking_tokens", "json_schema"),
+        "raw",
+    ),
+    "Sampling": tuple(SETTINGS),
+    "Many at a time": ("prompts", "out", "max_sequences", "queue", "request_timeout"),
+    "Measurement": ("prompt_tokens", "new_tokens", "runs", "sampled", "profile"),
+    "Sweeps": ("contexts", "group_sizes", "batches", "plot"),
+    "Model and machine": ("served_name", "context", "device", "threads"),
+    "Quantization at load": ("quantize", "group_size", "method"),
+    "Speculative decoding": ("speculate", "draft_tokens", "drafter"),
+}
 
 
 def check_model(name: str) -> None:

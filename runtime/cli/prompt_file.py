@@ -9,7 +9,7 @@ either what `--json` gives for one prompt or an `error`.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowbit.runtime.text.chat import plain_messages
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
 DIGEST = "request_sha256"
+MOST_NAMED = 10  # lines that a message names
 NEW_TOKENS = Field("max_new_tokens", least=1, default=None, nullable=True)
 THINKING_TOKENS = Field("max_thinking_tokens", least=0, default=None, nullable=True)
 FLAGS = (
@@ -67,11 +68,13 @@ class PromptLine:
         id: that its answer will have.
         prompt: text, or messages with `role` and `content`.
         settings: of the line and, where it has none, of the command.
+        number: of the line in its file, from 1 on.
     """
 
     id: Id
     prompt: str | list[dict[str, str]]
     settings: Settings
+    number: int = 1
 
     def digest(self, model: str) -> str:
         """Identifies the request and what answers it: SHA-256 as hex digits.
@@ -97,21 +100,31 @@ def read_prompts(path: Path, given: Settings) -> tuple[PromptLine, ...]:
             object, has an unknown key, a bad value or the id of an earlier line.
     """
     lines: dict[Id, PromptLine] = {}
+    wrong: list[str] = []
     for number, raw in enumerate(read_user_file(path, REQUESTS).splitlines(), start=1):
         if not raw.strip():
             continue
         try:
-            line = _parse(raw, given)
+            line = replace(_parse(raw, given), number=number)
+            if line.id in lines:
+                raise RequestError(f"id {shown(line.id)} stands twice")
         except (RequestError, ValueError) as error:
-            raise RequestError(f"{REQUESTS} `{path}`, line {number}: {error}") from None
-        if line.id in lines:
-            raise RequestError(
-                f"{REQUESTS} `{path}`, line {number}: id {shown(line.id)} stands twice"
-            )
-        lines[line.id] = line
+            wrong.append(f"line {number}: {error}")
+        else:
+            lines[line.id] = line
+    if wrong:
+        raise RequestError(f"{REQUESTS} `{path}`, {wrong[0]}", hint=_others(wrong[1:]))
     if not lines:
         raise RequestError(f"{REQUESTS} `{path}` holds no line")
     return tuple(lines.values())
+
+
+def _others(wrong: Sequence[str]) -> str | None:
+    """The lines beside the first that are wrong, too."""
+    if not wrong:
+        return None
+    rest = len(wrong) - MOST_NAMED
+    return "; ".join([*wrong[:MOST_NAMED], *([f"and {rest} more lines"] if rest > 0 else [])])
 
 
 def _parse(raw: bytes, given: Settings) -> PromptLine:

@@ -18,7 +18,7 @@ from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.shell.output import json_line, note, print_json
 from lowbit.formats.shell.tables import progress_bars
 from lowbit.runtime.cli.answer import sampling_of
-from lowbit.runtime.cli.prompt_file import DIGEST, PromptLine, keep_answers
+from lowbit.runtime.cli.prompt_file import DIGEST, MOST_NAMED, PromptLine, keep_answers
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def answer_file(
     from lowbit.runtime.engine.many import answer_all  # needs torch
 
     done = set() if out is None else keep_answers(out, lines, digests)
-    failed = answered = 0
+    failed: list[int] = []
+    answered = 0
     with (
         _writer(out, as_json) as write,
         progress_bars({"answers": "answering"}, quiet=out is None) as progress,
@@ -69,15 +70,28 @@ def answer_file(
         progress("answers", len(done), len(lines))
         for number, made in answer_all(model.engine, model.tokenizer, requests):
             answer = _answer(made, facts)
-            failed += "error" in answer
-            write({"id": asked[number].id, **answer, DIGEST: digests[asked[number].id]})
+            line = asked[number]
+            if "error" in answer:
+                failed.append(line.number)
+                _note_failure(line, answer)
+            write({"id": line.id, **answer, DIGEST: digests[line.id]})
             answered += 1
             progress("answers", len(done) + answered, len(lines))
         progress("answers", len(lines), len(lines))
-    counts = [f"{len(lines) - len(done) - failed} answered", f"{failed} failed" if failed else ""]
-    counts.append(f"{len(done)} were there already" if done else "")
-    note(", ".join(filter(None, counts)) + ("" if out is None else f": {out}"))
-    return failed
+    counts = [f"{len(lines) - len(done) - len(failed)} answered"]
+    if failed:
+        named = ", ".join(map(str, sorted(failed)[:MOST_NAMED]))
+        more = ", ..." if len(failed) > MOST_NAMED else ""
+        counts.append(f"{len(failed)} failed (line {named}{more})")
+    counts += [f"{len(done)} were there already"] if done else []
+    note(", ".join(counts) + ("" if out is None else f": {out}"))
+    return len(failed)
+
+
+def _note_failure(line: PromptLine, answer: dict[str, Any]) -> None:
+    """Say on stderr which line has failed, and why."""
+    hint = f"; {answer['hint']}" if answer["hint"] else ""
+    note(f"! line {line.number}, {line.id}: {answer['error']}{hint}")
 
 
 def _request(model: "Model", line: PromptLine, system: str | None) -> "Request | LowbitError":
@@ -123,8 +137,6 @@ def _writer(out: Path | None, as_json: bool) -> Iterator[Write]:
 def _show(answer: dict[str, Any]) -> None:
     """An answer for a reader: its id on stderr, its text on stdout."""
     if "error" in answer:
-        hint = f"; {answer['hint']}" if answer["hint"] else ""
-        note(f"! {answer['id']}: {answer['error']}{hint}")
         return
     note(f"{answer['id']}: {len(answer['token_ids'])} tokens, {answer['finish_reason']}")
     text = answer["text"]

@@ -14,7 +14,9 @@ from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, finite
 from lowbit.formats.shell.output import note
+from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.options import (
+    SECTIONS,
     control_option,
     load_model,
     load_options,
@@ -40,6 +42,8 @@ MOST_QUEUE = 65_536
 
 
 @click.command(
+    cls=Sectioned,
+    sections=SECTIONS,
     short_help="Serve the model over HTTP.",
     epilog="""\b
     Examples (pip install '.[serve]' in the clone first):

@@ -252,7 +252,7 @@ def stats(chat: Chat, argument: str) -> Outcome:
         rate = f", {speed:.0f} tok/s" if speed else ""
         if last.speculation is not None and last.speculation.rounds:
             rate += f", {last.speculation.words}"
-        lines.append(f"last answer: {len(last.token_ids):,} tokens{rate}, seed {last.seed}")
+        lines.append(f"last answer: {len(last.token_ids):,} tokens{rate}")
         lines.append(
             f"its prompt: {timings.prompt_tokens:,} tokens, {timings.reused_tokens:,} cached, "
             f"first token after {timings.first_token_s * 1e3:.0f} ms"

@@ -119,14 +119,15 @@ def used_tokens(chat: Chat) -> int | None:
     """Tokens of the context in use; None where the template cannot render the conversation.
 
     After an answer they are its prompt and its tokens, reasoning included. After a command that
-    changed the conversation they are the tokens that the next prompt begins with.
+    changed the conversation they are the tokens that the next prompt begins with. The last token
+    of an answer needs no place, and turns that find none are dropped: more than all is never used.
     """
-    conversation, last = chat.conversation, chat.last
+    conversation, last, context = chat.conversation, chat.last, chat.model.context
     if last is not None and conversation is chat.measured:
-        return len(last.prompt_token_ids) + len(last.token_ids)
+        return min(len(last.prompt_token_ids) + len(last.token_ids), context)
     if conversation.dropped == len(conversation.turns):
         return 0
     try:
-        return len(chat.model.encode(conversation.seen(), thinking=chat.thinking))
+        return min(len(chat.model.encode(conversation.seen(), thinking=chat.thinking)), context)
     except LowbitError:
         return None

@@ -51,7 +51,7 @@ def load(
     Args:
         folder: with config.json, safetensors and tokenizer.json; or a Hub id, `org/name` or
             `org/name@revision`, which is fetched into the cache of huggingface_hub.
-        device: `cpu` or `cuda`; None takes a GPU if there is one.
+        device: `cpu` or `cuda`; `auto` or None takes a GPU if there is one.
         dtype: of activations and dense weights. float32, on the CPU only, is the checked mode:
             exact dequantized weights.
         context: tokens of prompt and output; None for min(max_position, 8192, what fits).
@@ -164,15 +164,17 @@ def _measured_power(
 
 
 def choose_device(device: str | None) -> str:
-    """`cpu` or `cuda`: what was asked for if it is there, else a GPU if there is one.
+    """`cpu` or `cuda`: what was asked for if it is there; for `auto` or None a GPU if there is one.
 
     Raises:
         RequestError: another name.
         ResourceError: a GPU was asked for and there is none.
     """
-    if device not in (None, "cpu", "cuda"):
-        raise RequestError(f"device must be cpu or cuda, got `{device}`")
+    if device not in (None, "auto", "cpu", "cuda"):
+        raise RequestError(f"device must be auto, cpu or cuda, got `{device}`")
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ResourceError("no CUDA device was found", hint="use --device cpu")
-    return device or ("cuda" if available else "cpu")
+    if device in ("cpu", "cuda"):
+        return str(device)
+    return "cuda" if available else "cpu"

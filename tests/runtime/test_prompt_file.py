@@ -156,13 +156,14 @@ def test_a_line_that_fails_leaves_the_others_alone(run: Run, tmp_path: Path) -> 
     lines = [{"id": "long", "prompt": "word " * 500}, LINES[2]]
     done = run(lines, "--context", 64, "--out", out)
     assert done.exit_code == 1
-    assert f"1 answered, 1 failed: {out}" in done.stderr
+    assert f"1 answered, 1 failed (line 1): {out}" in done.stderr
+    assert "! line 1, long: the prompt has 512 tokens, the context is 64; shorten" in done.stderr
     found = read(out.read_text())
     assert "the context is 64" in found["long"]["error"]
     assert found["long"]["hint"]
     assert len(found["short"]["token_ids"]) == 3
     mended = run(lines, "--context", 64, "--out", out)  # it is tried again, the other is not
-    assert "0 answered, 1 failed, 1 were there already" in mended.stderr
+    assert "0 answered, 1 failed (line 1), 1 were there already" in mended.stderr
     assert list(read(out.read_text())) == ["short", "long"]
 
 
@@ -249,3 +250,16 @@ def test_options_that_exclude_each_other(options: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, [BUNDLED, *options])
     assert done.exit_code == 2
     assert "Usage:" in done.stderr
+
+
+def test_every_malformed_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    wrong = ["[]", '{"id": 1, "prompt": "x"}', *["{"] * 12]
+    path.write_text("\n".join(['{"id": 1, "prompt": "x"}', *wrong]))
+    with pytest.raises(RequestError) as caught:
+        read_prompts(path, Settings())
+    assert str(caught.value).endswith("in.jsonl`, line 2: expected a JSON object")
+    hint = str(caught.value.hint).split("; ")
+    assert hint[0] == "line 3: id 1 stands twice"
+    assert [part.split(":")[0] for part in hint[1:-1]] == [f"line {n}" for n in range(4, 13)]
+    assert hint[-1] == "and 3 more lines"

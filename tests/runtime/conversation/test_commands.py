@@ -18,9 +18,10 @@ from lowbit.runtime.conversation.commands import (
     read_piped,
     run_command,
 )
+from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.conversation.turns import Conversation, Turn
-from tests.runtime.conversation.conftest import NewChat
+from tests.runtime.conversation.conftest import NewChat, Shown
 
 TWO = (Turn("How old?", "Ten"), Turn("Why?", "Because"))
 
@@ -213,3 +214,13 @@ def test_stats_say_what_is_in_use(new_chat: NewChat) -> None:
     first = f"context: {used} of 200 tokens ({used / 200:.0%}), 2 turns, 1 of them dropped"
     assert run(chat, "/stats").notes[0] == first
     assert run(chat, "/exit").done
+
+
+def test_stats_of_a_full_context(new_chat: NewChat, shown: Shown) -> None:
+    chat, _ = new_chat(["x" * 198])
+    chat = respond(chat, "Hi", shown.view()).chat  # the last token of an answer needs no place
+    assert len(shown.finished[0].prompt_token_ids) + len(shown.finished[0].token_ids) > 200
+    notes = run(chat, "/stats").notes
+    assert notes[0] == "context: 200 of 200 tokens (100%), 1 turn"
+    assert not any("seed" in note for note in notes)  # nobody has set one
+    assert "sampling: temperature 0.5, seed 5" in run(run(chat, "/set seed 5").chat, "/stats").notes
