@@ -21,7 +21,7 @@ MODELS = ("tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3-moe", "tiny-qwen3.5-moe")
 PROGRAMS: dict[str, click.Group] = {"lowbit-convert": convert, "lowbit-run": run}
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(lowbit-(?:convert|run) .*)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-END = ("|", "<", ">", "#", "&&", ";")
+END = ("|", "<", ">", "&&", ";")
 READ = (".txt", ".jsonl")  # files that a parser opens
 
 
@@ -49,8 +49,8 @@ LINES = [*(line for _, line in EXAMPLES), *of_pages()]
 
 
 def words_of(line: str) -> list[str]:
-    """Words up to a pipe, a redirection or a comment, without the program's name."""
-    words = shlex.split(line)[1:]
+    """Words up to a comment, a pipe or a redirection, without the program's name."""
+    words = shlex.split(line, comments=True)[1:]
     return words[: next((n for n, word in enumerate(words) if word.startswith(END)), None)]
 
 
