@@ -1,4 +1,4 @@
-"""The child process that renders chat templates and runs untrusted tokenizers under limits.
+"""The child process that renders templates, runs tokenizers and tries grammars under limits.
 
 `worker.py` starts this file as a script: it imports nothing of lowbit, writes one JSON line when it
 is ready, and then reads one JSON job a line and writes one JSON reply a line. A timer of the kernel
@@ -11,6 +11,7 @@ import json
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib import import_module
@@ -20,7 +21,9 @@ Job = dict[str, Any]
 LIBRARIES = {  # modules to import; jinja2 imports some of its own late
     "jinja2": ("jinja2.sandbox", "jinja2.ext", "jinja2.debug", "jinja2.constants"),
     "tokenizers": ("tokenizers",),
+    "llguidance": ("llguidance",),
 }
+TIMERS = {signal.SIGALRM, signal.SIGPROF}  # of all time, and of this process's own
 MAX_MESSAGE = 300  # characters of an error's message
 
 
@@ -54,8 +57,9 @@ def main() -> None:
 def prepare(options: dict[str, Any]) -> None:
     """Set the limits and import the modules of the library."""
     sys.path[:] = options["path"]
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore or block it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    for timer in TIMERS:  # the parent may ignore or block them
+        signal.signal(timer, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TIMERS)
     limit(resource.RLIMIT_AS, options["memory_bytes"])
     limit(resource.RLIMIT_CORE, 0)
     for module in LIBRARIES[options["library"]]:
@@ -112,14 +116,15 @@ def error_of(error: BaseException) -> JobError:
 
 
 class Handler:
-    """Runs jobs, and keeps the template and the tokenizer between them."""
+    """Runs jobs, and keeps the template, the tokenizer and the vocabulary between them."""
 
     def __init__(self) -> None:
-        """Begin without template and tokenizer."""
+        """Begin with nothing."""
         self.source: str | None = None
         self.template: Any = None
         self.tokenizer: Any = None
         self.unreadable = "no tokenizer has been loaded"
+        self.vocabulary: Any = None
 
     def __call__(self, job: Job) -> Any:
         """Run the job that `do` names."""
@@ -130,6 +135,11 @@ class Handler:
             return "".join(bounded(self.template.generate(**job["values"]), job["most"]))
         if job["do"] == "load":
             return self.load(job["tokenizer"])
+        if job["do"] == "vocabulary":
+            self.vocabulary = vocabulary_of(job["count"], job["special"], job["stops"])
+            return None
+        if job["do"] == "grammar":
+            return self.try_grammar(job)
         if self.tokenizer is None:
             raise JobError("syntax", self.unreadable)
         if job["do"] == "encode":
@@ -162,6 +172,70 @@ class Handler:
             raise
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+
+    def try_grammar(self, job: Job) -> dict[str, Any]:
+        """Compile a grammar and make its first mask, on a stack of limited size; see `tried`."""
+        found: list[dict[str, Any]] = []
+        signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
+        try:
+            threading.stack_size(job["stack_bytes"])
+            work = threading.Thread(target=lambda: found.append(tried(self.vocabulary, job)))
+            work.start()
+            work.join()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        if not found:
+            raise JobError("failed", "the library failed")
+        return found[0]
+
+
+def vocabulary_of(count: int, special: dict[str, str], stops: list[int]) -> Any:
+    """As many tokens as a model has: its special ones, all single bytes, and empty ones.
+
+    With them a grammar compiles as with all tokens, without the seconds that those take.
+    """
+    from llguidance import LLTokenizer
+
+    class Vocabulary:
+        """The parts of a tokenizer that the library reads."""
+
+        is_tokenizer_wrapper = True
+        bos_token_id = None
+
+        def __init__(self) -> None:
+            self.eos_token_id = stops[0]
+            self.special_token_ids = [int(id) for id in special]
+            self.tokens = [b""] * count
+            free = [id for id in range(len(special) + 256) if str(id) not in special]
+            for byte, id in enumerate(free[:256]):
+                self.tokens[id] = bytes((byte,))
+            for name, text in special.items():
+                self.tokens[int(name)] = text.encode()
+
+        def __call__(self, text: str | bytes) -> list[int]:
+            raw = text.encode() if isinstance(text, str) else text
+            return [self.tokens.index(bytes((byte,))) for byte in raw]
+
+    return LLTokenizer(Vocabulary(), n_vocab=count, eos_token=stops)
+
+
+def tried(vocabulary: Any, job: Job) -> dict[str, Any]:
+    """The error of a grammar, empty if it can be used, and whether it has more symbols than few."""
+    limits = job["limits"]
+    small = grammar_error(vocabulary, job["grammar"], limits | {"max_grammar_size": job["few"]})
+    large = bool(small)
+    error = grammar_error(vocabulary, job["grammar"], limits) if large else ""
+    return {"error": error, "large": large}
+
+
+def grammar_error(vocabulary: Any, grammar: str, limits: dict[str, Any]) -> str:
+    """Reason why a grammar cannot be used; empty if it can."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**limits))
+    matcher.compute_bitmask()  # finds what only shows when it is used
+    error: str = matcher.get_error() if matcher.is_error() else ""
+    return error
 
 
 def ids_of_marked(tokenizer: Any, text: str, framed: bool, mark: str) -> list[int]:

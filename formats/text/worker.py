@@ -1,9 +1,9 @@
 """A child process for work whose time and memory a file controls.
 
-A chat template or a regular expression can loop for ever or fill the memory, and neither can be
-stopped inside this process. The child (`child.py`) has limits of time and memory and none of the
-environment's secrets; it is started once, and answers a job in a fraction of a millisecond. A
-failure to start it is a ResourceError, not an error of the file.
+A chat template, a regular expression or a grammar can loop for ever, fill the memory or overflow
+the stack, and none can be stopped inside this process. The child (`child.py`) has limits of time
+and memory and none of the environment's secrets; it is started once, and answers a job in a
+fraction of a millisecond. A failure to start it is a ResourceError, not an error of the file.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MEMORY_BYTES = 512 << 20  # address space; Python and jinja2 take 40 MB of it
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")
 CHILD = Path(__file__).with_name("child.py")
 
-Library = Literal["jinja2", "tokenizers"]
+Library = Literal["jinja2", "tokenizers", "llguidance"]
 FailureKind = Literal["syntax", "failed", "memory", "output", "time", "died"]
 
 
@@ -193,7 +193,7 @@ class Worker:
         """The error for a process that has ended."""
         code = self._process.wait() if self._process is not None else 0
         self._stop()
-        if code == -signal.SIGALRM:
+        if code in (-signal.SIGALRM, -signal.SIGPROF):
             return WorkerError("time", "out of time")
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return WorkerError("died", name)

@@ -10,7 +10,7 @@ from lowbit.runtime.serve.conversation import Conversation
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.grammar import BLANK, Grammar
+from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
 from lowbit.runtime.text.reasoning import begin_of
 from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
@@ -100,11 +100,12 @@ def _grammar_of_either(
         raise invalid(f"`{format.param}` excludes `tools`", format.param)
     grammar_of_format(model, format)  # names what is wrong with the schema alone
     schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
-    schema["x-guidance"] = {"whitespace_pattern": BLANK, "whitespace_flexible": True}
+    schema["x-guidance"] = JSON_NOTATION
     text = grammar_of(form, tools, "required", model.tokenizer, conversation.parallel)
     start, _, rest = text.partition("\n")
     try:
-        return model.grammars.lark(f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}")
+        whole = f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}"
+        return model.grammars.lark(whole, SCHEMA_LIMITS)
     except RequestError as error:
         raise invalid(str(error), format.param, "invalid_value") from None
 
@@ -121,7 +122,7 @@ def _grammar_of_calls(
     named = choice.name if choice.mode == "named" and choice.name is not None else "required"
     try:
         text = grammar_of(form, tools, named, model.tokenizer, conversation.parallel)
-        return model.grammars.lark(text)
+        return model.grammars.lark(text, SCHEMA_LIMITS)
     except RequestError as error:
         raise invalid(str(error), "tool_choice", "invalid_value") from None
 
@@ -134,8 +135,8 @@ def _grammar_of_strict(
     opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
     try:
         if opening is None or closing is None:
-            return model.grammars.lark(grammar_of_text(form, tools))
-        rest = model.grammars.lark(grammar_of_rest(form, tools, tokenizer))
+            return model.grammars.lark(grammar_of_text(form, tools), SCHEMA_LIMITS)
+        rest = model.grammars.lark(grammar_of_rest(form, tools, tokenizer), SCHEMA_LIMITS)
     except RequestError as error:
         raise invalid(str(error), "tools", "invalid_value") from None
     return StrictCalls(opening, closing, rest)

@@ -5,7 +5,9 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jsonschema
@@ -14,7 +16,18 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime.text.grammar import MOST_BYTES, MOST_LEVELS, MOST_WORD, Grammar, Grammars
+from lowbit.runtime.text import grammar as grammar_module
+from lowbit.runtime.text import mask_time
+from lowbit.runtime.text.grammar import (
+    JSON_NOTATION,
+    MOST_BYTES,
+    MOST_LEVELS,
+    MOST_WORD,
+    SCHEMA_LIMITS,
+    Grammar,
+    Grammars,
+)
+from tests.runtime.serve.conftest import until
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 HOT = lowbit.SamplingParams(3.0, seed=1)
@@ -189,7 +202,12 @@ def nested(levels: int) -> dict[str, Any]:
         ({"type": "float"}, "the JSON schema cannot be used: Invalid type: float"),
         ({"not": {}}, r'the JSON schema cannot be used: Unimplemented keys: \["not"\]'),
         ({"pattern": "(", "type": "string"}, "regex parse error error: unclosed group"),
-        ({"minimum": float("nan")}, "the JSON schema is not plain JSON"),
+        ({"minimum": float("nan")}, "`minimum` in the JSON schema is not a number below"),
+        ({"minimum": 10**309}, "`minimum` in the JSON schema is not a number below"),
+        ({"items": {"enum": [1, -(10**400)]}}, "`enum` in the JSON schema is not a number below"),
+        ({"properties": {"a": {"multipleOf": float("inf")}}}, "`multipleOf` in the JSON schema"),
+        ({"const": [[10**309]]}, "the JSON schema cannot be used: number out of range"),
+        ({"const": 10**5000}, "`const` in the JSON schema is not a number below"),
         ({"enum": [b""]}, "the JSON schema is not plain JSON"),
         ({"enum": []}, "the JSON schema cannot be used: Unsatisfiable schema"),
         ({"$ref": "#"}, "the JSON schema cannot be used"),
@@ -201,7 +219,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"enum": ["x" * (MOST_WORD + 1)]}, f"a text in the JSON schema has {MOST_WORD + 1} bytes"),
         ({"properties": {"x" * (MOST_WORD + 1): {}}}, "a text in the JSON schema"),
     ],
-    ids=range(15),
+    ids=range(20),
 )
 def test_bad_schemas(grammars: Grammars, schema: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
@@ -235,6 +253,172 @@ def test_a_token_that_the_grammar_forbids(grammars: Grammars) -> None:
     constraint = grammars.regex("[0-9]").constraint()
     with pytest.raises(RequestError, match="the grammar cannot be followed any further"):
         constraint.accept(65)
+
+
+def chained(levels: int, between: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """A schema in which `levels` definitions refer each to the next one."""
+    parts = {f"a{n}": between({"$ref": f"#/$defs/a{n + 1}"}) for n in range(levels)}
+    return {"$ref": "#/$defs/a0", "$defs": {**parts, f"a{levels}": {"type": "integer"}}}
+
+
+DEEP: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "reference": lambda inner: dict(inner),
+    "array": lambda inner: {"type": "array", "items": inner},
+    "object": lambda inner: {"type": "object", "properties": {"a": inner}},
+    "allOf": lambda inner: {"allOf": [inner]},
+    "anyOf": lambda inner: {"anyOf": [inner, {"type": "null"}]},
+}
+RULES = "start: r0\n" + "".join(f'r{n}: r{n + 1} "x"\n' for n in range(4000)) + 'r4000: "y"\n'
+TERMINALS = RULES.upper().replace("START", "start")
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_deep_schema_is_refused_where_it_would_end_the_process(
+    grammars: Grammars, kind: str
+) -> None:
+    grammars.json_schema(chained(60, DEEP[kind]))
+    with pytest.raises(RequestError, match="the JSON schema is too deep or too large"):
+        grammars.json_schema(chained(3000, DEEP[kind]))
+    with pytest.raises(RequestError, match="the grammar is too deep or too large"):
+        grammars.lark(f"start: %json {json.dumps(chained(3000, DEEP[kind]))}", SCHEMA_LIMITS)
+    grammars.json_schema(SCHEMAS[0])
+
+
+@pytest.mark.parametrize("text", [RULES, TERMINALS], ids=["rules", "terminals"])
+def test_a_deep_grammar_is_refused_where_it_would_end_the_process(
+    grammars: Grammars, text: str
+) -> None:
+    with pytest.raises(RequestError, match="the grammar is too deep or too large"):
+        grammars.lark(text)
+
+
+def test_a_grammar_that_takes_long_to_prepare_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one is not."""
+    monkeypatch.setattr(grammar_module, "CPU_S", 0.1)
+    costly = {f"p{n}": {"type": "integer", "multipleOf": 99_991 - 2 * n} for n in range(30)}
+    with pytest.raises(RequestError, match=r"the JSON schema takes more than 0\.1 s to prepare"):
+        grammars.json_schema({"type": "object", "properties": costly})
+    monkeypatch.undo()
+    grammars.json_schema(PERSON)
+
+
+def test_rules_are_limited(grammars: Grammars) -> None:
+    rules = "start: " + " | ".join(f'"a" r{n}' for n in range(800)) + "\n"
+    rules += "".join(f'r{n}: "{n}" start?\n' for n in range(800))
+    with pytest.raises(RequestError, match=r"number of symbols\) too big"):
+        grammars.lark(rules)
+    assert grammars.lark(rules, SCHEMA_LIMITS)
+
+
+AMBIGUOUS = 'start: s\ns: s s s s | s s s | s s | "a" | "b" | ""\n'
+
+
+def test_masks_that_take_too_long_end_their_request_alone(
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = model.encode("Hi", raw=True)
+    free = model.request(ids, sampling=HOT, max_new_tokens=8).tokens
+    alone = model.engine.submit(free).result()
+    monkeypatch.setattr(mask_time, "MASK_S", 0.0)
+    constraint = model.grammars.lark(AMBIGUOUS).constraint()
+    constraint._time.left_s = -1.0
+    slow = model.request(ids, constraint=constraint, max_new_tokens=300).tokens
+    handles = [model.engine.submit(each) for each in (slow, free)]
+    with pytest.raises(RequestError, match="the grammar is too ambiguous: its masks take too long"):
+        handles[0].result()
+    assert handles[1].result() == alone
+
+
+def test_copies_use_the_time_of_their_answer(grammars: Grammars) -> None:
+    constraint = grammars.lark(AMBIGUOUS).constraint()
+    ahead = constraint.copy()
+    before = constraint._time.left_s
+    ahead.accept(int(grammars._tokenizer.encode("a")[0]))
+    assert constraint._time.left_s < before
+    constraint._time.left_s = -1.0
+    for use in (ahead.mask, ahead.copy, lambda: ahead.accept(1), lambda: ahead.forced(1)):
+        with pytest.raises(RequestError, match="too ambiguous"):
+            use()
+
+
+def test_a_mask_of_a_large_grammar_is_not_waited_for(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its work goes on alone; two such masks refuse further ones until they have ended."""
+    monkeypatch.setattr(mask_time, "WAIT_S", 0.0)
+    watch, gate = mask_time.Watch(), Event()
+    with pytest.raises(RequestError, match="too ambiguous"):
+        mask_time.MaskTime(watch).mask(gate.wait)
+    while watch.late < mask_time.MOST_LATE:
+        assert not watch.run(gate.wait, 0.0)
+    third = mask_time.MaskTime(watch)
+    with pytest.raises(RequestError, match="keep the processor busy"):
+        third.mask(gate.wait)
+    gate.set()
+    until(lambda: watch.late == 0)
+    monkeypatch.setattr(mask_time, "WAIT_S", 60.0)
+    done: list[int] = []
+    third.mask(lambda: done.append(1))
+    assert done == [1]
+    with pytest.raises(ZeroDivisionError):
+        third.mask(lambda: done.append(1 // 0))
+
+
+def test_large_schemas_are_watched(grammars: Grammars) -> None:
+    assert grammars.json_schema(PERSON)._watch is None
+    wide = {f"p{n}": {"type": "integer"} for n in range(100)}
+    grammar = grammars.json_schema({"type": "object", "properties": wide, "required": ["p0"]})
+    assert grammar._watch is grammars._watch
+    constraint = grammar.constraint()
+    ahead = constraint.copy()
+    forced = list(ahead.forced(4))
+    assert grammars._tokenizer.decode(forced).startswith("{")
+    assert len(ids_of(constraint.mask())) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"a":1,"b":[1,2]}', True),
+        ('{"a": 1, "b": [1, 2]}', True),
+        ('{\n    "a": 1,\n    "b": [\n        1,\n        2\n    ]\n}', True),
+        ('{\n\t"a": 1,\n\t"b": []\n}', True),
+        ('{"a":  1', False),
+        ('{\n\n"a"', False),
+        ('{ \n"a"', False),
+        ("{\n" + 33 * " ", False),
+        (' {"a"', False),
+        ('{"a":1,"b":[]}\n', False),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_blanks_of_json_are_bounded(
+    grammars: Grammars, text: str, taken: bool, nested: bool
+) -> None:
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": numbers},
+        "required": ["a", "b"],
+    }
+    if nested:
+        own = json.dumps({**schema, "x-guidance": JSON_NOTATION})
+        constraint = grammars.lark(f"start: %json {own}").constraint()
+    else:
+        constraint = grammars.json_schema(schema).constraint()
+
+    def write() -> None:
+        for id in map(int, [grammars._tokenizer.encode(sign)[0] for sign in text]):
+            constraint.accept(id)
+        constraint.mask()
+
+    if taken:
+        write()
+    else:
+        with pytest.raises(RequestError, match="cannot be followed"):
+            write()
 
 
 def test_without_llguidance(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
