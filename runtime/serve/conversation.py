@@ -58,6 +58,14 @@ class Conversation:
         """Tools that the model is told of."""
         return () if self.choice.mode == "none" else self.tools
 
+    @property
+    def limited(self) -> bool:
+        """True if the answer follows a grammar: of its content, or of calls."""
+        if self.format is not None:
+            return True
+        strict = any(tool.get("function", tool).get("strict") for tool in self.offered)
+        return self.choice.mode in ("required", "named") or strict
+
 
 def encode(model: Model, conversation: Conversation) -> list[int]:
     """Token ids of the prompt.

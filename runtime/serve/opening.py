@@ -70,10 +70,12 @@ async def open_conversation(
     service.check_open(count_of(body))
     model, settings = service.model, service.settings
 
+    conversation = await service.in_thread(lambda: conversation_of(model, body))
+
     def prepare() -> list[Ask]:
         wanted = replace(wanted_of(body), stream=bool(body.stream))
-        return asks_of(model, settings, conversation_of(model, body), wanted)
+        return asks_of(model, settings, conversation, wanted)
 
-    asks = await service.in_thread(prepare)
+    asks = await service.in_thread(prepare, conversation.limited)
     record.prompt_tokens = len(asks[0].tokens.prompt)
     return Opened(service, body, asks[0], service.begin(request, asks, record))

@@ -22,6 +22,7 @@ from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.worker import Worker
 
 THREADS = 4  # that parse bodies, render templates and encode prompts
+LIMITING_THREADS = 2  # that do the same for requests whose form is limited, which may take seconds
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
 STALLED_S = 120.0  # for one step that answers wait for, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
@@ -41,6 +42,7 @@ class Service:
         draining: running requests may end, new ones are refused.
         active: requests whose answers are being made or sent.
         executor: for work that would hold up the event loop.
+        limiting: the same for requests with a grammar: a costly one holds up none without.
         crowd: requests whose bodies have not come.
     """
 
@@ -53,6 +55,11 @@ class Service:
     _worker: Worker | None = None
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-text")
+    )
+    limiting: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(
+            LIMITING_THREADS, thread_name_prefix="lowbit-grammar"
+        )
     )
 
     crowd: Crowd = field(default_factory=lambda: Crowd(READING))
@@ -74,6 +81,7 @@ class Service:
         """End the worker and the threads."""
         self.worker.stop()
         self.executor.shutdown(wait=False, cancel_futures=True)
+        self.limiting.shutdown(wait=False, cancel_futures=True)
 
     @property
     def stalled(self) -> bool:
@@ -105,14 +113,19 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
+    async def in_thread(self, work: Callable[[], Result], limited: bool = False) -> Result:
         """Run work that would hold up the event loop.
+
+        Args:
+            work: to be done.
+            limited: it prepares a grammar.
 
         Raises:
             ApiError: for a LowbitError.
         """
+        executor = self.limiting if limited else self.executor
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
         except LowbitError as error:
             raise of_lowbit(error) from None
 

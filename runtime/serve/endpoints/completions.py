@@ -24,6 +24,7 @@ from lowbit.runtime.serve.restrict import constraint_of_format
 from lowbit.runtime.serve.route import DirectRoute
 from lowbit.runtime.serve.sampling_fields import wanted_of
 from lowbit.runtime.serve.schemas.completions import CompletionBody
+from lowbit.runtime.serve.schemas.formats import FormatFields
 from lowbit.runtime.serve.service import Service, service_of
 from lowbit.runtime.serve.sse import DONE, EventStream, compact, event
 from lowbit.runtime.serve.usage import usage_of
@@ -41,7 +42,8 @@ async def create(request: Request) -> Response:
     record = record_of(request)
     record.ignored, record.stream = body.ignored(), bool(body.stream)
     service.check_open(body.n or 1)
-    asks = await service.in_thread(lambda: asks_of(service.model, body))
+    limited = any(getattr(body, name) is not None for name in FormatFields.model_fields)
+    asks = await service.in_thread(lambda: asks_of(service.model, body), limited)
     prompts = [list(ask.tokens.prompt) for ask in asks[:: body.n or 1]]
     record.prompt_tokens = sum(map(len, prompts))
     head = {
