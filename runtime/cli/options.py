@@ -56,7 +56,7 @@ load_options = with_options(
         type=Count(),
         metavar="N",
         callback=at_most_cores,
-        show_default="1 for small models, else all cores",
+        show_default="1 for small models, else what is fastest",
         help="CPU threads, at most as many as there are cores.",
     ),
 )
@@ -296,7 +296,9 @@ def _set_threads(model: "Model", threads: int | None) -> None:
     """Small models run on one thread: their operations are shorter than waiting for another."""
     import torch
 
-    if threads is None and model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
+    if threads is not None:
+        model.engine.threads = None  # no other count is tried
+    elif model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)

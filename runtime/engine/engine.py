@@ -7,8 +7,10 @@ tasks still share their steps.
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock, RLock
 
@@ -31,6 +33,7 @@ from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
 from lowbit.runtime.engine.take import take_token
+from lowbit.runtime.engine.threads import StepThreads
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.sampling import SamplingParams
 
@@ -44,6 +47,8 @@ class Engine:
         drafting: proposes tokens that a step checks together; None where nobody does.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
+        threads: chooses the CPU threads of decode steps; None runs them on all that torch has, and
+            on a GPU.
         in_prompt: a chunk of a prompt is in the layers, which takes minutes on a slow CPU.
     """
 
@@ -57,6 +62,7 @@ class Engine:
         self._lock = RLock()
         self._room = Room(runner)
         self.reuse = Reuse()
+        self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
         self._arriving = Lock()  # never held for longer than it takes to count
         self._arrived: deque[Sequence] = deque()  # since the last step
@@ -138,13 +144,30 @@ class Engine:
             budget -= self._run_chunk(sequence)
         decoding = [each for each in ready if each.chosen < each.count]
         started = time.perf_counter()
-        plain = bool(decoding) and self._decode(decoding)
-        worked = bool(decoding) or bool(self._sent) or budget < CHUNK
-        self._read(1 if decoding and self.runner.on_gpu else 0)
+        with self._step_threads():
+            plain = bool(decoding) and self._decode(decoding)
+            worked = bool(decoding) or bool(self._sent) or budget < CHUNK
+            self._read(1 if decoding and self.runner.on_gpu else 0)
+        seconds = time.perf_counter() - started
+        if self.threads is not None and decoding:
+            self.threads.note((len(decoding), plain), seconds)
         if self.drafting is not None and plain and budget == CHUNK:
-            self.drafting.costs.note_step(len(decoding), time.perf_counter() - started)
+            self.drafting.costs.note_step(len(decoding), seconds)
         self._stepping = False
         return worked
+
+    @contextmanager
+    def _step_threads(self) -> Iterator[None]:
+        """Run what is inside on as many threads as are fastest for steps, of those torch has."""
+        if self.threads is None:
+            yield
+            return
+        most = torch.get_num_threads()
+        torch.set_num_threads(self.threads.choose(most))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(most)
 
     def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.

@@ -1,0 +1,86 @@
+"""Chooses the number of CPU threads for decode steps by their measured times.
+
+A step of a small model is some hundred short products, and after each one its threads wait for the
+slowest. On an idle machine more threads are faster; where another process has one of their cores,
+all wait for it, and a single thread is. So now and then a few steps run on another count, 1, 2, 4
+and so on, and whichever was faster stays. Answers have the same bytes with every count.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+BURST = 8  # steps that are compared with as many others
+GAIN = 0.95  # of the time, below which another count is faster
+PAUSE = 50.0  # times what a trial lost, until the next one: it costs 2%
+LONGEST_S = 30.0  # such pause
+
+
+@dataclass(slots=True)
+class StepThreads:
+    """The count of threads, and the trials of others.
+
+    Attributes:
+        clock: gives seconds.
+        count: threads that were fastest so far; 0 before the first step.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    count: int = 0
+    _kind: Hashable = None  # of the last step: only steps alike are compared
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=BURST))  # with `count`
+    _trial: int = 0  # threads that are tried; 0 while none are
+    _tried: list[float] = field(default_factory=list)
+    _last: int = 0  # threads of the last trial
+    _due: float = 0.0  # time of the next trial
+
+    def choose(self, most: int) -> int:
+        """Threads for the next step, from 1 to `most`."""
+        if not 0 < self.count <= most:
+            self._keep(most, [])
+        if self._trial > most:
+            self._trial = 0
+        if not self._trial and len(self._times) == BURST and self.clock() >= self._due:
+            self._trial = self._other(most)
+            self._tried.clear()
+        return self._trial or self.count
+
+    def note(self, kind: Hashable, seconds: float) -> None:
+        """Take down a step that ran on the chosen threads.
+
+        Args:
+            kind: equal for steps of the same work.
+            seconds: that it took.
+        """
+        if kind != self._kind:
+            self._kind, self._trial = kind, 0
+            self._times.clear()
+            return
+        if not self._trial:
+            self._times.append(seconds)
+            return
+        self._tried.append(seconds)
+        spent, usual = sum(self._tried), sum(self._times)
+        if len(self._tried) < BURST and spent < usual:
+            return
+        if spent < GAIN * usual:
+            self._keep(self._trial, self._tried)
+            return
+        lost = spent - usual * len(self._tried) / BURST
+        self._due = self.clock() + min(LONGEST_S, PAUSE * max(lost, 0.0))
+        self._trial = 0
+
+    def _other(self, most: int) -> int:
+        """The count to try next, one after the other; 0 where there is no other."""
+        counts = [1 << power for power in range((most - 1).bit_length())] + [most]
+        others = [count for count in counts if count != self.count]
+        above = [count for count in others if count > self._last]
+        self._last = (above or others or [0])[0]
+        return self._last
+
+    def _keep(self, count: int, times: list[float]) -> None:
+        """Go on with a count of threads that has taken these times."""
+        self.count, self._trial = count, 0
+        self._times.clear()
+        self._times.extend(times)
