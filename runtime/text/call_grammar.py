@@ -13,7 +13,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.text.grammar import MOST_BYTES
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
-from lowbit.runtime.text.typed_values import resolve
+from lowbit.runtime.text.typed_values import ArgumentTypes, resolve
 from lowbit.runtime.text.xml_values import END, Leaf, Steps, UnheldError, terminal_of
 
 CLOSE_TAG = "\n</parameter>"
@@ -24,7 +24,7 @@ OF_WHOLE = (
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired"),
     *("dependentSchemas", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const"),
 )
-DEFINITIONS = ("$defs", "definitions")
+INNER = ("#/$defs/", "#/definitions/")  # references that stand without the rest of a schema
 # The JSON of Qwen's templates: a space behind `:` and `,`, no line breaks.
 NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -177,14 +177,28 @@ def _value(
         held = f"/(?s:.*){END}/", []
     if held is None:
         yield f"{rule}: {begin} {rule}_json {json.dumps(CLOSE_VALUE)}"
-        yield f"{rule}_json: {_json(schema, tool)}"
+        yield f"{rule}_json: {_json(_within(schema, name, tool), tool)}"
         return
     text, inner = held
     kinds = f"({rule}_text | {rule}_json {json.dumps(CLOSE_TAG)})" if inner else f"{rule}_text"
     yield rf'{rule}: {begin} {kinds} "\n"'
     yield f"{rule}_text[lazy]: ({text}) & {NO_TAG}"
     if inner:
-        yield f"{rule}_json: {_json({'anyOf': inner}, tool)}"
+        yield f"{rule}_json: {_json(_within({'anyOf': inner}, name, tool), tool)}"
+
+
+def _within(schema: Any, name: str, tool: Tool) -> Any:
+    """A part of a tool's schema that stands without the rest; else one of its types alone.
+
+    Raises:
+        RequestError: the part of a strict tool refers to more than definitions.
+    """
+    every = [schema, referenced(schema, tool.schema)]
+    if all(reference.startswith(INNER) for reference in _references(every)):
+        return schema
+    if tool.strict:
+        raise _unheld(tool, f"`{name}`", "$ref")
+    return {"type": sorted(ArgumentTypes(tool.schema).of(schema))}
 
 
 def _check_strict(schema: Mapping[str, Any], tool: Tool) -> None:
@@ -223,19 +237,28 @@ def referenced(schema: Any, root: Mapping[str, Any]) -> dict[str, dict[str, Any]
     found: dict[str, dict[str, Any]] = {}
     left = [schema]
     while left:
+        for reference in _references(left.pop()):
+            steps = reference.split("/", 3)[:3]
+            if len(steps) < 3 or not reference.startswith(INNER):
+                continue
+            kind, name = steps[1], steps[2].replace("~1", "/").replace("~0", "~")
+            listed = root.get(kind)
+            known = found.setdefault(kind, {})
+            if isinstance(listed, Mapping) and name in listed and name not in known:
+                known[name] = listed[name]
+                left.append(listed[name])
+    return found
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Every `$ref` in a schema, however deep."""
+    left = [value]
+    while left:
         part = left.pop()
         left += part.values() if isinstance(part, Mapping) else part if _is_list(part) else ()
         reference = part.get("$ref") if isinstance(part, Mapping) else None
-        steps = reference.split("/", 3)[:3] if isinstance(reference, str) else []
-        if len(steps) < 3 or steps[0] != "#" or steps[1] not in DEFINITIONS:
-            continue
-        kind, name = steps[1], steps[2].replace("~1", "/").replace("~0", "~")
-        listed = root.get(kind)
-        known = found.setdefault(kind, {})
-        if isinstance(listed, Mapping) and name in listed and name not in known:
-            known[name] = listed[name]
-            left.append(listed[name])
-    return found
+        if isinstance(reference, str):
+            yield reference
 
 
 def _is_list(value: Any) -> bool:

@@ -275,3 +275,16 @@ def test_a_property_that_refers_to_itself_in_breadth_makes_a_grammar() -> None:
     odd["function"]["parameters"]["$defs"] = {"loop": loop}
     text = grammar_of("xml", read_tools([odd]), "required", load_tokenizer(BUNDLED))
     assert "value_0_0_text" in text
+
+
+def test_references_to_more_than_definitions_stand_in_the_json_form_alone() -> None:
+    for reference in ("#", "#/properties/to"):
+        odd = tool("f", to={"type": "object"}, child={"$ref": reference})
+        odd["function"]["parameters"]["required"] = ["to"]
+        for form in FORMS:
+            matcher = Matcher(BUNDLED, form, tools=read_tools([odd]))
+            assert matcher.accepts(written(form, call("f", to={}, child={"to": {}})))
+        odd["function"]["strict"] = True
+        Matcher(BUNDLED, "json", tools=read_tools([odd]))
+        with pytest.raises(RequestError, match=r"tool `f`: `child` has `\$ref`"):
+            Matcher(BUNDLED, "xml", tools=read_tools([odd]))
