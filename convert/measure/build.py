@@ -16,7 +16,7 @@ from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, 
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES
 from lowbit.formats.foreign.reader import open_native
-from lowbit.formats.layout.manifest import MANIFEST_FILE, read_manifest
+from lowbit.formats.layout.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lowbit.formats.printable import printable
 from lowbit.formats.safetensors.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from lowbit.formats.tasks import manifest_sha256
@@ -90,17 +90,18 @@ def measure_sizes(folder: Path, source: Path | None = None) -> Sizes:
         UnsupportedModelError: an architecture that is not implemented.
     """
     checkpoint = open_native(folder)
+    bits = weight_bits(checkpoint, read_manifest(folder))
     files = {
         name_in(folder, path): path.stat().st_size for path in entries(folder) if path.is_file()
     }
     total = sum(size for name, size in files.items() if name not in REPORT_FILES)
     original = _source_tensor_bytes(folder, source)
     if original is None:
-        return Sizes(total, None, weight_bits(checkpoint))
+        return Sizes(total, None, bits)
     packed = sum(info.nbytes for info in checkpoint.tensors.values())
     ours = files.get(MANIFEST_FILE, 0) + files.get(DRAFT_FILE, 0)
     source_bytes = total - ours - packed + original
-    return Sizes(total, source_bytes, weight_bits(checkpoint))
+    return Sizes(total, source_bytes, bits)
 
 
 def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
@@ -115,19 +116,23 @@ def _source_tensor_bytes(folder: Path, source: Path | None) -> int | None:
     )
 
 
-def weight_bits(checkpoint: Checkpoint) -> float:
+def weight_bits(checkpoint: Checkpoint, manifest: Manifest | None) -> float:
     """Bits of a folder's weight files over the model's parameters.
 
     Where lowbit.json is absent, the parameters are those of config.json, in which a head that was
     untied to be packed counts apart from the embedding.
 
+    Args:
+        checkpoint: its headers; the files need not be on this machine.
+        manifest: its lowbit.json; None where it has none.
+
     Raises:
-        CheckpointError, FormatError: a folder that cannot be read.
         UnsupportedModelError: an architecture that is not implemented.
     """
-    names = {info.file for info in checkpoint.tensors.values()}
-    size = sum((checkpoint.folder / name).stat().st_size for name in names)
-    manifest = read_manifest(checkpoint.folder)
+    ends: dict[str, int] = {}
+    for info in checkpoint.tensors.values():  # the last tensor ends its file
+        ends[info.file] = max(ends.get(info.file, 0), info.offset + info.nbytes)
+    size = sum(ends.values())
     if manifest is not None:
         rows = manifest.source_tensors
         return bits_per_weight(size, count_parameters((r.name, r.shape, r.fate) for r in rows))

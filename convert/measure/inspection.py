@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.convert.measure.build import weight_bits
 from lowbit.formats.architectures import kind_of, read_config
 from lowbit.formats.draft_head import BITS, DRAFT_FILE
 from lowbit.formats.errors import FormatError
@@ -79,6 +80,7 @@ class Inspection:
         model_type: of its architecture; the class of a drafter.
         entries: everything in it, in the order of the architecture.
         manifest: its lowbit.json; None where another tool wrote it.
+        bits_per_weight: of all weight files, over the parameters.
     """
 
     source: str
@@ -86,6 +88,7 @@ class Inspection:
     model_type: str
     entries: tuple[Entry, ...]
     manifest: Manifest | None
+    bits_per_weight: float
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +158,8 @@ def _inspection(packed: PackedCheckpoint, source: str, commit: str | None) -> In
         count = len(packed.carried)
         entries.append(Entry(VISION, (), " ".join(dtypes), None, None, None, None, size, count))
     entries += _draft_head(packed.manifest, read_config(config).hidden_size)
-    return Inspection(source, commit, kind_of(config), tuple(entries), packed.manifest)
+    bits = weight_bits(packed.checkpoint, packed.manifest)
+    return Inspection(source, commit, kind_of(config), tuple(entries), packed.manifest, bits)
 
 
 def _draft_head(manifest: Manifest | None, hidden: int) -> list[Entry]:

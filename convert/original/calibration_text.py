@@ -26,6 +26,7 @@ from lowbit.formats.text.tokenizer import load_text_tokenizer
 BUNDLED_NAME = "bundled mix of prose, dialogue, mathematics and code"
 BUNDLED_FILES = ("simplewiki.txt", "shakespeare.txt", "gsm8k-train-sample.txt", "code.txt")
 WHAT = "calibration text"
+LEAST_TOKENS = 32  # of a text; fewer are a slip, not a text
 PARAGRAPH_END = re.compile(r"\n\s*\n")
 
 Turn = dict[str, Any]  # role and content are text; what else there is goes to the template
@@ -71,8 +72,7 @@ def read_calibration(
     Raises:
         CheckpointError: the folder lacks config.json, tokenizer.json or, with `chat`, a valid chat
             template.
-        RequestError: a file that cannot be read, names its bad line; a text of fewer than two
-            tokens.
+        RequestError: a file that cannot be read, names its bad line; a text of too few tokens.
     """
     if length < 2 or limit < 1:
         raise RequestError(f"{limit} windows of {length} tokens: expected at least 1 of 2 tokens")
@@ -86,15 +86,16 @@ def read_calibration(
     tokenizer = load_text_tokenizer(folder, "calibration")
     texts = _render(documents, _load_template(folder)) if chat else [_plain(d) for d in documents]
     ids = [id for encoded in tokenizer.encode_all(texts) for id in encoded]
-    if len(ids) < 2:
+    length = min(length, _context(folder))
+    if len(ids) < (least := min(length, LEAST_TOKENS)):
         raise RequestError(
-            f"{WHAT} `{name}` has {len(ids)} tokens, expected at least 2",
-            hint="give a longer --calib file",
+            f"{WHAT} `{name}` has {len(ids)} tokens, expected at least {least}",
+            hint="give a longer --calib file, best one of 10,000 tokens or more",
         )
     return CalibrationText(
         name=name,
         sha256=hashlib.sha256("".join(files).encode()).hexdigest(),
-        samples=cut_samples(ids, min(length, _context(folder)), limit),
+        samples=cut_samples(ids, length, limit),
         tokens=len(ids),
         chat=chat,
     )

@@ -1,5 +1,6 @@
 """Readers that could load a result, told from its plan, and group sizes that had to shrink."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -89,6 +90,24 @@ def vllm_reasons(linears: Iterable[tuple[str, tuple[int, ...], Scheme]]) -> list
         if K % 128:
             reasons.setdefault(f"K = {K} is not a multiple of 128", []).append(module)
     return [f"{reason}: `{names[0]}`{and_more(names)}" for reason, names in reasons.items()]
+
+
+def one_scheme_misfits(plan: Plan) -> list[str]:
+    """Kinds of linears that GPTQ or AWQ has no place for, `lm_head (INT8 g128)`.
+
+    Both state one scheme for all linears, and AWQ expects the head unquantized. Neither gets
+    multi-token prediction.
+    """
+    weights: Counter[Scheme] = Counter()
+    kinds: dict[tuple[str, Scheme], None] = {}
+    for step in plan.steps:
+        if step.scheme is None or step.module is None or step.module.startswith(MTP_PREFIX):
+            continue
+        kinds.setdefault((step.module.rpartition(".")[2], step.scheme))
+        if step.module != "lm_head":
+            weights[step.scheme] += math.prod(step.source.shape)
+    main = max(weights, key=lambda scheme: weights[scheme], default=None)
+    return [f"{kind} ({own})" for kind, own in kinds if own != main or kind == "lm_head"]
 
 
 def runtime_verdict(plan: Plan) -> str | None:

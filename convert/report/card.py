@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from lowbit.convert.measure.build import weight_bits
 from lowbit.convert.measure.pair import is_rotated
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.readers import vllm_reasons
@@ -128,7 +129,10 @@ def _version(manifest: Manifest | None, report: QualityReport | None) -> str | N
 
 
 def _size(packed: PackedCheckpoint) -> str:
-    return words.size(sum(info.nbytes for info in packed.checkpoint.tensors.values()))
+    """Bytes of the tensors and bits per weight, of a folder without a report."""
+    size = sum(info.nbytes for info in packed.checkpoint.tensors.values())
+    bits = weight_bits(packed.checkpoint, packed.manifest)
+    return f"{words.size(size)}, {bits:.2f} bits per weight"
 
 
 def _markdown(value: str) -> str:

@@ -57,6 +57,7 @@ def render_html(
         measure=verdict.measure(report),
         limits=limits,
         observations=remarks.observations(report),
+        traded=remarks.traded(report),
         **({} if logits is None else _about(report, logits)),
         outputs=outputs,
         maps=heat_maps(report.weights),

@@ -13,6 +13,7 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.evaluation_text import bundled_hashes
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import worst
+from lowbit.convert.report.next_steps import used_options
 from lowbit.formats.architectures.names import MTP_PREFIX
 
 OUTLIER = 1.5  # times the median error of the same bits
@@ -84,6 +85,17 @@ def _overfitting(excess: float | None) -> str:
     return (
         f"Calibrated on too little text: the error on held-out windows is {excess:.0%} above that "
         f"on the windows it learned from; give more --calib-samples or a longer --calib text."
+    )
+
+
+def traded(report: QualityReport) -> str:
+    """Why weight errors are larger than those of rounding; empty where nothing was traded."""
+    used = used_options(report.command) or {}
+    if not report.weights or not used.get("--method", "").startswith("gptq"):
+        return ""
+    return (
+        "Weight errors are larger than those of round-to-nearest: gptq trades them for smaller "
+        "errors in what each linear computes. Judge the file by its predictions."
     )
 
 

@@ -8,7 +8,7 @@ from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
-from lowbit.convert.report.remarks import observations
+from lowbit.convert.report.remarks import observations, traded
 from lowbit.convert.report.verdict import judge
 from lowbit.formats.architectures.names import without_model
 from lowbit.formats.printable import printable
@@ -30,6 +30,8 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
     console.print(_summary(report))
     if report.weights:
         console.print(_kinds(report))
+        if sentence := traded(report):
+            console.print(Text(sentence))
         if worst_rows and len(report.weights) > worst_rows:
             console.print(_worst(report, worst_rows))
     for sentence in observations(report):

@@ -32,9 +32,16 @@ def json_line(content: dict[str, Any], encoding: str = "utf-8") -> str:
     return text
 
 
-def note(text: str) -> None:
-    """Print a dim line on stderr, above progress bars where there are any."""
-    line = folded(printable(text), sys.stderr)
+def note(text: str, fold: bool = True) -> None:
+    """Print a dim line on stderr, above progress bars where there are any.
+
+    Args:
+        text: any.
+        fold: False for a command, which is copied as one line.
+    """
+    line = printable(text)
+    if fold:
+        line = folded(line, sys.stderr)
     # Bars replace sys.stderr; click's own is the file behind it, and would write into them.
     click.echo(line if plain() else click.style(line, dim=True), file=sys.stderr)
 

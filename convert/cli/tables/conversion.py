@@ -1,5 +1,6 @@
 """Results of the commands, as terminal tables and as JSON objects."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from lowbit.convert.pipeline.preview import Preview
 from lowbit.convert.pipeline.verification import Verification
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.readers import (
+    one_scheme_misfits,
     runtime_verdict,
     smaller_groups,
     transformers_verdict,
@@ -25,12 +27,13 @@ from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
 from lowbit.convert.report.words import percent, size
-from lowbit.formats.architectures import Part, part_of
+from lowbit.formats.architectures import Part, is_drafter, part_of
 from lowbit.formats.architectures.names import MTP_PREFIX, any_expert, split_layer, without_model
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.tables import plain_table, results, styled
+from lowbit.formats.text.tokenizer import TOKENIZER_FILE
 
 DONE = ("✓", "bold green")
 PARTS: dict[Part, str] = {
@@ -70,7 +73,37 @@ def conversion(done: Conversion, found: Reported) -> None:
             console.print(styled(("!", "yellow"), f" {what} cannot load the result: {text}"))
     if done.manifest.draft_head is not None:
         console.print(_draft_head(done.manifest.draft_head))
+    if missing := without_tokenizer(done):
+        console.print(styled(("!", "yellow"), f" {missing}"))
     _files(found)
+    for command in next_commands(done, found):
+        note(f"next: {shlex.join(command)}", fold=False)
+
+
+def without_tokenizer(done: Conversion) -> str | None:
+    """Sentence on a source that brings no tokenizer; None where it does, or needs none."""
+    if is_drafter(done.plan.config) or (done.folder / TOKENIZER_FILE).is_file():
+        return None
+    source = done.source.repo or done.source.folder
+    return (
+        f"`{source}` has no {TOKENIZER_FILE}: lowbit-run takes no text for the result, and cannot "
+        f"chat; copy the model's {TOKENIZER_FILE} and tokenizer_config.json to "
+        f"`{done.folder}`"
+    )
+
+
+def next_commands(done: Conversion, found: Reported) -> list[list[str]]:
+    """Commands that judge the folder and run it; those that it lacks something for left out."""
+    folder = str(done.folder)
+    drafter, readable = is_drafter(done.plan.config), without_tokenizer(done) is None
+    commands = []
+    if found.quality.logits is None and readable and not drafter:
+        commands.append(["lowbit-convert", "report", folder])
+    if drafter:
+        commands.append(["lowbit-run", "MODEL", "--speculate", "dflash", "--drafter", folder])
+    elif readable and runtime_verdict(done.plan) is None:
+        commands.append(["lowbit-run", folder])
+    return commands
 
 
 def _draft_head(made: DraftVocabulary) -> Text:
@@ -119,7 +152,7 @@ def conversion_json(done: Conversion, found: Reported) -> dict[str, Any]:
         "undistilled_layers": done.undistilled,
         "verdict": asdict(judge(quality)),
         "quality": quality.to_json(),
-        "notes": list(found.notes),
+        "notes": [*filter(None, [without_tokenizer(done)]), *found.notes],
     }
 
 
@@ -185,6 +218,11 @@ def plan(view: Preview) -> None:
     if wrong := transformers_verdict(view.plan):
         console.print(styled("transformers: ", ("cannot load the result", "bold red")))
         console.print(f"  {wrong}")
+    if misfits := one_scheme_misfits(view.plan):
+        console.print(
+            f"export to gptq or awq: needs --dequantize for {', '.join(misfits)}; mlx and gguf "
+            "need nothing"
+        )
     if view.unserved:
         console.print(styled("lowbit-run: ", ("cannot serve the result", "bold red")))
         console.print(f"  {view.unserved}")
@@ -211,6 +249,7 @@ def plan_json(view: Preview) -> dict[str, Any]:
         "peak_ram_bytes": view.peak_ram,
         "prospect": prospect_json(view.prospect),
         "smaller_groups": smaller_groups(view.plan),
+        "dequantized_for_gptq_and_awq": one_scheme_misfits(view.plan),
         "run": {
             "weight_bytes": view.run_bytes,
             "context": view.context,

@@ -24,7 +24,10 @@ def inspection(found: Inspection) -> None:
     for row in _rows(_without_prefix(tree(found.entries)), "", 1):
         table.add_row(*row)
     console.print(table)
-    console.print(f"{size(found.nbytes)}, {found.tensors} tensors, {found.model_type}")
+    console.print(
+        f"{size(found.nbytes)}, {found.bits_per_weight:.2f} bits per weight, "
+        f"{found.tensors} tensors, {found.model_type}"
+    )
     manifest = found.manifest
     if manifest is None:
         console.print(styled(("no lowbit.json: written by another tool", "dim")))
@@ -92,6 +95,7 @@ def inspection_json(found: Inspection) -> dict[str, Any]:
         "model_type": found.model_type,
         "tensors": found.tensors,
         "bytes": found.nbytes,
+        "bits_per_weight": found.bits_per_weight,
         "modules": [_row(entry) for entry in found.entries],
         "lowbit_version": manifest.lowbit_version if manifest else None,
         "recipe": manifest.recipe if manifest else None,

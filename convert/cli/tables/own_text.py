@@ -20,7 +20,7 @@ def own_text(done: OwnText, source: str, revision: str | None) -> None:
     )
     chosen = [] if revision is None else ["--revision", revision]
     command = ["lowbit-convert", source, "OUT", "--calib", str(done.file), *chosen]
-    note(f"next: {shlex.join(command)}")
+    note(f"next: {shlex.join(command)}", fold=False)
 
 
 def own_text_json(done: OwnText) -> dict[str, Any]:

@@ -64,10 +64,24 @@ def test_quantize(cli: "Cli", model: Path, tmp_path: Path, hashes: "Hashes") -> 
     )
     assert report == f"report: {tmp_path / 'b' / 'quality.html'}"
     assert "bits per weight" in said.stdout
+    assert f"! `{model}` has no tokenizer.json: lowbit-run takes no text" in said.stdout
     same = hashes(tmp_path / "a")
     assert {name: hashes(tmp_path / "b")[name] for name in same if name != "README.md"} == {
         name: digest for name, digest in same.items() if name != "README.md"
     }
+
+
+def test_a_conversion_ends_with_what_comes_next(cli: "Cli", model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "my model"
+    shutil.copytree(model, source)
+    shutil.copy(Path("examples/models/tiny-qwen3/tokenizer.json"), source)
+    said = cli(source, out, "--method", "rtn")
+    assert said.exit_code == 0, said.output
+    assert "no tokenizer" not in said.stdout
+    assert said.stderr.splitlines()[-2:] == [
+        f"next: lowbit-convert report '{out}'",
+        f"next: lowbit-run '{out}'",
+    ]
 
 
 @pytest.mark.parametrize(

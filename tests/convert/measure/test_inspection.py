@@ -1,12 +1,14 @@
 """`inspect`: the tree of a folder and of a repository, and how little of the latter is read."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lowbit.convert.cli.tables.inspection import inspection
+from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.inspection import Entry, Inspection, Node, inspect, tree
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.recipe import Override, Recipe
@@ -56,6 +58,11 @@ def test_figures_are_those_of_headers_and_manifest(packed: Path) -> None:
     assert found.tensors == len(tensors)
     assert found.nbytes == sum(info.nbytes for info in tensors.values())
     assert found.nbytes == sum(node.nbytes for node in tree(found.entries))
+    assert found.bits_per_weight == measure_sizes(packed).bits_per_weight
+    files = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+    source = open_checkpoint(packed.parent / "source")
+    weights = sum(math.prod(info.shape) for info in source.tensors.values())
+    assert found.bits_per_weight == 8 * files / weights
     manifest = read_manifest(packed)
     assert manifest is not None
     scales = {row.name: (row.scale_min, row.scale_max) for row in manifest.tensors}
@@ -80,7 +87,7 @@ def test_a_repository_looks_like_its_folder(hub: "HubServer", packed: Path) -> N
     assert inspect(f"{REPO}@{commit}") == found
 
 
-REST = ("model_type", "entries", "manifest")
+REST = ("model_type", "entries", "manifest", "bits_per_weight")
 
 
 def test_no_weight_is_fetched(hub: "HubServer", packed: Path) -> None:
@@ -159,7 +166,7 @@ def test_many_runs_of_layers_are_abridged(capsys: pytest.CaptureFixture[str]) ->
         for kind in ("a", "b")
     )
     assert [node.count for node in tree(entries)[0].children] == [24, 8]
-    inspection(Inspection("folder", None, "qwen3", entries, None))
+    inspection(Inspection("folder", None, "qwen3", entries, None, 4.5))
     said = capsys.readouterr().out
     assert "layers 0-2, 4-6, …, 28-30 (24)" in said
     assert "layers 3, 7, …, 31 (8)" in said

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from lowbit.convert.original.calibration_text import (
     BUNDLED_NAME,
+    CalibrationText,
     bundled_texts,
     cut_samples,
     read_calibration,
@@ -62,6 +63,12 @@ def test_the_bundled_text_is_not_what_models_are_judged_on(judged: Path) -> None
     assert len(evaluation) > 1000
     for text in bundled_texts():
         assert not runs_of_words(text) & evaluation
+
+
+def whole(path: Path, folder: Path, chat: bool = False) -> CalibrationText:
+    """A text as one window."""
+    tokens = read_calibration(path, folder, length=2, limit=1, chat=chat).tokens
+    return read_calibration(path, folder, length=tokens, limit=1, chat=chat)
 
 
 def test_the_bundled_text_is_seen_in_every_part() -> None:
@@ -124,7 +131,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "A day."}]
     path = write_lines(tmp_path / "a.jsonl", {"text": "Once\u2028upon"}, {"messages": turns})
     path.write_text(path.read_text() + "\n")  # a blank line is no document
-    text = read_calibration(path, MODEL, length=512, limit=3)
+    text = whole(path, MODEL)
     assert text.samples.tolist() == [encode("Once\u2028upon") + encode("Hello.\n\nA day.")]
 
 
@@ -137,7 +144,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
         {"role": "assistant", "content": "Once upon a time."},
     ]
     path = write_lines(tmp_path / "a.jsonl", {"messages": turns, "id": 1}, {"messages": turns[1:]})
-    text = read_calibration(path, MODEL, length=512, limit=3, chat=True)
+    text = whole(path, MODEL, chat=True)
     oracle = AutoTokenizer.from_pretrained(MODEL)
     expected = [oracle.apply_chat_template(part, return_dict=False) for part in (turns, turns[1:])]
     assert text.samples.tolist() == [expected[0] + expected[1]]
@@ -148,7 +155,7 @@ def test_a_template_file_is_found_and_confined(model: Path, tmp_path: Path) -> N
     path = write_lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "one"}]})
     file = model / "chat_template.jinja"
     file.write_text("{% for m in messages %}[{{ m.content }}] said{% endfor %}")
-    text = read_calibration(path, model, length=512, limit=3, chat=True)
+    text = whole(path, model, chat=True)
     assert text.samples.tolist() == [encode("[one] said")]
     file.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(RequestError, match="start with 'one': the chat template refuses"):
@@ -164,13 +171,13 @@ def test_a_template_file_is_found_and_confined(model: Path, tmp_path: Path) -> N
 def test_paragraphs_of_plain_text_become_questions_and_answers(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\nOne.\n\nTwo\nlines.\n \n\nThree.\n\nFour.\n\nFive.\n")
-    text = read_calibration(path, MODEL, length=512, limit=3, chat=True)
+    text = whole(path, MODEL, chat=True)
     assert decode(text.samples) == (
         "<|im_start|>user\nOne.<|im_end|>\n<|im_start|>assistant\nTwo\nlines.<|im_end|>\n"
         "<|im_start|>user\nThree.<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
     )
     path.write_text("One.")
-    text = read_calibration(path, MODEL, length=512, limit=3, chat=True)
+    text = whole(path, MODEL, chat=True)
     assert decode(text.samples) == "<|im_start|>user\nOne.<|im_end|>\n"
 
 
@@ -211,9 +218,11 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in refusal("none.txt", None)
     assert "is not UTF-8" in refusal("latin.txt", "café".encode("latin-1"))
     assert "expected a .txt or .jsonl file, got `.parquet`" in refusal("a.parquet", b"PAR1")
-    assert "has 0 tokens, expected at least 2" in refusal("empty.txt", b"")
-    assert "has 0 tokens, expected at least 2" in refusal("empty.txt", b"", chat=True)
-    assert "has 1 tokens, expected at least 2" in refusal("a.jsonl", b'{"text": "a"}')
+    few = "has {} tokens, expected at least 32"
+    assert few.format(0) in refusal("empty.txt", b"")
+    assert few.format(len(encode("Hi."))) in refusal("two.txt", b"Hi.")
+    assert few.format(0) in refusal("empty.txt", b"", chat=True)
+    assert few.format(1) in refusal("a.jsonl", b'{"text": "a"}')
 
 
 def test_a_model_without_what_is_needed(model: Path) -> None:

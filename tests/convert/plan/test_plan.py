@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from lowbit.convert.plan.plan import Plan, make_plan
-from lowbit.convert.plan.readers import runtime_verdict, smaller_groups, vllm_verdict
+from lowbit.convert.plan.readers import (
+    one_scheme_misfits,
+    runtime_verdict,
+    smaller_groups,
+    vllm_verdict,
+)
 from lowbit.convert.plan.recipe import Base, Head, Override, Recipe
 from lowbit.formats.architectures import SUPPORTED, tensor_table
 from lowbit.formats.errors import CheckpointError, QuantizationError, UnsupportedModelError
@@ -232,6 +237,21 @@ def test_vllm_needs_whole_tiles(small_config: "Config") -> None:
 def test_vllm_does_not_judge_what_stays_as_stored(small_config: "Config") -> None:
     config = {**small_config, "vocab_size": 400}
     assert vllm_verdict(plan_of(config, Recipe(head="bf16"))) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "misfits"),
+    [
+        (Recipe(), ["lm_head (INT8 g128)"]),
+        (Recipe(head="int4"), ["lm_head (INT4 g128)"]),  # AWQ packs no head
+        (Recipe(head="bf16"), []),
+        (Recipe(head="bf16", overrides=(Override("*.o_proj", 8),)), ["o_proj (INT8 g128)"]),
+    ],
+)
+def test_what_one_scheme_for_all_has_no_place_for(
+    small_config: "Config", recipe: Recipe, misfits: list[str]
+) -> None:
+    assert one_scheme_misfits(plan_of(small_config, recipe)) == misfits
 
 
 def test_smaller_groups_are_counted_and_recorded(small_config: "Config") -> None:

@@ -211,6 +211,7 @@ def test_commands(make_report: MakeReport) -> None:
     ):
         assert f"\n{line}" in card
     assert "FOLDER" not in card
+    assert "`pip install -c constraints.txt .` in a clone" in card
     assert "lowbit-convert verify FOLDER" in render(report)
     assert "- Recipe: int4" in card
     assert "- Original: Qwen/Qwen3-0.6B at c0ffee" in card

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_sections_that_are_folded(full: QualityReport, read_page: ReadPage) -> N
     assert "SQNR" not in shown
     assert "Perplexity along" not in shown
     assert [row[0] for row in page.rows["layers"] if row[0] == "Linear"] == ["Linear"] * 3
+
+
+def test_marks_have_their_colours_wherever_they_stand(full: QualityReport) -> None:
+    page = render_html(full, None, "m")
+    assert page.count("<mark>") > 1
+    assert "<mark " not in page
+    # The browser's own are black on yellow, in the dark, too.
+    assert re.search(r"^mark \{[^}]*color: inherit", page, re.MULTILINE)
 
 
 def test_tables_by_their_cells(full: QualityReport, read_page: ReadPage) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lowbit.convert.measure.record import QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
+from lowbit.convert.report.html import render_html
 from lowbit.convert.report.terminal import render_terminal
 
 MakeReport = Callable[..., QualityReport]
@@ -35,6 +36,13 @@ def test_headline(make_report: MakeReport) -> None:
         "a text: 20,440 tokens in 40 windows of 512, on 2026-05-31",
     ):
         assert figure in text
+
+
+@pytest.mark.parametrize(("method", "told"), [("gptq+rotate", True), ("rtn", False)])
+def test_gptq_says_why_weights_err_more(make_report: MakeReport, method: str, told: bool) -> None:
+    report = replace(make_report(), command=f"lowbit-convert a b --method {method}")
+    for text in (rendered(report), render_html(report, None, "m")):
+        assert ("gptq trades them for smaller" in " ".join(text.split())) == told
 
 
 def test_drafts(make_report: MakeReport, extras: dict[str, Any]) -> None:
