@@ -29,6 +29,7 @@ from lowbit.formats.safetensors.checkpoint import (
     weight_map,
 )
 from lowbit.formats.safetensors.hashing import hash_file
+from lowbit.formats.safetensors.other_engines import refuse_gguf_file
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
@@ -108,6 +109,7 @@ def locate(source: str, revision: str | None = None) -> Location:
             )
         return Location(folder=path, repo=None, commit=None)
     if exists:
+        refuse_gguf_file(path)
         raise CheckpointError(f"`{source}` is not a folder", hint="give the folder of the model")
     found = hub_id(source, revision)
     if found is None:
@@ -327,7 +329,10 @@ def _is_wanted(name: str) -> bool:
 
 def _require_config(repo: str, folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"`{repo}` is not a checkpoint: it has no {CONFIG_FILE}")
+        raise CheckpointError(
+            f"`{repo}` is not a checkpoint: it has no {CONFIG_FILE}",
+            hint=f"llama.cpp runs GGUF: llama-cli -hf {repo}" if "gguf" in repo.lower() else None,
+        )
 
 
 def _require_shards(repo: str, shards: Collection[str], present: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from lowbit.formats.errors import CheckpointError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES, open_file, read_bytes, reopen
 from lowbit.formats.files.strict_json import loads, object_of
 from lowbit.formats.safetensors.fused import split_experts
+from lowbit.formats.safetensors.other_engines import refuse_gguf_folder, refuse_mlx
 from lowbit.formats.safetensors.tensor_info import DTYPE_NAMES as DTYPE_NAMES
 from lowbit.formats.safetensors.tensor_info import DTYPES as DTYPES
 from lowbit.formats.safetensors.tensor_info import TensorInfo as TensorInfo
@@ -125,14 +126,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read config and headers of a checkpoint folder: one file, or shards with or without index.
 
     Raises:
-        CheckpointError: no folder, no config.json, no safetensors, or a shard that is missing,
-            cut short or malformed.
+        CheckpointError: no folder, no config.json, no safetensors, a shard that is missing, cut
+            short or malformed, or weights that another engine runs.
     """
     if not folder.exists():
         raise CheckpointError(f"`{folder}` does not exist")
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` is not a folder", hint="give the folder of the model")
+    refuse_gguf_folder(folder)
     config = read_json(folder / CONFIG_FILE)
+    refuse_mlx(folder, config)
     return Checkpoint(folder=folder, config=config, tensors=read_headers(folder))
 
 

@@ -22,6 +22,7 @@ from lowbit.runtime.cli.options import (
     control_option,
     load_model,
     load_options,
+    note_plain,
     quantize_options,
     sampling_options,
     speculate_options,
@@ -124,6 +125,7 @@ def chat(
     elif name is not None:
         loaded = device, context, threads, quantize, group_size, method
         model = load_model(name, *loaded, 1, *drafts, allow_control_tokens)
+        note_plain(model)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(

@@ -23,6 +23,7 @@ from lowbit.runtime.cli.options import (
     load_model,
     load_options,
     model_argument,
+    note_plain,
     quantize_options,
     sampling_options,
     speculate_options,
@@ -134,7 +135,9 @@ def generate(
     def load(sequences: int) -> "Model":
         loaded = name, device, context, threads, quantize, group_size, method
         drafts = speculate, draft_tokens, drafter
-        return load_model(*loaded, sequences, *drafts, allow_control_tokens)
+        model = load_model(*loaded, sequences, *drafts, allow_control_tokens)
+        note_plain(model)
+        return model
 
     if prompts is not None:
         from lowbit.runtime.cli.prompt_file import Settings, read_prompts

@@ -270,6 +270,12 @@ def load_model(
     return model
 
 
+def note_plain(model: "Model") -> None:
+    """Say on stderr how weights that are not quantized would be, where there are such."""
+    if not any(model.opened.schemes.values()):
+        note("the weights are not quantized: --quantize int4 makes them smaller and faster")
+
+
 def _check_speculation(mode: "Mode", draft_tokens: int | None, drafter: str | None) -> None:
     """Refuse options that would have no effect together."""
     if draft_tokens is not None and mode == "off":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import CheckpointError
+from lowbit.formats.hub.locate import locate
 from lowbit.formats.safetensors.checkpoint import (
     DTYPES,
     Checkpoint,
@@ -196,3 +197,24 @@ def test_json_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a": [1, null]}')
     assert read_json(path) == {"a": [1, None]}
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_a_folder_of_gguf_names_what_runs_it(tmp_path: Path, config: bool) -> None:
+    file = tmp_path / "a model.gguf"
+    file.touch()
+    if config:
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is in the GGUF format") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint == f"llama.cpp runs it: llama-cli -m '{file}'"
+    with pytest.raises(CheckpointError, match=r"a model.gguf` is in the GGUF format"):
+        locate(str(file))
+
+
+def test_a_folder_of_mlx_names_what_runs_it(tmp_path: Path) -> None:
+    quantization = {"bits": 4, "group_size": 128, "mode": "affine"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": quantization}))
+    with pytest.raises(CheckpointError, match="is packed for MLX") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint == f"mlx-lm runs it: mlx_lm.chat --model {tmp_path}"

@@ -67,9 +67,9 @@ def test_a_folder_has_no_revision(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match="is not a folder"):
-        locate(str(tmp_path / "model.gguf"))
+        locate(str(tmp_path / "model.bin"))
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,13 @@ def test_a_mistyped_command_is_pointed_out(run: Run) -> None:
     assert "did you mean the command 'chat'?" in result.stderr
 
 
+def test_weights_that_are_not_quantized_are_pointed_out(run: Run) -> None:
+    options = ("Once", "--raw", "-n", "1", *GREEDY)
+    words = "--quantize int4 makes them smaller and faster"
+    assert words in run(BUNDLED, *options).stderr
+    assert words not in run(BUNDLED, *options, "--quantize", "int8").stderr
+
+
 def test_short_help(run: Run) -> None:
     assert run("-h").stdout == run("--help").stdout
 

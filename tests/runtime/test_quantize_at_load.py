@@ -236,7 +236,7 @@ def test_commands(tmp_path: Path, make_model: Callable[..., "PackedModel"]) -> N
         assert "quantized at load: mixed, " in done.stderr
     plain = run("generate", str(TINY), "Once", *short, "--json", "--context", "64")
     assert json.loads(plain.stdout)["quantized_at_load"] is None
-    assert "quantized" not in plain.stderr
+    assert "quantized at load" not in plain.stderr
     refused = run("generate", str(make_model().folder), "Hi", "--quantize", "int4")
     assert refused.exit_code == 1
     assert "already quantized" in refused.stderr
