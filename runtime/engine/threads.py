@@ -3,7 +3,7 @@
 A step of a small model is some hundred short products, and after each one its threads wait for the
 slowest. On an idle machine more threads are faster; where another process has one of their cores,
 all wait for it, and a single thread is. So now and then a few steps run on another count, 1, 2, 4
-and so on, and whichever was faster stays. Answers have the same bytes with every count.
+and so on, and whichever was faster stays. In FP32 answers have the same bytes with every count.
 """
 
 import time

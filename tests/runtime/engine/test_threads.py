@@ -100,7 +100,7 @@ def test_every_count_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> N
     for counts in ((1,), (2, 1)):
         engine = Engine(new_runner(model.engine.decoder, 4096, SMALL, model.dtype, "cpu"))
         turns = iter(counts * 40)
-        assert engine.threads is not None
+        engine.threads = StepThreads()
         monkeypatch.setattr(StepThreads, "choose", lambda *_, turns=turns: next(turns))
         seen.clear()
         handle = engine.generate(PROMPT, params, 5)
