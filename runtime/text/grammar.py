@@ -39,6 +39,8 @@ LIMITS = {
 # The time for a mask may grow with the cube of a grammar's symbols, of which a schema has 4 for a
 # property that is required and 8 for another one. A schema can hardly be as ambiguous as a grammar
 # that somebody wrote.
+# The library searches for ever for the bytes that come next where a repeated terminal may be empty.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 SCHEMA_LIMITS = LIMITS | {"max_grammar_size": 8000}
 OWN_LIMITS = LIMITS | {"max_grammar_size": 2000}
 FEW_SYMBOLS = 500  # a mask of so few cannot take long
@@ -200,6 +202,8 @@ class Grammars:
         _check_size(text, what)
         for word in WORDS.findall(text):
             _check_size(word, f"a text in {what}", MOST_WORD)
+        if limits is OWN_LIMITS:
+            text += NO_FORCING
         return self._made(_llguidance().LLMatcher.grammar_from_lark(text), what, limits)
 
     def _made(self, grammar: str, what: str, limits: Mapping[str, Any]) -> Grammar:

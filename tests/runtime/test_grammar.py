@@ -331,6 +331,14 @@ def test_masks_that_take_too_long_end_their_request_alone(
     assert handles[1].result() == alone
 
 
+def test_a_repeated_terminal_that_may_be_empty_ends(grammars: Grammars) -> None:
+    constraint = grammars.lark('start: T* "a"{1,3}\nT: /a*/\n').constraint()
+    for _ in range(4):
+        constraint.mask()
+        constraint.accept(grammars._tokenizer.encode("a")[0])
+        constraint.copy().forced(5)
+
+
 def test_copies_use_the_time_of_their_answer(grammars: Grammars) -> None:
     constraint = grammars.lark(AMBIGUOUS).constraint()
     ahead = constraint.copy()
