@@ -4,7 +4,7 @@ Run: python examples/make_random_checkpoint.py 0.6B random-0.6b
      python examples/bench_threads.py random-0.6b --quantize int4
 
 A line for each number of busy processes, which share the two cores with the model: tokens per
-second on one thread, on two, and on as many as the engine finds fastest, the default in FP32.
+second on one thread, on two, and on as many as the engine finds fastest, which is the default.
 The three take turns, a median of some rounds each. `--cores` takes others than the first two.
 """
 

@@ -56,7 +56,7 @@ load_options = with_options(
         type=Count(),
         metavar="N",
         callback=at_most_cores,
-        show_default="1 for small models, else all cores",
+        show_default="1 for small models, else what is fastest",
         help="CPU threads, at most as many as there are cores.",
     ),
 )

@@ -47,8 +47,8 @@ class Engine:
         drafting: proposes tokens that a step checks together; None where nobody does.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
-        threads: chooses the CPU threads of decode steps; None runs them on all that torch has: on a
-            GPU, and in BF16, whose log-probabilities may depend on the count.
+        threads: chooses the CPU threads of decode steps; None runs them on all that torch has, as
+            a GPU does.
         in_prompt: a chunk of a prompt is in the layers, which takes minutes on a slow CPU.
     """
 
@@ -62,8 +62,7 @@ class Engine:
         self._lock = RLock()
         self._room = Room(runner)
         self.reuse = Reuse()
-        exact = not runner.on_gpu and runner.state.pages.k.dtype == torch.float32
-        self.threads = StepThreads() if exact else None
+        self.threads = None if runner.on_gpu else StepThreads()
         self.in_prompt = False
         self._arriving = Lock()  # never held for longer than it takes to count
         self._arrived: deque[Sequence] = deque()  # since the last step

@@ -3,7 +3,7 @@
 A step of a small model is some hundred short products, and after each one its threads wait for the
 slowest. On an idle machine more threads are faster; where another process has one of their cores,
 all wait for it, and a single thread is. So now and then a few steps run on another count, 1, 2, 4
-and so on, and whichever was faster stays. In FP32 answers have the same bytes with every count.
+and so on, and whichever was faster stays. A decode step has the same bytes with every count.
 """
 
 import time
@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 BURST = 8  # steps that are compared with as many others
+BURST_S = 0.2  # or fewer, if they take so long: a second each where the machine is loaded
 GAIN = 0.95  # of the time, below which another count is faster
 PAUSE = 50.0  # times what a trial lost, until the next one: it costs 2%
-LONGEST_S = 30.0  # such pause
+LONGEST_S = 60.0  # such pause
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ class StepThreads:
             self._keep(most, [])
         if self._trial > most:
             self._trial = 0
-        if not self._trial and len(self._times) == BURST and self.clock() >= self._due:
+        known = len(self._times) == BURST or sum(self._times) >= BURST_S
+        if not self._trial and known and self.clock() >= self._due:
             self._trial = self._other(most)
             self._tried.clear()
         return self._trial or self.count
@@ -61,13 +63,14 @@ class StepThreads:
             self._times.append(seconds)
             return
         self._tried.append(seconds)
-        spent, usual = sum(self._tried), sum(self._times)
-        if len(self._tried) < BURST and spent < usual:
+        spent, steps = sum(self._tried), len(self._tried)
+        usual = sum(self._times) / len(self._times)
+        if steps < BURST and spent < max(BURST_S, BURST * usual):
             return
-        if spent < GAIN * usual:
+        if spent < GAIN * usual * steps:
             self._keep(self._trial, self._tried)
             return
-        lost = spent - usual * len(self._tried) / BURST
+        lost = spent - usual * steps
         self._due = self.clock() + min(LONGEST_S, PAUSE * max(lost, 0.0))
         self._trial = 0
 

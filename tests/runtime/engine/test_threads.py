@@ -62,8 +62,22 @@ def test_the_count_follows_a_machine_that_changes() -> None:
     assert machine.run(20, BESIDE_ONE) > 0.95
     machine.run(60, LOADED)
     assert machine.threads.count == 1
-    machine.run(35, IDLE)
+    machine.run(65, IDLE)
     assert machine.threads.count == 2
+
+
+def test_threads_that_wait_for_each_other_are_left_after_one_step() -> None:
+    """The second of two cores is taken from the start: a burst of steps would be seconds."""
+    machine = Machine()
+    machine.threads.note("alike", LOADED[machine.threads.choose(2)])
+    counts = set()
+    for _ in range(20):
+        count = machine.threads.choose(2)
+        counts.add(count)
+        machine.threads.note("alike", LOADED[count])
+        machine.now += LOADED[count]
+    assert counts == {1, 2}
+    assert machine.now < 2 * LOADED[2] + 20 * LOADED[1]
 
 
 def test_steps_of_different_work_are_not_compared() -> None:
@@ -100,7 +114,7 @@ def test_every_count_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> N
     for counts in ((1,), (2, 1)):
         engine = Engine(new_runner(model.engine.decoder, 4096, SMALL, model.dtype, "cpu"))
         turns = iter(counts * 40)
-        engine.threads = StepThreads()
+        assert engine.threads is not None
         monkeypatch.setattr(StepThreads, "choose", lambda *_, turns=turns: next(turns))
         seen.clear()
         handle = engine.generate(PROMPT, params, 5)
