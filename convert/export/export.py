@@ -37,7 +37,7 @@ from lowbit.formats.errors import ResourceError, UnsupportedModelError
 from lowbit.formats.file_names import README
 from lowbit.formats.files.atomic import disk_errors
 from lowbit.formats.layout.manifest import MANIFEST_FILE, json_bytes
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_checkpoint
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, open_any_layout
 
 Target = Literal["gptq", "awq", "mlx", "gguf"]
 Report = Callable[[str, int, int], None]  # phase, done, total
@@ -145,7 +145,7 @@ def export(
         if layout is not None:
             size, proof = _safetensors(source, partial, layout, max_shard_bytes, report)
             counted = _counter(report, "dequantized", _weights(source.dequantized))
-            plain = prove_dequantized(source, open_checkpoint(partial), counted)
+            plain = prove_dequantized(source, open_any_layout(partial), counted)
         else:
             size, proof = _gguf(source, partial / f"{place.name}.gguf", keys, report)
         for name in carried:
@@ -189,7 +189,7 @@ def _safetensors(
     outputs = [*layout.outputs(source), *dequantized_outputs(source)]
     size = write_shards(outputs, folder, max_shard_bytes, layout.header, writing)
     (folder / CONFIG_FILE).write_bytes(json_bytes(layout.config(source)))
-    made = open_checkpoint(folder)
+    made = open_any_layout(folder)
 
     def copies() -> Iterator[tuple[str, Iterable[Tensor], Iterable[Tensor]]]:
         for info, place in layout.copies(source):

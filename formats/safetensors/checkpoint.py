@@ -129,14 +129,28 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: no folder, no config.json, no safetensors, a shard that is missing, cut
             short or malformed, or weights that another engine runs.
     """
+    config = _read_config(folder)
+    refuse_mlx(folder, config)
+    return Checkpoint(folder=folder, config=config, tensors=read_headers(folder))
+
+
+def open_any_layout(folder: Path) -> Checkpoint:
+    """`open_checkpoint` of safetensors that another engine may run, such as those of an export.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    return Checkpoint(folder=folder, config=_read_config(folder), tensors=read_headers(folder))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder that may hold safetensors."""
     if not folder.exists():
         raise CheckpointError(f"`{folder}` does not exist")
     if not folder.is_dir():
         raise CheckpointError(f"`{folder}` is not a folder", hint="give the folder of the model")
     refuse_gguf_folder(folder)
-    config = read_json(folder / CONFIG_FILE)
-    refuse_mlx(folder, config)
-    return Checkpoint(folder=folder, config=config, tensors=read_headers(folder))
+    return read_json(folder / CONFIG_FILE)
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

@@ -241,7 +241,7 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("lowbit.runtime.engine.loading.load_decoder", None)
     with pytest.raises(UnsupportedModelError, match="is no drafter but a model of its own"):
         load(TARGET)
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="is neither a folder nor a model on the Hub"):
         load(tmp_path / "nowhere")
 
     def spoil(name: str, value: float) -> None:

@@ -111,7 +111,7 @@ def test_devices_and_dtypes_that_are_not_there(
     assert load(folder).device == "cpu"
     with pytest.raises(ResourceError, match="no CUDA device was found"):
         load(folder, device="cuda")
-    with pytest.raises(RequestError, match="device must be cpu or cuda, got `tpu`"):
+    with pytest.raises(RequestError, match="device must be auto, cpu or cuda, got `tpu`"):
         load(folder, device="tpu")
     with pytest.raises(RequestError, match="dtype must be bfloat16 or float32"):
         load(folder, device="cpu", dtype=torch.float16)

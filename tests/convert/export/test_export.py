@@ -15,7 +15,7 @@ from lowbit.convert.export.proof import Decoded, prove
 from lowbit.convert.export.source import open_source
 from lowbit.formats.errors import FormatError, ResourceError
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.safetensors.checkpoint import open_checkpoint
+from lowbit.formats.safetensors.checkpoint import open_any_layout
 
 TARGETS: tuple[Target, ...] = ("gptq", "awq", "mlx", "gguf")
 
@@ -135,7 +135,7 @@ def test_a_folder_without_packed_weights_is_refused(tmp_path: Path, tiny: Path) 
 @pytest.mark.parametrize("what", ["codes", "scales", "values", "rows", "copy"])
 def test_the_proof_finds_one_wrong_number(packed: Path, tmp_path: Path, what: str) -> None:
     export(packed, tmp_path / "out", "gptq")
-    source, made = open_source(packed), open_checkpoint(tmp_path / "out")
+    source, made = open_source(packed), open_any_layout(tmp_path / "out")
     victim = source.linears[5]
 
     def damaged(linear: Any) -> Iterator[Decoded]:

@@ -203,6 +203,6 @@ def test_refusals(hybrid: Path, folder: Path, text: Path, tmp_path: Path) -> Non
     with pytest.raises(FormatError, match=r"has no lowbit\.json"):
         run(hybrid, text)
     short = tmp_path / "short.txt"
-    short.write_text("Once upon a time")
+    short.write_text("Once upon a time, in a land far away. " * 3)
     with pytest.raises(RequestError, match="expected at least 2 of 8"):
         run(folder, short)
