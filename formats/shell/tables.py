@@ -4,14 +4,17 @@ Text is never read as markup and its control characters are escaped, so names an
 can be printed directly. Only `styled` gives text a style.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +32,7 @@ Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
 Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
+PIECE = re.compile(r"[^\s._/-]*[\s._/-]+|[^\s._/-]+")  # what may end a line
 ECHO = 8  # columns that bars leave for what the keyboard echoes, four times `^C`
 
 
@@ -77,13 +81,50 @@ def styled(*parts: Part) -> Text:
     return text
 
 
+class Folding:
+    """Text that is folded behind blanks, dots, underscores, slashes and hyphens."""
+
+    def __init__(self, text: str | Text) -> None:
+        """Take a string literally."""
+        self.text = Text(printable(text)) if isinstance(text, str) else text
+        self.ends = [piece.end() for piece in PIECE.finditer(self.text.plain)]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """From the longest piece to the whole text."""
+        widest = max((b - a for a, b in pairwise([0, *self.ends])), default=0)
+        whole = Measurement(widest, max(widest, self.text.cell_len))
+        return whole.with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """As many pieces on a line as fit."""
+        cuts, start = [], 0
+        for before, end in pairwise([0, *self.ends]):
+            if before > start and len(self.text.plain[start:end].rstrip()) > options.max_width:
+                cuts.append(before)
+                start = before
+        for line in self.text.divide(cuts):
+            line.rstrip()
+            line.overflow = "fold"
+            yield line
+
+
 class Headed(Table):
-    """A table with a heading above it, which may be wider than the table."""
+    """A table whose heading above it may be wider; names are folded in pieces."""
 
     def __init__(self, heading: str, *columns: str, **options: Any) -> None:
         """Keep the heading; other arguments are those of a rich table."""
         super().__init__(*columns, **options)
         self.heading = heading
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        folds = [not column.no_wrap for column in self.columns]
+        folds += [False] * len(cells)
+        pairs = zip(cells, folds, strict=False)
+        super().add_row(
+            *(Folding(c) if fold and isinstance(c, str | Text) else c for c, fold in pairs),
+            **options,
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the heading, if any, on a line of its own, then the table."""

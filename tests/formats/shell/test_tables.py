@@ -87,6 +87,21 @@ def test_rows_are_not_folded_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(map(len, shown(wide, Terminal()).splitlines())) <= 40
 
 
+def test_names_are_folded_behind_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    table = plain_table("", ("tensor",), ("bytes",))
+    name = "model.layers.10.linear_attn.in_proj_qkv"
+    table.add_row(styled(name, (" of the embedding", "dim")), "786.43 kB")
+    rows = shown(table, Terminal()).replace("786.43 kB", "").splitlines()
+    parts = [row.strip() for row in rows[rows.index(next(r for r in rows if "model" in r)) :]]
+    assert [part for part in parts if part] == [
+        "model.layers.10.linear_",
+        "attn.in_proj_qkv of the",
+        "embedding",
+    ]
+
+
 def test_a_name_of_a_megabyte_does_not_widen_every_row() -> None:
     table = plain_table("", ("name",), ("size",))
     table.add_row("x" * 10**6, "1")
