@@ -39,8 +39,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("tokens", [24, 60])
+@pytest.mark.parametrize(("thinking", "tokens"), [(True, 24), (False, 60)])
 def test_every_turn_is_what_a_fresh_model_answers(load: Load, thinking: bool, tokens: int) -> None:
     model, messages = load(), list[lowbit.Message]()
     reused = []

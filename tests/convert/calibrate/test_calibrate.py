@@ -104,8 +104,17 @@ def test_another_command_leaves_finished_layers_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["weighted", "gptq", "autoround", "gptq+autoround+distill"])
-@pytest.mark.parametrize("model", ["short", "hybrid"])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("short", "weighted"),
+        ("hybrid", "weighted"),
+        ("hybrid", "gptq"),
+        ("short", "autoround"),
+        ("short", "gptq+autoround+distill"),
+        ("hybrid", "gptq+autoround+distill"),
+    ],
+)
 def test_layers_get_closer_to_the_original(
     calibrated: Make, request: pytest.FixtureRequest, model: str, method: str
 ) -> None:

@@ -50,11 +50,8 @@ def mean_kl(folder: Path, plans: list[Plan], windows: Tensor) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
-@pytest.mark.parametrize("name", ["tiny", "hybrid"])
-def test_a_choice_beats_every_uniform_one_of_its_size(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    folder: Path = request.getfixturevalue(name)
+def test_a_choice_beats_every_uniform_one_of_its_size(hybrid: Path) -> None:
+    folder = hybrid
     weights = open_weights(folder)
     config, tensors = weights.checkpoint.config, weights.checkpoint.tensors
     windows = read_calibration(STORIES, folder, length=128, limit=1 << 30).samples
