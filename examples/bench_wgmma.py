@@ -1,7 +1,7 @@
 """Time INT8 wgmma with A in registers, and a linear of 8 to 64 tokens built on it, on Hopper.
 
 Run: python examples/bench_wgmma.py              (about 90 s, most of them for compiling)
-     python examples/bench_wgmma.py --compile    (no GPU needed: registers and stack of each kernel)
+     python examples/bench_wgmma.py --compile [TOKENS ...]    (no GPU needed: registers and stack)
 
 First what one `wgmma` of N columns costs, from 1, 2 and 4 warpgroups of a multiprocessor. Then the
 linears of Qwen3-8B: each launch's result is compared with `gemv` of each token alone, and timed
@@ -239,7 +239,8 @@ def main() -> None:
     if "--compile" in sys.argv:
         jobs = [("gate, up", 8, Launch(4, 1, 4, 4, 128)), ("gate, up", 16, Launch(4, 2, 4, 4, 128))]
         jobs += [("gate, up", 32, Launch(4, 4, 2, 4, 255)), ("o", 64, Launch(8, 8, 2, 2, 255))]
-        print(json.dumps([compiled(*job) for job in jobs]))
+        wanted = {int(each) for each in sys.argv[2:]} or set(TOKENS)
+        print(json.dumps([compiled(*job) for job in jobs if job[1] in wanted]))
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("bench_wgmma needs a Hopper GPU; --compile needs none")

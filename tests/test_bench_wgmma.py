@@ -17,7 +17,7 @@ def test_products_of_few_tokens_are_neither_spilled_nor_serialized(tmp_path: Pat
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--compile"],
+        [sys.executable, str(SCRIPT), "--compile", "8", "16"],
         capture_output=True,
         text=True,
         check=False,
@@ -25,10 +25,8 @@ def test_products_of_few_tokens_are_neither_spilled_nor_serialized(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [kernel["tokens"] for kernel in found] == [8, 16, 32, 64]
+    assert [kernel["tokens"] for kernel in found] == [8, 16]
     for kernel in found:
-        assert kernel["products"] % 4 == 0
-        assert kernel["products"] > 0, kernel
-        if kernel["tokens"] <= 16:
-            assert kernel["stack"] <= STACK, kernel
-            assert kernel["waits"] == kernel["products"] // 4, kernel
+        assert kernel["products"] == 32, kernel  # four for each of eight steps
+        assert kernel["stack"] <= STACK, kernel
+        assert kernel["waits"] == kernel["products"] // 4, kernel
