@@ -32,7 +32,7 @@ Part = str | tuple[str, str]  # text, or text and its style
 Progressed = Callable[[str, int, int], None]  # phase, done, total
 Clock = Callable[[], float]
 MINUTE = 60.0  # seconds between two lines about progress
-PIECE = re.compile(r"[^\s._/-]*[\s._/-]+|[^\s._/-]+")  # what may end a line
+PIECE = re.compile(r"[^ ._/-]*[ ._/-]+|[^ ._/-]+")  # what may end a line
 ECHO = 8  # columns that bars leave for what the keyboard echoes, four times `^C`
 
 
@@ -99,11 +99,13 @@ class Folding:
         """As many pieces on a line as fit."""
         cuts, start = [], 0
         for before, end in pairwise([0, *self.ends]):
-            if before > start and len(self.text.plain[start:end].rstrip()) > options.max_width:
+            if before > start and len(self.text.plain[start:end].rstrip(" ")) > options.max_width:
                 cuts.append(before)
                 start = before
-        for line in self.text.divide(cuts):
-            line.rstrip()
+        *lines, last = self.text.divide(cuts)
+        for line in lines:
+            line.truncate(len(line.plain.rstrip(" ")))
+        for line in (*lines, last):
             line.overflow = "fold"
             yield line
 
