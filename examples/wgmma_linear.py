@@ -52,7 +52,7 @@ MAGIC = gl.constexpr(0x4B400000)  # of 1.5 * 2^23: integers below 2^22 added to 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How programs share a linear.
+    """Division of a linear among programs.
 
     Attributes:
         parts: into which `gemv` splits K.
@@ -124,13 +124,13 @@ def words(count):
 
 @gluon.jit
 def descriptor(address):
-    """Of rows of 128 bytes, k side by side, in the 128-byte swizzle; 8 rows are 1,024 bytes."""
+    """Matrix descriptor of rows of 128 bytes, k side by side, in the 128-byte swizzle."""
     return ((address.to(gl.int64) & 0x3FFFF) >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
 
 
 @gluon.jit
 def copies_fence():
-    """What was stored to shared memory may be read by `wgmma` from here on."""
+    """Let `wgmma` read what was stored to shared memory before."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; mov.b32 $0, 0;",
         "=r",

@@ -29,7 +29,7 @@ class Terminal(io.TextIOWrapper):
 
     @property
     def text(self) -> str:
-        """All that was written."""
+        """Every text written so far."""
         return self.written.getvalue().decode()
 
     @property

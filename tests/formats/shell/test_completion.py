@@ -64,7 +64,7 @@ class Shell:
         return seen.decode()
 
     def after_tab(self, line: str) -> str:
-        """What is offered for a line, and the words that the program is given by Enter."""
+        """Completions offered for a line, and the words that Enter passes to the program."""
         self.send(f"{line}\t\n")
         return self.read_until(">\r\n")
 
