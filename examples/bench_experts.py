@@ -24,12 +24,12 @@ from torch import Tensor
 from lowbit.formats.architectures.config import Experts
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.bench.bench import GREEDY
-from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.experts_down import experts_down
-from lowbit.runtime.kernels.experts_gate_up import experts_gate_up
-from lowbit.runtime.kernels.experts_route import Routes, experts_route
-from lowbit.runtime.kernels.tiled_experts import stacked
-from lowbit.runtime.kernels.tiles import GpuLinear
+from lowbit.runtime.kernels.experts.down import experts_down
+from lowbit.runtime.kernels.experts.gate_up import experts_gate_up
+from lowbit.runtime.kernels.experts.route import Routes, experts_route
+from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.weights.experts import ExpertWeights
 
 H = 2048

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from random_engine import GROUP, packed, randn, random_engine
 
-from lowbit.runtime.kernels.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.tiles import TiledLinear
-from lowbit.runtime.kernels.widen import gemm
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.widen import gemm
 from lowbit.runtime.state.step import lone_step
 
 GEMVS = [

@@ -41,10 +41,10 @@ from wgmma_linear import (
     workspace,
 )
 
-from lowbit.runtime.kernels.access import large_shared_buffer
-from lowbit.runtime.kernels.gemv import gemv
-from lowbit.runtime.kernels.mma import threads
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.linear.gemv import gemv
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.ptx.memory import large_shared_buffer
+from lowbit.runtime.kernels.ptx.mma import threads
 
 COLUMNS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
 GROUPS = (1, 2, 4)

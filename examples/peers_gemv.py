@@ -11,7 +11,7 @@ from bench_kernels import graph_us, tinygemm_us
 from random_engine import GROUP, packed, randn
 from torch import nn
 
-from lowbit.runtime.kernels.gemv import gemv
+from lowbit.runtime.kernels.linear.gemv import gemv
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 BITS = {"lowbit-int4": 4, "lowbit-int8": 8, "tinygemm": 4, "gemlite": 4, "cublas": 16}

@@ -20,8 +20,8 @@ from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.sequence import TokenRequest
-from lowbit.runtime.kernels.tiled_experts import TiledExperts
-from lowbit.runtime.kernels.tiles import TILE, WORDS, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.linear.tiles import TILE, WORDS, GpuLinear, TiledLinear
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
 from lowbit.runtime.state.pages import pages_for

@@ -2,8 +2,8 @@
 
 Run: python examples/tune_attention.py SIZE [POSITION ...]
 SIZE is one that `make_random_checkpoint` knows. For each position what
-`lowbit.runtime.kernels.launch` takes, then the fastest, each timed as the whole step, since beside
-its neighbours attention behaves otherwise than alone. What wins is put into the rule by hand, with
+`kernels.launch` takes, then the fastest, each timed as the whole step, since beside its
+neighbours attention behaves otherwise than alone. What wins is put into the rule by hand, with
 the figures in `runtime/kernels/LOG.md`; the order of keys decides the bits of every result, so one
 order must do for all positions. Kernels compile one by one, some thirty a position.
 """
@@ -23,8 +23,8 @@ from lowbit.formats.architectures import read_config
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.widths import reach_for
-from lowbit.runtime.kernels import attention_decode
-from lowbit.runtime.kernels.launch import (
+from lowbit.runtime.kernels.attention import decode as attention_decode
+from lowbit.runtime.kernels.launch.linear import (
     MOST_OF_ONE,
     PART,
     REGISTERS,

@@ -6,7 +6,7 @@ one, or a size that `make_random_checkpoint` knows, whose weights are made on th
 Alone, and in a row of its own kind, a linear behaves otherwise than between attention and its
 neighbours, so every candidate is timed as the whole step, if possible in the state of a GPU that
 one process has to itself (LOG.md, "Two states"). One linear after the other takes its best
-launch and keeps it. What wins is put into `lowbit.runtime.kernels.launch` by hand, with figures in
+launch and keeps it. What wins is put into `kernels.launch.linear` by hand, with figures in
 `runtime/kernels/LOG.md`. Kernels are compiled by many processes: about a minute a model.
 """
 
@@ -29,10 +29,10 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import aside
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
-from lowbit.runtime.kernels import gemv
-from lowbit.runtime.kernels.gemv_stage import SQUARES
-from lowbit.runtime.kernels.launch import GemvLaunch
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear import gemv
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
 
 POSITION = 100
 BURST = 6  # steps from there

@@ -25,7 +25,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.access import (
+from lowbit.runtime.kernels.linear.columns import TOP_WEIGHT
+from lowbit.runtime.kernels.linear.digit_planes import digits_of
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.kernels.ptx.copies import commit_copies, copy4, wait_copies
+from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     count_round,
     large_shared_buffer,
@@ -38,11 +42,7 @@ from lowbit.runtime.kernels.access import (
     store_shared4,
     warp_barrier,
 )
-from lowbit.runtime.kernels.copies import commit_copies, copy4, wait_copies
-from lowbit.runtime.kernels.gemv_columns import TOP_WEIGHT
-from lowbit.runtime.kernels.gemv_digits import digits_of
-from lowbit.runtime.kernels.mma import as_float, as_word, threads, unpacked_scales
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads, unpacked_scales
 
 STEP_K = 128  # of an INT4 step
 SLOT = gl.constexpr(1152)  # bytes of a warp's step in the ring: 16 rows of words, their scales

@@ -12,23 +12,23 @@ from torch.nn import functional
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
-from lowbit.runtime.kernels.accept import accept as accept
-from lowbit.runtime.kernels.attention_decode import attention_decode
-from lowbit.runtime.kernels.attention_prefill import attention_prefill
-from lowbit.runtime.kernels.choose import choose as choose
-from lowbit.runtime.kernels.delta_decode import MOST_DIM, delta_decode, delta_decode_parts
-from lowbit.runtime.kernels.delta_prefill import delta_prefill
-from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
-from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.attention.decode import attention_decode
+from lowbit.runtime.kernels.attention.prefill import attention_prefill
+from lowbit.runtime.kernels.delta.decode import MOST_DIM, delta_decode, delta_decode_parts
+from lowbit.runtime.kernels.delta.prefill import delta_prefill
+from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
-from lowbit.runtime.kernels.logprobs import log_probabilities as log_probabilities
+from lowbit.runtime.kernels.linear.dense_gemv import FEW_TOKENS, dense_gemv
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
+from lowbit.runtime.kernels.linear.widen import gemm, gemm_swiglu
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm as rms_norm
 from lowbit.runtime.kernels.rows import swiglu
-from lowbit.runtime.kernels.tiled_experts import gathered as gathered
-from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, tiled
-from lowbit.runtime.kernels.widen import gemm, gemm_swiglu
+from lowbit.runtime.kernels.sampling.accept import accept as accept
+from lowbit.runtime.kernels.sampling.choose import choose as choose
+from lowbit.runtime.kernels.sampling.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope

@@ -5,15 +5,15 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels.dense_gemv import dense_gemv
-from lowbit.runtime.kernels.experts_down import experts_down, experts_down_bytes
-from lowbit.runtime.kernels.experts_gate_up import experts_gate_up, experts_gate_up_bytes
-from lowbit.runtime.kernels.experts_gemm import experts_gemm
-from lowbit.runtime.kernels.experts_route import experts_route
-from lowbit.runtime.kernels.launch import STATIC_SHARED
+from lowbit.runtime.kernels.experts.down import experts_down, experts_down_bytes
+from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate_up_bytes
+from lowbit.runtime.kernels.experts.gemm import experts_gemm
+from lowbit.runtime.kernels.experts.route import experts_route
+from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.launch.linear import STATIC_SHARED
+from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
-from lowbit.runtime.kernels.tiled_experts import stacked
-from lowbit.runtime.kernels.tiles import GpuLinear
 from lowbit.runtime.weights.experts import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes

@@ -17,7 +17,7 @@ from lowbit.runtime.engine.rounds import rows_and_positions
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import reach_for
-from lowbit.runtime.kernels.tiles import GpuLinear
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.links import TRAIL, trail_of
 from lowbit.runtime.state.sampler_rows import SCRATCH

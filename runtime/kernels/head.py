@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.rows import rms_norm_ref
 
 BLOCK = 1024

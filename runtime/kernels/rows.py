@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 
 BLOCK = 1024
 

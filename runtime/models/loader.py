@@ -30,7 +30,7 @@ from lowbit.formats.safetensors.checkpoint import Checkpoint, open_checkpoint
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.kernels.tiles import GpuLinear
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.architectures import BUILD, HEADS, Model
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served

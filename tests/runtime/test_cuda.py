@@ -12,9 +12,9 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS
+from lowbit.runtime.kernels.linear.dense_gemv import FEW_TOKENS
+from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
-from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.models.dense import Dense, Layer
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import pages_for

@@ -18,7 +18,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpa
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from tests.runtime.conftest import PackedModel
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cpu
-from lowbit.runtime.kernels.accept import accept as accept_on_gpu
+from lowbit.runtime.kernels.sampling.accept import accept as accept_on_gpu
 from lowbit.runtime.state.links import TRAIL, Links, new_links
 from lowbit.runtime.state.posted import PLACES
 

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layout.packing import pack
-from lowbit.runtime.kernels import (
-    dense_gemv,
-    experts_down,
-    experts_gate_up,
-    experts_products,
-    experts_route,
-)
-from lowbit.runtime.kernels.tiles import TiledLinear, tiled
+from lowbit.runtime.kernels.experts import down as experts_down
+from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
+from lowbit.runtime.kernels.experts import products as experts_products
+from lowbit.runtime.kernels.experts import route as experts_route
+from lowbit.runtime.kernels.linear import dense_gemv
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
 from tests.runtime.kernels.delta_layers import Layer

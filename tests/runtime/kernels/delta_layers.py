@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.delta_decode import delta_decode_parts
-from lowbit.runtime.kernels.delta_prefill import delta_prefill_ref
+from lowbit.runtime.kernels.delta.decode import delta_decode_parts
+from lowbit.runtime.kernels.delta.prefill import delta_prefill_ref
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights, new_slots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 

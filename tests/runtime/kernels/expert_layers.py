@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.tiled_experts import TiledExperts, gathered, stacked
-from lowbit.runtime.kernels.tiles import GpuLinear, TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.experts.tiled import TiledExperts, gathered, stacked
+from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
 from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import PackedLinear
 

@@ -22,7 +22,7 @@ def weight(bits: int, N: int, K: int, G: int = 128, paired: bool = False) -> Any
 
 def tiled_experts(bits: int, E: int, N: int, K: int, paired: bool = False) -> Any:
     """Packed linears of experts as the GPU keeps them."""
-    from lowbit.runtime.kernels.tiled_experts import TiledExperts
+    from lowbit.runtime.kernels.experts.tiled import TiledExperts
 
     one = weight(bits, N, K, paired=paired)
     words, scales = (x.new_empty((E, *x.shape)) for x in (one.words, one.scales))

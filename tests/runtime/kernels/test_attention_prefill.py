@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.attention_prefill import attention_prefill
-from lowbit.runtime.kernels.attention_ref import attention_ref
+from lowbit.runtime.kernels.attention.prefill import attention_prefill
+from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span

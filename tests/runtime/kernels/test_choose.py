@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.backends import cpu, cuda
-from lowbit.runtime.kernels.adjust import adjust
-from lowbit.runtime.kernels.logprobs import likeliest
+from lowbit.runtime.kernels.sampling.adjust import adjust
+from lowbit.runtime.kernels.sampling.logprobs import likeliest
 from lowbit.runtime.state.choice import adjusted, best_ids
 from lowbit.runtime.state.logprobs import new_log_probabilities
 from lowbit.runtime.state.posted import PLACES, new_places

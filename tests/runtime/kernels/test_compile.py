@@ -117,7 +117,7 @@ def recorded(capability: int) -> Iterator[tuple[str, Launch]]:
     """What the backend launches on such a card, once each, by name."""
     from triton.runtime import JITFunction
 
-    from lowbit.runtime.kernels import device
+    from lowbit.runtime.kernels.launch import device
 
     launches: list[Launch] = []
 
@@ -186,7 +186,7 @@ def sizes(model: str, bits: int) -> set[tuple[int, int, int]]:
 def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     """Every other launch of the table, in front of attention or MLP or after them."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.launch import GEMV_MEASURED, GEMV_UNPAIRED
+    from lowbit.runtime.kernels.launch.linear import GEMV_MEASURED, GEMV_UNPAIRED
 
     for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
         N, K = 16 * tiles, steps * 512 // bits
@@ -227,8 +227,8 @@ def attentions(full: bool) -> Iterator[str]:
 def delta_nets(full: bool) -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token, several and many, and for a prompt."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.kernels.gemv import gemv
-    from lowbit.runtime.kernels.gemv_stage import SQUARES
+    from lowbit.runtime.kernels.linear.gemv import gemv
+    from lowbit.runtime.kernels.linear.stage import SQUARES
     from lowbit.runtime.state.delta import DeltaWeights, new_slots
     from lowbit.runtime.weights.linear import DenseLinear
 
@@ -266,8 +266,8 @@ def delta_nets(full: bool) -> Iterator[str]:
 def others(full: bool) -> Iterator[str]:
     """Embedding, dense linears, and what only prefill needs."""
     from lowbit.runtime.backends import cuda
+    from lowbit.runtime.kernels.linear.widen import widen
     from lowbit.runtime.kernels.rows import rms_norm, swiglu
-    from lowbit.runtime.kernels.widen import widen
     from lowbit.runtime.weights.linear import DenseLinear
 
     table = zeros(VOCABULARY, 2560)

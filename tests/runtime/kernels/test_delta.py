@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.delta_decode import delta_decode, delta_decode_ref
-from lowbit.runtime.kernels.delta_out import norm_heads, norm_heads_ref
-from lowbit.runtime.kernels.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.gemv_stage import SQUARES
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_ref
+from lowbit.runtime.kernels.delta.out import norm_heads, norm_heads_ref
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.step import NO_SLOT
 from tests.runtime.kernels.delta_layers import (
     EPS,

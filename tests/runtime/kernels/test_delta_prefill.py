@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowbit.runtime.kernels.delta_gates import gates_ref
-from lowbit.runtime.kernels.delta_prefill import delta_prefill
+from lowbit.runtime.kernels.delta.gates import gates_ref
+from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.state.step import NO_SLOT
 from tests.runtime.kernels.delta_layers import (
     EPS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowbit.runtime.kernels import device
+from lowbit.runtime.kernels.launch import device
 from lowbit.runtime.kernels.rows import embed, rms_norm, rms_norm_ref, swiglu, swiglu_ref
 
 

@@ -15,9 +15,12 @@ from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
-from lowbit.runtime.kernels import experts_down, experts_gate_up, experts_order, experts_route
-from lowbit.runtime.kernels.experts_gemm import MOST_TOKENS
-from lowbit.runtime.kernels.tiled_experts import stacked
+from lowbit.runtime.kernels.experts import down as experts_down
+from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
+from lowbit.runtime.kernels.experts import order as experts_order
+from lowbit.runtime.kernels.experts import route as experts_route
+from lowbit.runtime.kernels.experts.gemm import MOST_TOKENS
+from lowbit.runtime.kernels.experts.tiled import stacked
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,

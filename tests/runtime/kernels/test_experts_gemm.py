@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels import experts_order, experts_products, experts_route
-from lowbit.runtime.kernels.experts_gemm import experts_gemm
-from lowbit.runtime.kernels.experts_launch import EXPERTS_GEMM, GemmLaunch, GemmTiles
-from lowbit.runtime.kernels.tiled_experts import stacked
+from lowbit.runtime.kernels.experts import order as experts_order
+from lowbit.runtime.kernels.experts import products as experts_products
+from lowbit.runtime.kernels.experts import route as experts_route
+from lowbit.runtime.kernels.experts.gemm import experts_gemm
+from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM, GemmLaunch, GemmTiles
 from tests.runtime.kernels.emulator import run_programs_alone
 from tests.runtime.kernels.expert_layers import (
     FP32_ERROR,

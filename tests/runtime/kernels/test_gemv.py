@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows, gemv_ref
-from lowbit.runtime.kernels.gemv_stage import SQUARES
-from lowbit.runtime.kernels.launch import GemvLaunch
-from lowbit.runtime.kernels.tiles import TiledLinear, dequantized
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows, gemv_ref
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 
 pytestmark = pytest.mark.gpu
 

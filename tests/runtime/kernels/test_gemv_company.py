@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels import gemv as gemv_module
-from lowbit.runtime.kernels.dense_gemv import FEW_TOKENS, dense_gemv
-from lowbit.runtime.kernels.gemv import gemv, gemv_and_rows
-from lowbit.runtime.kernels.gemv_stage import SQUARES
-from lowbit.runtime.kernels.launch import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
+from lowbit.runtime.kernels.linear import gemv as gemv_module
+from lowbit.runtime.kernels.linear.dense_gemv import FEW_TOKENS, dense_gemv
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.weights.linear import DenseLinear
 
 pytestmark = pytest.mark.gpu

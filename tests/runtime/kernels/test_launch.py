@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lowbit.runtime.kernels.experts_launch import EXPERTS_GATE_UP
-from lowbit.runtime.kernels.gemv import shared_bytes, sums_bytes
-from lowbit.runtime.kernels.launch import (
+from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP
+from lowbit.runtime.kernels.launch.linear import (
     GEMV_MEASURED,
     GEMV_SHARES,
     GEMV_UNPAIRED,
@@ -22,6 +21,7 @@ from lowbit.runtime.kernels.launch import (
     join_bytes,
     key_split,
 )
+from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import EXACT_TOKENS
 

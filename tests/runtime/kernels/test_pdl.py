@@ -14,13 +14,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels import experts_down
-from lowbit.runtime.kernels import gemv as gemv_module
-from lowbit.runtime.kernels.experts_launch import experts_down_launch
-from lowbit.runtime.kernels.gemv import gemv
-from lowbit.runtime.kernels.gemv_stage import SQUARES
-from lowbit.runtime.kernels.launch import gemv_launch
-from lowbit.runtime.kernels.tiles import TiledLinear
+from lowbit.runtime.kernels.experts import down as experts_down
+from lowbit.runtime.kernels.launch.experts import experts_down_launch
+from lowbit.runtime.kernels.launch.linear import gemv_launch
+from lowbit.runtime.kernels.linear import gemv as gemv_module
+from lowbit.runtime.kernels.linear.gemv import gemv
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.sampler_rows import new_sampler_rows

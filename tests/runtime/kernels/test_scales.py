@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lowbit.runtime.kernels.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.tiles import TiledLinear, tiled
-from lowbit.runtime.kernels.widen import widen, widen_ref
+from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
+from lowbit.runtime.kernels.linear.widen import widen, widen_ref
 from lowbit.runtime.weights.linear import PackedLinear
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels import tiled_experts
-from lowbit.runtime.kernels.tiled_experts import gathered
-from lowbit.runtime.kernels.tiles import GpuLinear, tiled
+from lowbit.runtime.kernels.experts import tiled as tiled_experts
+from lowbit.runtime.kernels.experts.tiled import gathered
+from lowbit.runtime.kernels.linear.tiles import GpuLinear, tiled
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
-from lowbit.runtime.kernels import tiles
-from lowbit.runtime.kernels.tiles import TiledLinear, dequantized, tiled
+from lowbit.runtime.kernels.linear import tiles
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized, tiled
 from lowbit.runtime.weights.linear import PackedLinear
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]

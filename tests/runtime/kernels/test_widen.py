@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels import widen as module
-from lowbit.runtime.kernels.tiles import TILE, TiledLinear
-from lowbit.runtime.kernels.widen import gemm, gemm_swiglu, widen, widen_ref
+from lowbit.runtime.kernels.linear import widen as module
+from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
+from lowbit.runtime.kernels.linear.widen import gemm, gemm_swiglu, widen, widen_ref
 
 pytestmark = pytest.mark.gpu
 

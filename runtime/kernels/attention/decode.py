@@ -1,0 +1,126 @@
+"""attention_decode: q/k norm, rotation, append and attention over pages, of tokens in any company.
+
+    q, k  = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)      (per head, FP32)
+    out_h = softmax(q_h . k[0 .. position] / sqrt(D)) @ v[0 .. position]     (* sigmoid(gate_h))
+
+Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
+        [P, PAGE, Hkv, D] bf16; positions, rows [M] and tables [R, T] int32; out [M, Hq * D]
+Bytes   4 * Hkv * D * position a token; 8 heads of 128 at position 8192: 33.6 MB = 7.4 us at
+        4.56 TB/s. Parts of the columns read the keys again, from L2
+Plan    A program takes one kv head of one token and a split of its keys (or part of the columns of
+        all values), for the Hq / Hkv query heads that share the kv head: they are the rows of one
+        tensor-core tile, keys its columns, read from the pages as fragments. Its warps norm and
+        rotate a head each; then every warp has keys and an online softmax of its own, joined in
+        order at the end. Split 0 also owns the new token. A second kernel joins the splits, in
+        order (`attention_join`).
+        Bits: which keys a split and a warp take, and in what order, follows from the token's
+        position alone (`KeySplit`); reach and company only decide how many programs are launched
+        (but see `attention_launch` for more than EXACT_TOKENS).
+        Keys of earlier tokens of the same step are not read from the pages, which other programs
+        are about to write: a program rotates them again.
+        Tables, positions and the keys and values of earlier steps are read before the kernel waits
+        for its predecessor; of up to KEYS_OF_ONE keys all of them are on their way by then
+"""
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.attention.join import join_splits
+from lowbit.runtime.kernels.attention.kernel import attention_kernel
+from lowbit.runtime.kernels.launch.device import hopper_registers, programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import (
+    MOST_OF_ONE,
+    attention_launch,
+    join_bytes,
+    power_of_two,
+    row_bytes,
+)
+from lowbit.runtime.kernels.ptx.memory import declaration
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Step
+
+LOG2_E = 1.4426950408889634
+
+
+def attention_decode(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rope: Rope,
+    pages: KVPages,
+    step: Step,
+    layer: int,
+    gated: bool = False,
+) -> Tensor:
+    """Attention of some tokens of each of several sequences; see `Ops.attention`.
+
+    Returns:
+        [M, Hq * D] in the dtype of qkv. Up to EXACT_TOKENS tokens have the same bits whatever else
+        is in the step.
+
+    Raises:
+        ValueError: more than MOST_OF_ONE tokens of one sequence.
+    """
+    M = qkv.shape[0]
+    Hkv, D = pages.k.shape[3:]
+    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
+    shared = Hq // Hkv
+    launch = attention_launch(Hkv, shared, D, step.reach, M)
+    keys, together = launch.keys, power_of_two(step.longest)
+    if together > MOST_OF_ONE:
+        raise ValueError(f"{step.longest} tokens of one sequence, at most {MOST_OF_ONE}")
+    part = state = None
+    if launch.splits > 1:
+        part = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
+        state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((M, Hq * D), dtype=qkv.dtype, device=qkv.device)
+    pdl = programmatic_launch(qkv)
+    warps = keys.warps if launch.splits > 1 else keys.warps * keys.groups
+    run(
+        attention_kernel,
+        (Hkv, M, launch.splits * launch.parts),
+        qkv,
+        q_norm,
+        k_norm,
+        rope.cos,
+        rope.sin,
+        pages.k[layer],
+        pages.v[layer],
+        step.positions,
+        step.rows,
+        step.tables,
+        part,
+        state,
+        out,
+        step.tables.shape[1],
+        launch.splits,
+        eps,
+        D**-0.5 * LOG2_E,
+        HEADS=Hkv,
+        SHARED=shared,
+        GATED=gated,
+        D=D,
+        R=2 * rope.cos.shape[1],
+        TOGETHER=together,
+        MOST=keys.most,
+        GROUPS=keys.groups,
+        WHOLE=keys.whole,
+        SPLIT=launch.splits > 1,
+        PARTS=launch.parts,
+        BLOCKS=keys.blocks,
+        AHEAD=launch.ahead,
+        WARPS=warps,
+        STRIDE=row_bytes(D),
+        BUFFER=declaration(join_bytes(shared, D, warps, launch.parts, together)),
+        PDL=pdl,
+        EARLY=launch.early and launch.splits == 1,
+        num_warps=warps,
+        maxnreg=hopper_registers(qkv, launch.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    if part is not None and state is not None:
+        join_splits(part, state, qkv, step.positions, out, keys, launch.early, gated, pdl)
+    return out

@@ -1,0 +1,266 @@
+"""attention_prefill: q/k norm, rotation and append of a prompt's M tokens, then causal attention.
+
+    q, k = rope(rms_norm(q) * q_norm), rope(rms_norm(k) * k_norm)       (per head, FP32)
+    out  = softmax(q . k^T / sqrt(D) + causal) @ v over the sequence's first length + M rows
+    out *= sigmoid(gate)                                                (where gated)
+
+Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
+        [P, PAGE, Hkv, D] bf16; token m takes row length + m
+Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
+Plan    One Triton program per token and head writes q aside and k, v into the pages. Attention of
+        many tokens is PyTorch's (flash attention on a GPU), over the pages as they lie where they
+        follow one another, else over rows gathered from them; that of few, which would wait for the
+        host, one kernel: a program takes 16 tokens of a head over all keys, page by page, its
+        softmax as it goes. Where pages lie changes no bit
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
+
+from lowbit.runtime.kernels.attention.rotate import rotated
+from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Span, Step
+
+LOG2E = math.log2(math.e)
+FEW_TOKENS = 128
+BLOCK_M = 16  # tokens of a program
+
+
+@triton.jit(do_not_specialize=["length", "sequence", "table_stride"])  # or it compiles again
+def _rotate_append_kernel(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    sequence,
+    table_stride,
+    length,
+    eps,
+    Hq: tl.constexpr,
+    Hkv: tl.constexpr,
+    GATED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """ROWS: of a page."""
+    QUERY: tl.constexpr = 2 * D if GATED else D  # from one query to the next
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_d = tl.arange(0, D)
+    x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
+    appended = Hq * QUERY + (head - Hq) * D  # where a head of k or v starts
+    one = tl.zeros([1], tl.int32)
+    start = one + head * QUERY
+    row = length + token
+    page = tl.load(tables_ptr + sequence * table_stride + row // ROWS).to(tl.int64)
+    stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
+    if head < Hq:
+        q = rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, D, R)
+        out = q_ptr + (token * Hq + head) * D + offs_d[None, :]
+        tl.store(out, q.to(q_ptr.dtype.element_ty))
+    elif head < Hq + Hkv:
+        k = rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, one + appended, one == 0, row, eps, D, R)
+        out = k_ptr + (stored + head - Hq) * D + offs_d[None, :]
+        tl.store(out, k.to(k_ptr.dtype.element_ty))
+    else:
+        v = tl.load(x_ptr + appended + offs_d)
+        tl.store(v_ptr + (stored + head - Hq - Hkv) * D + offs_d, v)
+
+
+@triton.jit(do_not_specialize=["M", "length", "sequence", "table_stride"])
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qkv_ptr,
+    out_ptr,
+    tables_ptr,
+    sequence,
+    table_stride,
+    M,
+    length,
+    scale,
+    Hq: tl.constexpr,
+    Hkv: tl.constexpr,
+    GATED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter)."""
+    head = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
+    there = tokens[:, None] < M
+    at = (tokens[:, None] * Hq + head) * D + offs_d[None, :]
+    q = tl.load(q_ptr + at, mask=there, other=0.0)
+    table_ptr = tables_ptr + sequence * table_stride
+    end = length + tl.minimum(M, (tl.program_id(1) + 1) * BLOCK_M)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        keys = start + offs_n
+        page = tl.load(table_ptr + start // ROWS).to(tl.int64)  # a block lies in one
+        stored = (page * ROWS + start % ROWS + offs_n[:, None]) * Hkv + head // (Hq // Hkv)
+        rows = stored * D + offs_d[None, :]
+        inside = keys[:, None] < end
+        k = tl.load(k_ptr + rows, mask=inside, other=0.0)
+        v = tl.load(v_ptr + rows, mask=inside, other=0.0)
+        if WIDE:
+            scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
+        else:
+            scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.where(keys[None, :] <= length + tokens[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        kept = tl.exp2(top - new_top)
+        total = total * kept + tl.sum(weights, axis=1)
+        acc *= kept[:, None]
+        if WIDE:
+            acc += tl.dot(weights, v.to(tl.float32))
+        else:
+            acc += tl.dot(weights.to(v.dtype), v)
+        top = new_top
+    out = acc / total[:, None]
+    if GATED:
+        gate = tokens[:, None] * (2 * Hq + 2 * Hkv) * D + (2 * head + 1) * D + offs_d[None, :]
+        out *= tl.sigmoid(tl.load(qkv_ptr + gate, mask=there, other=0.0).to(tl.float32))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def attention_prefill(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rope: Rope,
+    pages: KVPages,
+    step: Step,
+    layer: int,
+    gated: bool = False,
+) -> Tensor:
+    """Attention of M tokens of one sequence after the tokens it has; see `Ops.attention`.
+
+    Returns:
+        [M, Hq * D] in the dtype of qkv.
+    """
+    Hkv, D = pages.k.shape[3:]
+    M, (span,) = qkv.shape[0], step.spans
+    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
+    q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
+    keys, values = pages.k[layer], pages.v[layer]
+    run(
+        _rotate_append_kernel,
+        (M, Hq + 2 * Hkv),
+        qkv,
+        q_norm,
+        k_norm,
+        rope.cos,
+        rope.sin,
+        q,
+        keys,
+        values,
+        step.tables,
+        span.row,
+        step.tables.shape[1],
+        span.first,
+        eps,
+        Hq=Hq,
+        Hkv=Hkv,
+        GATED=gated,
+        D=D,
+        R=2 * rope.cos.shape[1],
+        ROWS=PAGE,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    if M <= FEW_TOKENS:
+        few = torch.empty_like(q)
+        run(
+            _attend_kernel,
+            (Hq, triton.cdiv(M, BLOCK_M)),
+            q,
+            keys,
+            values,
+            qkv,
+            few,
+            step.tables,
+            span.row,
+            step.tables.shape[1],
+            M,
+            span.first,
+            D**-0.5 * LOG2E,
+            Hq=Hq,
+            Hkv=Hkv,
+            GATED=gated,
+            D=D,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=64 if D <= 128 else 32,  # two programs in 99 KB of shared memory
+            ROWS=PAGE,
+            WIDE=qkv.device.type == "cpu",
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+        return few.view(M, Hq * D)
+    mixed = _attend_many(q, keys, values, step, span)
+    if gated:
+        gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]
+        mixed = (mixed.float() * torch.sigmoid(gate.float())).to(qkv.dtype)
+    return mixed.reshape(M, Hq * D)
+
+
+def _attend_many(q: Tensor, keys: Tensor, values: Tensor, step: Step, span: Span) -> Tensor:
+    """PyTorch's causal attention of q [M, Hq, D] over a sequence's rows in one layer's pages.
+
+    Without cuDNN, which torch prefers on Hopper: it builds a plan for every new length of a prompt.
+    """
+    k, v = (_rows(paged, step, span) for paged in (keys, values))
+    before = cudnn_sdp_enabled()  # `sdpa_kernel` takes 50 times as long
+    enable_cudnn_sdp(False)
+    try:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=_after(span.count, span.first) if span.first else None,
+            is_causal=span.first == 0,
+            enable_gqa=True,
+        )
+    finally:
+        enable_cudnn_sdp(before)
+    return out[0].transpose(0, 1)
+
+
+def _rows(paged: Tensor, step: Step, span: Span) -> Tensor:
+    """Keys or values up to the span's end, [T, Hkv, D]: a view where pages follow one another."""
+    total = span.first + span.count
+    count = pages_for(total)
+    pages = span.pages[:count]
+    if pages and pages == tuple(range(pages[0], pages[0] + count)):
+        paged = paged[pages[0] : pages[0] + count]
+    else:
+        paged = paged.index_select(0, step.tables[span.row, :count])
+    return paged.flatten(0, 1)[:total]
+
+
+def _after(M: int, past: int) -> Tensor:
+    """The causal mask of M tokens after others; its import costs what few first prompts need."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(M, past + M)

@@ -1,0 +1,60 @@
+"""attention_ref: the values that `attention_decode` and `attention_prefill` approximate."""
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.attention.rotate import rotated_ref
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.rope import Rope
+from lowbit.runtime.state.step import Step
+
+
+def attention_ref(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rope: Rope,
+    pages: KVPages,
+    step: Step,
+    layer: int,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention in float64, token by token; the pages are not written.
+
+    Queries and keys are rounded to the pages' dtype before they meet, as in the kernels.
+
+    Returns:
+        out [M, Hq * D], and the new k and v [M, Hkv, D] (unrounded).
+    """
+    M, (Hkv, D), dtype = qkv.shape[0], pages.k.shape[3:], pages.k.dtype
+    heads = qkv.double().view(M, -1, D)
+    q, k, v = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
+    gate = torch.ones_like(q)
+    if gated:
+        q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
+    positions, rows = step.positions.tolist(), step.rows.tolist()
+    q = torch.stack([rotated_ref(q[m], q_norm, eps, rope, p) for m, p in enumerate(positions)])
+    k = torch.stack([rotated_ref(k[m], k_norm, eps, rope, p) for m, p in enumerate(positions)])
+    stored = k.to(dtype).double()
+    rounded = q.to(dtype).double()
+    out = torch.empty_like(q)
+    for m, (row, last) in enumerate(zip(rows, positions, strict=True)):
+        keys, values = (
+            _rows(pages.k[layer], step, row, last),
+            _rows(pages.v[layer], step, row, last),
+        )
+        for n in range(m + 1):  # tokens of this step
+            if rows[n] == row:
+                keys[positions[n]], values[positions[n]] = stored[n], v[n]
+        shared = q.shape[1] // Hkv
+        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        scores = torch.einsum("hd,thd->ht", rounded[m], keys) * D**-0.5
+        out[m] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1), values)
+    return (out * gate).view(M, -1), k, v
+
+
+def _rows(paged: Tensor, step: Step, row: int, last: int) -> Tensor:
+    """Positions 0 to `last` of a sequence, from pages [P, PAGE, Hkv, D]: [last + 1, Hkv, D]."""
+    table = step.tables[row, : last // paged.shape[1] + 1].long()
+    return paged[table].flatten(0, 1)[: last + 1].double()

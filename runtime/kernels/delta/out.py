@@ -1,0 +1,181 @@
+"""The norm at the end of a gated DeltaNet layer: `norm_heads` where it decodes, else `gated_norm`.
+
+    out[m, h] = o[m, h] * rsqrt(mean(o[m, h]^2) + eps) * gain * silu(z[m, h])       (per head, FP32)
+    window    = the last W - 1 inputs of the convolution, of old window and new tokens together
+
+Layout  o [M, Hv * Dv] fp32, qkvz [M, C + Hv * Dv] bf16, z after the channels; parts [M, Hv * Dv],
+        o * gain * silu(z), and squares [M, Hv, SQUARES] fp32, parts of sum(o^2); out [M, Hv * Dv]
+        bf16
+Plan    a program per token and head. A prompt's window moves in `gated_norm` and nowhere else:
+        kernels before it read the window from many programs, so none of them may write it. Token
+        0's programs share the channels out among them; a channel's rows are moved by one thread,
+        oldest first, so the new window may take the place of the old one
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.state.delta import DeltaWeights
+from lowbit.runtime.state.step import Step
+
+
+def gated_norm_ref(o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float) -> Tensor:
+    """The value `gated_norm` approximates: [M, Hv * Dv] float64; the window is not moved."""
+    shape = (o.shape[0], weights.value_heads, weights.value_dim)
+    o, z = o.double().view(shape), qkvz[:, weights.conv.shape[0] :].double().reshape(shape)
+    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * weights.norm.double()
+    return (normed * torch.nn.functional.silu(z)).view(o.shape[0], -1)
+
+
+def norm_heads_ref(parts: Tensor, squares: Tensor, eps: float) -> Tensor:
+    """The value `norm_heads` approximates: [M, Hv * Dv] float64."""
+    heads = parts.double().view(*squares.shape[:2], -1)
+    mean = squares.double().sum(-1, keepdim=True) / heads.shape[-1]
+    return (heads * torch.rsqrt(mean + eps)).view(parts.shape)
+
+
+def window_ref(qkvz: Tensor, window: Tensor) -> Tensor:
+    """The window [W - 1, C] after the tokens of qkvz."""
+    rows, C = window.shape
+    return torch.cat((window, qkvz[:, :C].to(window.dtype)))[-rows:]
+
+
+@triton.jit(do_not_specialize_on_alignment=["M"])
+def _gated_norm_kernel(
+    o_ptr,
+    qkvz_ptr,
+    gain_ptr,
+    window_ptr,
+    read_ptr,
+    write_ptr,
+    out_ptr,
+    M,
+    eps,
+    C: tl.constexpr,
+    Dv: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Hv = tl.num_programs(1)
+    stride = C + Hv * Dv
+    offs_d = head * Dv + tl.arange(0, Dv)
+    gain = tl.load(gain_ptr + tl.arange(0, Dv)).to(tl.float32)
+    o = tl.load(o_ptr + token * Hv * Dv + offs_d)
+    z = tl.load(qkvz_ptr + token * stride + C + offs_d).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, axis=0) / Dv + eps) * gain
+    out = o * z * tl.sigmoid(z)
+    tl.store(out_ptr + token * Hv * Dv + offs_d, out.to(out_ptr.dtype.element_ty))
+    target = tl.load(write_ptr + M - 1).to(tl.int64)
+    if (token == 0) & (target >= 0):
+        old_ptr = window_ptr + tl.load(read_ptr).to(tl.int64) * ((W - 1) * C)
+        new_ptr = window_ptr + target * ((W - 1) * C)
+        offs_c = head * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = offs_c < C
+        for row in tl.static_range(W - 1):
+            source = tl.zeros([BLOCK_C], tl.int64) + M + row  # of the old window, then the tokens
+            held = source < W - 1
+            old = tl.load(old_ptr + source * C + offs_c, mask=inside & held, other=0.0)
+            tokens = qkvz_ptr + (source - (W - 1)) * stride
+            new = tl.load(tokens + offs_c, mask=inside & (source >= W - 1), other=0.0)
+            moved = tl.where(held, old, new.to(old.dtype))
+            tl.store(new_ptr + row * C + offs_c, moved, mask=inside)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    parts_ptr,
+    squares_ptr,
+    out_ptr,
+    eps,
+    Dv: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program per token and head."""
+    head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    offs = head * Dv + tl.arange(0, Dv)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    squares = squares_ptr + head * SQUARES
+    low = tl.load(squares) + tl.load(squares + 1)  # in the order of `head_factors`
+    mean = (low + (tl.load(squares + 2) + tl.load(squares + 3))) / Dv
+    out = tl.load(parts_ptr + offs).to(tl.float32) * tl.rsqrt(mean + eps)
+    tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))
+
+
+def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Parts of `delta_decode` times the factors of the norm: [M, Hv * Dv] in that dtype.
+
+    Args:
+        parts: [M, Hv * Dv].
+        squares: [M, Hv, SQUARES] float32.
+        eps: of the norm.
+        dtype: of the result.
+    """
+    M, Hv, _ = squares.shape
+    out = torch.empty(parts.shape, dtype=dtype, device=parts.device)
+    pdl = programmatic_launch(parts)
+    run(
+        _norm_heads_kernel,
+        (M, Hv),
+        parts,
+        squares,
+        out,
+        eps,
+        Dv=parts.shape[1] // Hv,
+        SQUARES=SQUARES,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def gated_norm(
+    o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float, windows: Tensor, step: Step
+) -> Tensor:
+    """Gated RMS norm of every head of a prompt; the window moves past its tokens.
+
+    Args:
+        o: [M, Hv * Dv] float32, the recurrence's output.
+        qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
+        weights: of the layer; Dv is a power of two.
+        eps: of the norm.
+        windows: [S, W - 1, C] of the layer's slots.
+        step: the slot `read[0]` has the window before the first token, `write[M - 1]` takes the one
+            after the last.
+
+    Returns:
+        [M, Hv * Dv] in the dtype of qkvz.
+    """
+    M, Hv = o.shape[0], weights.value_heads
+    C, W = weights.conv.shape
+    out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
+    run(
+        _gated_norm_kernel,
+        (M, Hv),
+        o,
+        qkvz,
+        weights.norm,
+        windows,
+        step.read,
+        step.write,
+        out,
+        M,
+        eps,
+        C=C,
+        Dv=weights.value_dim,
+        W=W,
+        BLOCK_C=triton.next_power_of_2(triton.cdiv(C, Hv)),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    return out

@@ -1,0 +1,328 @@
+"""delta_prefill: M tokens of a gated DeltaNet layer, in chunks of 64.
+
+In a chunk, with G the running sum of g and D[i, j] = exp(G[i] - G[j]) for j <= i, else 0:
+    T      = (I + beta * D * (k . k^T) below the diagonal)^-1
+    new    = T @ (beta * (v - exp(G) * k @ S))           (what the tokens write, each at its k)
+    o      = exp(G) * q @ S + (D * (q . k^T)) @ new
+    S      = exp(G[-1]) * S + (exp(G[-1] - G) * k)^T @ new
+which is the recurrence of `delta_decode` with its sums in another order.
+
+Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv]; slots: memory [S, Hv, Dk, Dv] fp32, window
+        [S, W - 1, C] bf16
+Plan    chunks count from the call's first token; the state comes from one slot and goes to another
+        or the same. Convolution, SiLU and L2 norm by tokens and heads; all that needs no S by
+        chunks and value heads at once; then S through the chunks, a program per value head and some
+        columns of S; then `gated_norm`, which moves the window. Everything between is FP32,
+        products too (three TF32 ones for each). Tokens past the end have k = v = beta = g = 0,
+        which leaves S as it is
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.runtime.kernels.delta.decode import L2_EPS, token_ref
+from lowbit.runtime.kernels.delta.gates import gates
+from lowbit.runtime.kernels.delta.out import gated_norm
+from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.step import Step
+
+CHUNK = 64
+BLOCK_M = 16  # tokens a program convolves
+BLOCK_K = 32  # of Dk a program of chunks multiplies at a time
+BLOCK_V = 32  # columns of S a program carries through the chunks
+
+
+def delta_prefill_ref(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values `delta_prefill` approximates, token by token; no slot is written.
+
+    Returns:
+        out [M, Hv * Dv] and the memory [Hv, Dk, Dv] after the last token in float64, and the window
+        [W - 1, C] after it.
+    """
+    slot = int(step.read[0])
+    window, memory = slots.conv[layer, slot], slots.memory[layer, slot].double()
+    outs = []
+    for m in range(qkvz.shape[0]):
+        x, gate = qkvz[m : m + 1], ba[m : m + 1]
+        out, memory, window = token_ref(x, gate, weights, eps, window, memory)
+        outs.append(out)
+    return torch.cat(outs), memory, window
+
+
+@triton.jit
+def _convolved(
+    qkvz_ptr,
+    window_ptr,
+    taps_ptr,
+    tokens,
+    channels,
+    M,
+    stride,
+    C: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Convolution and SiLU of channels of tokens, in FP32; the window comes before token 0."""
+    y = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
+    for tap in tl.static_range(W):
+        row = tokens + (tap - (W - 1))
+        given = ((row >= 0) & (row < M))[:, None]
+        x = tl.load(qkvz_ptr + row[:, None] * stride + channels[None, :], mask=given, other=0.0)
+        past = window_ptr + (row + (W - 1))[:, None] * C + channels[None, :]
+        before = tl.load(past, mask=(row < 0)[:, None], other=0.0)
+        weight = tl.load(taps_ptr + channels * W + tap).to(tl.float32)
+        y += (x.to(tl.float32) + before.to(tl.float32)) * weight[None, :]
+    return y * tl.sigmoid(y)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mix_kernel(
+    qkvz_ptr,
+    window_ptr,
+    read_ptr,
+    taps_ptr,
+    mixed_ptr,
+    M,
+    l2_eps,
+    Hk: tl.constexpr,
+    Hv: tl.constexpr,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
+    stride: tl.constexpr = C + Hv * Dv
+    head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (tokens < M)[:, None]
+    out = mixed_ptr + tokens[:, None] * C
+    window_ptr += tl.load(read_ptr).to(tl.int64) * ((W - 1) * C)
+    if head < 2 * Hk:
+        key = head * Dk + tl.arange(0, Dk)
+        x = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, key, M, stride, C, W)
+        scale = tl.where(head < Hk, Dk**-0.5, 1.0)
+        x *= (tl.rsqrt(tl.sum(x * x, axis=1) + l2_eps) * scale)[:, None]
+        tl.store(out + key[None, :], x, mask=inside)
+    else:
+        value = 2 * Hk * Dk + (head - 2 * Hk) * Dv + tl.arange(0, Dv)
+        v = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, value, M, stride, C, W)
+        tl.store(out + value[None, :], v, mask=inside)
+
+
+@triton.jit
+def _inverse(A, rows, SIZE: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A, zero from row `rows` on.
+
+    Row by row: sums of powers of A would cancel where keys repeat.
+    """
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    T = tl.where(row == column, 1.0, 0.0)
+    for i in tl.range(1, rows):
+        a = tl.sum(tl.where(row == i, A, 0.0), axis=0)  # row i of A: [SIZE]
+        known = tl.sum(a[:, None] * T, axis=0)  # rows from i on meet zeros of a
+        T -= tl.where(row == i, known[None, :], 0.0)
+    return T
+
+
+@triton.jit(do_not_specialize=["M"])
+def _chunk_kernel(
+    mixed_ptr,
+    ba_ptr,
+    decay_ptr,
+    dt_bias_ptr,
+    inverse_ptr,
+    scores_ptr,
+    steps_ptr,
+    M,
+    Hk: tl.constexpr,
+    Hv: tl.constexpr,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    offs_t = tl.arange(0, CHUNK)
+    tokens = (chunk * CHUNK + offs_t).to(tl.int64)
+    inside = tokens < M
+    b = tl.load(ba_ptr + tokens * (2 * Hv) + head, mask=inside, other=0.0)
+    a = tl.load(ba_ptr + tokens * (2 * Hv) + Hv + head, mask=inside, other=0.0)
+    beta, g = gates(b, a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head))
+    beta = tl.where(inside, beta, 0.0)
+    # In FP64: after one strong decay, differences of FP32 sums would have lost their digits.
+    wide = tl.where(inside, g, 0.0).to(tl.float64)
+    G = tl.cumsum(wide, axis=0)
+    part = (head * tl.num_programs(0) + chunk).to(tl.int64) * CHUNK + offs_t
+    tl.store(steps_ptr + part * 3, beta)
+    tl.store(steps_ptr + part * 3 + 1, tl.exp(G.to(tl.float32)))
+    tl.store(steps_ptr + part * 3 + 2, tl.exp((tl.sum(wide, axis=0) - G).to(tl.float32)))
+
+    k_k = tl.zeros([CHUNK, CHUNK], tl.float32)
+    q_k = tl.zeros([CHUNK, CHUNK], tl.float32)
+    row = mixed_ptr + tokens[:, None] * C + head // (Hv // Hk) * Dk
+    for start in tl.range(0, Dk, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)[None, :]
+        q = tl.load(row + offs_k, mask=inside[:, None], other=0.0)  # [CHUNK, BLOCK_K]
+        k = tl.load(row + Hk * Dk + offs_k, mask=inside[:, None], other=0.0)
+        k_k = tl.dot(k, tl.trans(k), k_k, input_precision="tf32x3")
+        q_k = tl.dot(q, tl.trans(k), q_k, input_precision="tf32x3")
+    square = part[:, None] * CHUNK + offs_t[None, :]
+    lower = offs_t[:, None] >= offs_t[None, :]
+    gap = (G[:, None] - G[None, :]).to(tl.float32)
+    D = tl.exp(tl.where(lower, gap, float("-inf")))  # masked first: above it would overflow
+    tl.store(scores_ptr + square, q_k * D)
+    A = tl.where(offs_t[:, None] > offs_t[None, :], k_k * D * beta[:, None], 0.0)
+    tl.store(inverse_ptr + square, _inverse(A, tl.minimum(M - chunk * CHUNK, CHUNK), CHUNK))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scan_kernel(
+    mixed_ptr,
+    inverse_ptr,
+    scores_ptr,
+    steps_ptr,
+    memory_ptr,
+    read_ptr,
+    write_ptr,
+    o_ptr,
+    M,
+    Hk: tl.constexpr,
+    Hv: tl.constexpr,
+    Dk: tl.constexpr,
+    Dv: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
+    head = tl.program_id(0)
+    chunks = tl.cdiv(M, CHUNK)
+    offs_t = tl.arange(0, CHUNK)
+    offs_k = tl.arange(0, Dk)
+    offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = memory_ptr + head * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
+    slot = tl.load(read_ptr).to(tl.int64)
+    S = tl.load(tile + slot * (Hv * Dk * Dv))  # [Dk, BLOCK_V]
+    for chunk in tl.range(0, chunks):
+        tokens = (chunk * CHUNK + offs_t).to(tl.int64)
+        inside = (tokens < M)[:, None]
+        first = (head * chunks + chunk).to(tl.int64) * CHUNK
+        part = first + offs_t
+        square = part[:, None] * CHUNK + offs_t[None, :]
+        beta = tl.load(steps_ptr + part * 3)[:, None]
+        fade = tl.load(steps_ptr + part * 3 + 1)[:, None]
+        rest = tl.load(steps_ptr + part * 3 + 2)[:, None]
+        row = mixed_ptr + tokens[:, None] * C
+        keys = row + head // (Hv // Hk) * Dk + offs_k[None, :]
+        values = row + 2 * Hk * Dk + head * Dv + offs_v[None, :]
+
+        k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # [CHUNK, Dk]
+        v = tl.load(values, mask=inside, other=0.0)  # [CHUNK, BLOCK_V]
+        new = beta * (v - fade * tl.dot(k, S, input_precision="tf32x3"))
+        new = tl.dot(tl.load(inverse_ptr + square), new, input_precision="tf32x3")
+        q = tl.load(keys, mask=inside, other=0.0)
+        o = fade * tl.dot(q, S, input_precision="tf32x3")
+        o += tl.dot(tl.load(scores_ptr + square), new, input_precision="tf32x3")
+        tl.store(o_ptr + (tokens[:, None] * Hv + head) * Dv + offs_v[None, :], o, mask=inside)
+        S *= tl.load(steps_ptr + (first + CHUNK - 1) * 3 + 1)
+        k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # again: held, it would spill
+        S += tl.dot(tl.trans(k), rest * new, input_precision="tf32x3")
+    target = tl.load(write_ptr + M - 1).to(tl.int64)
+    if target >= 0:
+        tl.store(tile + target * (Hv * Dk * Dv), S)
+
+
+def delta_prefill(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    eps: float,
+    slots: DeltaSlots,
+    step: Step,
+    layer: int,
+) -> Tensor:
+    """M tokens of one sequence in a gated DeltaNet layer; see `Ops.delta_linear`.
+
+    Returns:
+        [M, Hv * Dv] in the dtype of qkvz; the slot `write[M - 1]`, which may be the slot `read[0]`,
+        holds the state after the last token.
+    """
+    M = qkvz.shape[0]
+    Hv, Dk, Dv = weights.value_heads, weights.key_dim, weights.value_dim
+    Hk = weights.key_heads
+    C, W = weights.conv.shape
+    sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
+    chunks = triton.cdiv(M, CHUNK)
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=qkvz.device)
+
+    mixed, o = scratch(M, C), scratch(M, Hv * Dv)
+    inverse, scores = scratch(2, Hv, chunks, CHUNK, CHUNK)
+    steps = scratch(Hv, chunks, CHUNK, 3)  # beta, exp(G), exp(G[-1] - G)
+    run(
+        _mix_kernel,
+        (triton.cdiv(M, BLOCK_M), 2 * Hk + Hv),
+        qkvz,
+        slots.conv[layer],
+        step.read,
+        weights.conv,
+        mixed,
+        M,
+        L2_EPS,
+        **sizes,
+        W=W,
+        BLOCK_M=BLOCK_M,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    run(
+        _chunk_kernel,
+        (chunks, Hv),
+        mixed,
+        ba,
+        weights.decay,
+        weights.dt_bias,
+        inverse,
+        scores,
+        steps,
+        M,
+        **sizes,
+        CHUNK=CHUNK,
+        BLOCK_K=min(BLOCK_K, Dk),
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    block_v = min(BLOCK_V, Dv)
+    run(
+        _scan_kernel,
+        (Hv, Dv // block_v),
+        mixed,
+        inverse,
+        scores,
+        steps,
+        slots.memory[layer],
+        step.read,
+        step.write,
+        o,
+        M,
+        **sizes,
+        CHUNK=CHUNK,
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    return gated_norm(o, qkvz, weights, eps, slots.conv[layer], step)

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, decode steps and prompts."""

@@ -1,0 +1,288 @@
+"""experts_down: y[b] = x[b] + sum_s share[b, s] * down_e @ act[b, s], e = expert s of token b.
+
+Layout  act [M, slots, width] bf16 of `experts_gate_up`, scores [M, experts] fp32 of a lone token or
+        numbers and shares of `experts_route`, weights in tiles of all experts (`tiled_experts`),
+        x [M, N] bf16 -> y [M, N]
+Fused   of a lone token the choice of experts, softmax over those that are chosen and sigmoid of the
+        shared one's gate; residual
+Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
+Plan    a program takes some tiles of rows for one token, in rounds of which the next one's weights
+        are on their way. A unit of work is one step of one expert, and units go round the warps.
+        An expert's steps are summed in order, then its share joins those of the experts before it,
+        the likeliest first and the shared one last, then the residual, in FP32, and is rounded
+        once. Where `ahead`, warps know the experts and ask for weights before they wait: scores and
+        routes are those of the kernel before the last or older, which has ended, as
+        `experts_gate_up` lets this kernel start after it has waited itself
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, shares
+from lowbit.runtime.kernels.experts.gate_up import padded_width
+from lowbit.runtime.kernels.experts.route import Routes
+from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
+from lowbit.runtime.kernels.launch.experts import (
+    ExpertsDownLaunch,
+    experts_down_launch,
+    experts_down_launches,
+)
+from lowbit.runtime.kernels.launch.linear import STATIC_SHARED
+from lowbit.runtime.kernels.linear.columns import (
+    column_of,
+    multiply_digits,
+    sums_of_tokens,
+    unit_of,
+)
+from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes, stage_tokens
+from lowbit.runtime.kernels.linear.gemv_kernel import store_result, store_sums, tile_addresses
+from lowbit.runtime.kernels.linear.stage import BLOCK_K, sum_of_parts, turns_of
+from lowbit.runtime.kernels.linear.steps import load_steps
+from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    declaration,
+    large_shared_buffer,
+    large_size,
+    load4_l2,
+    shared_buffer,
+)
+from lowbit.runtime.kernels.ptx.mma import as_float, threads
+
+SUM_BYTES = gl.constexpr(64)  # of 16 rows
+
+
+@gluon.jit(do_not_specialize=["N", "tiles"])
+def _experts_down_kernel(
+    act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
+    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+    ROUNDS: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr,
+    LARGE: gl.constexpr,
+    X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """TURNS: in which warps stage act. X_BYTES: of shared memory that its digits take."""
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    UNITS: gl.constexpr = SLOTS * STEPS
+    OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
+    ITEMS: gl.constexpr = ROUNDS * R
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    warp, lane, zero, none = threads(WARPS)
+    if LARGE > 0:
+        buffer = large_shared_buffer(N < 0, LARGE, WARPS) + zero
+    else:
+        buffer = shared_buffer(SHARED) + zero
+    g = lane // 4
+    t = lane % 4
+    token = gl.program_id(1)
+    first_tile = gl.program_id(0) * ITEMS
+    if PDL and not AHEAD:
+        gdc_wait()
+    numbers = ()
+    if numbers_ptr is not None:
+        numbers_at = _address(numbers_ptr + token * SLOTS, zero)
+    else:
+        scores = _address(scores_ptr + token * (EXPERTS + SLOTS - CHOSEN), zero)
+        numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+    experts = ()
+    loaded = ()
+    for turn in gl.static_range(OWN):
+        unit = gl.minimum(turn * WARPS + warp, UNITS - 1)
+        if numbers_ptr is not None:
+            expert = load4_l2(numbers_at + (unit // STEPS).to(gl.int64) * 4)
+        else:
+            expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
+        experts = experts + (expert,)
+        loaded = loaded + (
+            _load_unit(
+                words_ptr, scales_ptr, expert, tiles, first_tile, unit % STEPS, lane, K, G, BITS,
+                SCALES, R,
+            ),
+        )  # fmt: skip
+    if numbers_ptr is not None:
+        share = ()
+        for slot in gl.static_range(SLOTS):
+            share = share + (as_float(load4_l2(_address(shares_ptr + token * SLOTS + slot, zero))),)
+    else:
+        share = shares(scores, found, EXPERTS, CHOSEN, SLOTS)
+    if PDL:
+        if AHEAD:
+            gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    added = ()
+    for first in gl.static_range(0, ITEMS, WARPS):
+        tile = first_tile + gl.minimum(first + warp, ITEMS - 1)
+        for half in gl.static_range(2):
+            n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
+            added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
+    stage_tokens(
+        act_ptr + token.to(gl.int64) * (SLOTS * WIDTH), (), None, buffer, warp, lane, none, 1, 0.0,
+        False, False, SLOTS * WIDTH, WARPS, 1, TURNS, BITS, 0, PLANE, 0,
+    )  # fmt: skip
+    barrier()
+    sums_at = buffer + X_BYTES
+    for turn in gl.static_range(ROUNDS):
+        next_loaded = ()
+        for i in gl.static_range(OWN):
+            unit = i * WARPS + warp
+            own_unit = gl.minimum(unit, UNITS - 1)
+            if turn + 1 < ROUNDS:
+                next_loaded = next_loaded + (
+                    _load_unit(
+                        words_ptr, scales_ptr, experts[i], tiles, first_tile + (turn + 1) * R,
+                        own_unit % STEPS, lane, K, G, BITS, SCALES, R,
+                    ),
+                )  # fmt: skip
+            _multiply_unit(
+                loaded[i], buffer, own_unit, lane, none,
+                sums_at + turn * (R * UNITS * SUM_BYTES) + (unit * 8 + g) * 8,
+                (t == 0) & (unit < UNITS), WIDTH, K, G, BITS, SCALES, R, STEPS, UNITS, PLANE,
+            )  # fmt: skip
+        loaded = next_loaded
+    barrier()
+    factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
+    for first in gl.static_range(0, ITEMS, WARPS):
+        item = first + warp
+        at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
+        low = none
+        high = none
+        for slot in gl.static_range(SLOTS):
+            y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), none, STEPS, 8, 1)
+            low = gl.fma(share[slot], y[0], low)
+            high = gl.fma(share[slot], y[1], high)
+        store_result(
+            y_ptr, low * factor, high * factor,
+            (added[first // WARPS * 2], added[first // WARPS * 2 + 1]), first_tile + item, g,
+            token + zero, (t == 0) & (item < ITEMS), N, False, True,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_unit(
+    words_ptr, scales_ptr, expert, tiles, tile, step, lane, K: gl.constexpr, G: gl.constexpr,
+    BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """Words and raw scales of one step of an expert, of R tiles; past the last its again."""
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    GROUPS: gl.constexpr = (K + G - 1) // G
+    words, scales = tile_addresses(
+        words_ptr, scales_ptr, expert * tiles + tile, (expert + 1) * tiles, step, lane, STEPS,
+        GROUPS, SCALES, R,
+    )  # fmt: skip
+    return load_steps(words, scales, step, 0, G, BITS, K, R, 1, STEPS, SCALES)
+
+
+@gluon.jit
+def _address(pointer, zero):
+    return pointer.to(gl.int64, bitcast=True) + zero
+
+
+@gluon.jit
+def _multiply_unit(
+    loaded, buffer, unit, lane, none, sums_at, held,
+    WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SCALES: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr,
+    PLANE: gl.constexpr,
+):  # fmt: skip
+    """One step of one expert times its slot, for all tiles; leaves their sums UNITS apart."""
+    slot = unit // STEPS
+    step = unit % STEPS
+    digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE)
+    digits += slot * WIDTH + step * (8 // BITS * 64)  # 64 k are 64 bytes of a plane
+    units = buffer + 3 * PLANE + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
+    mixed = gl.where(lane % 2 == 0, 256, 0)
+    acc = multiply_digits(
+        sums_of_tokens(none, R, 1), loaded[0], loaded[1], digits, units, step, mixed, 0, 1, G,
+        BITS, K, R, STEPS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
+    )  # fmt: skip
+    for r in gl.static_range(R):
+        store_sums(acc[r], sums_at + r * (UNITS * SUM_BYTES), held, True)
+
+
+def experts_down(
+    act: Tensor,
+    scores: Tensor,
+    routes: Routes | None,
+    w: TiledExperts,
+    chosen: int,
+    shared: bool,
+    x: Tensor,
+) -> Tensor:
+    """Add to every token what its experts make of it.
+
+    Args:
+        act: [M, slots, width], of `experts_gate_up`.
+        scores: [M, experts] float32, of the router.
+        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
+        w: [N, K] of every expert.
+        chosen: experts of a token, beside the shared one.
+        shared: the last expert is every token's.
+        x: [M, N], the residual.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    M, slots, width = act.shape
+    launch = experts_down_launch(w.bits, w.tiles, w.steps, M)
+    pdl = programmatic_launch(x)
+    needed = _needed(w.K, slots, w.steps, launch)
+    size = max(launch.shared << 10 if pdl else 0, needed)
+    y = torch.empty_like(x)
+    run(
+        _experts_down_kernel,
+        (-(-w.tiles // (launch.tiles * launch.rounds)), M),
+        act,
+        scores,
+        None if routes is None else routes.numbers,
+        None if routes is None else routes.shares,
+        w.words,
+        w.scales.view(torch.int32),
+        x,
+        y,
+        w.N,
+        w.tiles,
+        EXPERTS=len(w) - shared,
+        CHOSEN=chosen,
+        SLOTS=slots,
+        WIDTH=width,
+        K=w.K,
+        G=w.group_size,
+        BITS=w.bits,
+        SCALES=SCALES[w.scales.dtype],
+        R=launch.tiles,
+        ROUNDS=launch.rounds,
+        WARPS=launch.warps,
+        TURNS=turns_of(slots * width, launch.warps, 1),
+        SHARED=declaration(size) if size <= STATIC_SHARED else "",
+        LARGE=0 if size <= STATIC_SHARED else large_size(size),
+        X_BYTES=digit_bytes(slots * width),
+        PLANE=plane_bytes(slots * width),
+        PDL=pdl,
+        EARLY=launch.early,
+        AHEAD=launch.ahead,
+        num_warps=launch.warps,
+        maxnreg=register_cap(x, launch.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:
+    """The most shared memory of a program, for any number of tokens."""
+    tiles, steps = -(-hidden // TILE), -(-inner * bits // 512)
+    launches = experts_down_launches(bits, tiles, steps)
+    return max(_needed(inner, slots, steps, launch) for launch in launches)
+
+
+def _needed(inner: int, slots: int, steps: int, launch: ExpertsDownLaunch) -> int:
+    """Shared memory of a program: digits of all slots, and sums of all units."""
+    sums = launch.tiles * launch.rounds * slots * steps * 64
+    return digit_bytes(slots * padded_width(inner)) + sums

@@ -1,0 +1,207 @@
+"""experts_gate_up: act[b, s] = silu(gate_e @ h) * (up_e @ h), e = expert s of token b.
+
+Layout  x [M, K] bf16, scores [M, experts] fp32 of a lone token or numbers of `experts_route`,
+        weights in tiles of all experts (`tiled_experts`) -> act [M, slots, width] bf16; a shared
+        expert, the last, has the last slot; columns from the experts' width on are zero
+Fused   RMS norm of x, as in `gemv`; of a lone token the choice of experts; SwiGLU
+Bytes   of the experts that are chosen N*K*bits/8 + 2*N*K/G each
+Plan    a program takes tiles of one expert for one token, as a program of `gemv` does for one: so a
+        token's bits are those that it has alone, and tokens with one expert meet in L2. Its warps
+        choose the expert from the scores. The next kernel may start once this one has waited,
+        which it relies on (`experts_down`): so never earlier
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.experts.choice import expert_of, likeliest
+from lowbit.runtime.kernels.experts.route import Routes
+from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
+from lowbit.runtime.kernels.launch.experts import (
+    experts_gate_up_launch,
+    experts_gate_up_launches,
+)
+from lowbit.runtime.kernels.linear.columns import column_of, unit_of
+from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes, stage_tokens
+from lowbit.runtime.kernels.linear.gemv import shared_bytes, staged_bytes
+from lowbit.runtime.kernels.linear.gemv_kernel import multiply_round, tile_addresses
+from lowbit.runtime.kernels.linear.stage import (
+    BLOCK_K,
+    load_gains,
+    norm_factor,
+    sum_of_parts,
+    total_of,
+)
+from lowbit.runtime.kernels.linear.steps import load_steps
+from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
+from lowbit.runtime.kernels.ptx.memory import barrier, declaration, shared_buffer
+from lowbit.runtime.kernels.ptx.mma import threads
+
+HELD = gl.constexpr(8)  # lanes with results
+
+
+def padded_width(inner: int) -> int:
+    """Columns of `act` for experts of a width: whole blocks, so that slots share no unit."""
+    return -(-inner // 256) * 256
+
+
+@gluon.jit(do_not_specialize=["tiles"])
+def _experts_gate_up_kernel(
+    x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
+    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, INNER: gl.constexpr,
+    WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
+    ABREAST: gl.constexpr, ROUNDS: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
+    DIGITS: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """X_BYTES: of shared memory that x takes, DIGITS without its squares."""
+    FP32: gl.constexpr = gain_ptr.dtype.element_ty == gl.float32
+    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    GROUPS: gl.constexpr = (K + G - 1) // G
+    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
+    S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
+    TURNS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
+    PERIOD: gl.constexpr = BLOCKS // min(BLOCKS & -BLOCKS, WARPS)  # of the gains
+    ITEMS: gl.constexpr = ROUNDS * ABREAST * R
+    warp, lane, zero, none = threads(WARPS)
+    buffer = shared_buffer(SHARED) + zero
+    g = lane // 4
+    t = lane % 4
+    part = warp % PARTS
+    token = gl.program_id(1) // SLOTS
+    slot = gl.program_id(1) % SLOTS
+    first_tile = gl.program_id(0) * ITEMS
+    gains = load_gains(gain_ptr, warp, lane, K, WARPS, 1, PERIOD if PERIOD < TURNS else TURNS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if numbers_ptr is not None:
+        expert = gl.load(numbers_ptr + gl.program_id(1)) + zero
+    else:
+        scores = scores_ptr.to(gl.int64, bitcast=True)
+        scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
+        numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
+        expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
+    own_tile = expert * tiles + first_tile + warp // PARTS * R
+    words, scales = tile_addresses(
+        words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, STEPS, GROUPS, SCALES, R
+    )  # fmt: skip
+    loaded, raw = load_steps(
+        words, scales, part, 0, G, BITS, K, R, C if C < S else S, PARTS, SCALES
+    )  # fmt: skip
+    stage_tokens(
+        x_ptr + token.to(gl.int64) * K, gains, None, buffer, warp, lane, none, 1, eps,
+        True, FP32, K, WARPS, 1, TURNS, BITS, 0, PLANE, DIGITS,
+    )  # fmt: skip
+    barrier()
+    factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor *= norm_factor(total_of(buffer + DIGITS, lane, none, K), eps, K)
+    digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE) + part * (8 // BITS * 64)
+    units = buffer + 3 * PLANE + unit_of(lane, 1)
+    for turn in gl.static_range(ROUNDS):
+        next_words, next_scales = tile_addresses(
+            words_ptr, scales_ptr, own_tile + (turn + 1) * (ABREAST * R), (expert + 1) * tiles,
+            part, lane, STEPS, GROUPS, SCALES, R,
+        )  # fmt: skip
+        loaded, raw = multiply_round(
+            loaded, raw, words, scales, next_words, next_scales, digits, units, part,
+            gl.where(t % 2 == 0, 256, 0), t == 0, turn * ABREAST + warp // PARTS, g,
+            buffer + X_BYTES, none, G, BITS, K, R, C, PARTS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
+            HELD, turn + 1 < ROUNDS,
+        )  # fmt: skip
+        words = next_words
+        scales = next_scales
+    barrier()
+    for first in gl.static_range(0, ITEMS, WARPS):
+        item = first + warp
+        at = buffer + X_BYTES + (gl.minimum(item, ITEMS - 1) * (PARTS * HELD) + g) * 8
+        y = sum_of_parts(at, none, PARTS, HELD, 1)  # a row of gate and the same of up
+        gate = y[0] * factor
+        act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
+        n = (first_tile + item) * 8 + g
+        act = gl.where(n < INNER, act, 0.0)
+        act_at = act_ptr + gl.program_id(1).to(gl.int64) * WIDTH + n
+        stored = (t == 0) & (item < ITEMS) & (n < WIDTH)
+        gl.store(act_at, act.to(act_ptr.dtype.element_ty), mask=stored)
+
+
+def experts_gate_up_bytes(bits: int, inner: int, hidden: int) -> int:
+    """The most shared memory of a program, for any number of tokens."""
+    tiles, steps = -(-2 * inner // TILE), -(-hidden * bits // 512)
+    launches = experts_gate_up_launches(bits, tiles, steps)
+    return max(shared_bytes(hidden, launch, 1, True) for launch in launches)
+
+
+def experts_gate_up(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    scores: Tensor,
+    routes: Routes | None,
+    w: TiledExperts,
+    chosen: int,
+    shared: bool,
+) -> Tensor:
+    """Make of every token what the gates and ups of its experts make of it.
+
+    Args:
+        x: [M, K] bfloat16, contiguous.
+        norm: [K] gain of the RMS norm.
+        eps: of the norm.
+        scores: [M, experts] float32, of the router.
+        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
+        w: [2 * I, K] of every expert, paired.
+        chosen: experts of a token, beside the shared one.
+        shared: the last expert is every token's.
+
+    Returns:
+        [M, slots, padded_width(I)] in x's dtype.
+    """
+    M, inner = x.shape[0], w.N // 2
+    slots, width = chosen + shared, padded_width(inner)
+    launch = experts_gate_up_launch(w.bits, w.tiles, w.steps, M)
+    pdl = programmatic_launch(x)
+    needed = shared_bytes(w.K, launch, 1, True)
+    act = torch.empty((M, slots, width), dtype=x.dtype, device=x.device)
+    run(
+        _experts_gate_up_kernel,
+        (-(-width // (8 * launch.tiles * launch.abreast * launch.rounds)), M * slots),
+        x,
+        norm,
+        scores,
+        None if routes is None else routes.numbers,
+        w.words,
+        w.scales.view(torch.int32),
+        act,
+        w.tiles,
+        eps,
+        EXPERTS=len(w) - shared,
+        CHOSEN=chosen,
+        SLOTS=slots,
+        INNER=inner,
+        WIDTH=width,
+        K=w.K,
+        G=w.group_size,
+        BITS=w.bits,
+        SCALES=SCALES[w.scales.dtype],
+        R=launch.tiles,
+        C=launch.steps,
+        WARPS=launch.warps,
+        ABREAST=launch.abreast,
+        ROUNDS=launch.rounds,
+        SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
+        X_BYTES=staged_bytes(w.K, 1, True),
+        DIGITS=digit_bytes(w.K),
+        PLANE=plane_bytes(w.K),
+        PDL=pdl,
+        num_warps=launch.warps,
+        maxnreg=register_cap(x, launch.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return act

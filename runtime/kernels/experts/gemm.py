@@ -1,0 +1,86 @@
+"""experts_gemm: a prompt's tokens through their experts, those of one expert together.
+
+    act = silu(gate_e @ h) * (up_e @ h), out = share * down_e @ act     for each pair of token and e
+    y[b] = x[b] + sum_s out[b * slots + s]
+
+Plan    pairs are put in the order of their experts (`experts_order`) and multiplied in blocks
+        (`experts_products`), MOST_TOKENS tokens at a time. A token's slots are then summed in
+        order, with the residual in FP32
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.runtime.kernels.experts.order import blocks_of, by_expert
+from lowbit.runtime.kernels.experts.products import down_blocks, gate_up_blocks
+from lowbit.runtime.kernels.experts.route import experts_route
+from lowbit.runtime.kernels.experts.tiled import TiledExperts
+from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM
+
+MOST_TOKENS = 1024
+BLOCK = 1024  # columns of a sum
+
+
+@triton.jit
+def _experts_sum_kernel(x_ptr, out_ptr, y_ptr, N, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(SLOTS):
+        y += tl.load(out_ptr + (token * SLOTS + slot) * N + n, mask=n < N, other=0.0)
+    y += tl.load(x_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+def experts_gemm(
+    h: Tensor,
+    scores: Tensor,
+    gate_up: TiledExperts,
+    down: TiledExperts,
+    chosen: int,
+    shared: bool,
+    x: Tensor,
+) -> Tensor:
+    """Add to every token what its experts make of it, for many tokens.
+
+    Args:
+        h: [M, K] bfloat16, the normed tokens.
+        scores: [M, experts] float32, of the router.
+        gate_up: [2 * I, K] of every expert, paired.
+        down: [K, I] of every expert.
+        chosen: experts of a token, beside the shared one.
+        shared: the last expert is every token's.
+        x: [M, K], the residual.
+
+    Returns:
+        [M, K] in x's dtype.
+    """
+    y = torch.empty_like(x)
+    for first in range(0, x.shape[0], MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        routes = experts_route(scores[part], chosen, shared)
+        order, ends = by_expert(routes.numbers, len(gate_up))
+        blocks = blocks_of(order, ends, EXPERTS_GEMM.rows)
+        act = gate_up_blocks(h[part], order, blocks, gate_up, chosen + shared, EXPERTS_GEMM)
+        out = down_blocks(act, order, blocks, routes.shares, down, EXPERTS_GEMM)
+        _sum(x[part], out, y[part])
+    return y
+
+
+def _sum(x: Tensor, out: Tensor, y: Tensor) -> None:
+    """Fill y with the residual and what a token's slots add, in order."""
+    M, N = x.shape
+    run(
+        _experts_sum_kernel,
+        (M, triton.cdiv(N, BLOCK)),
+        x,
+        out,
+        y,
+        N,
+        SLOTS=len(out) // M,
+        BLOCK=BLOCK,
+        enable_fp_fusion=True,
+    )

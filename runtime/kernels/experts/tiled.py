@@ -1,0 +1,112 @@
+"""Tiles of all experts of a layer in one buffer, so that a kernel finds an expert by its number."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from torch import Tensor
+
+from lowbit.formats.errors import UnsupportedModelError
+from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear
+
+BLOCK_BYTES = 64 << 20  # of packed weights that are read and rearranged at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TiledExperts(Sequence[TiledLinear]):
+    """Linears [N, K] of one scheme, one for each expert; an item is a view of one of them.
+
+    Attributes:
+        words: [experts, tiles, steps, 2, 8, 4, 4] int32; see `TiledLinear`, as the rest.
+        scales: [experts, tiles, groups, 8, 2].
+        bits: 4 or 8.
+        group_size: weights that share a scale.
+        N: outputs of an expert.
+        K: inputs.
+        paired: a tile holds 8 rows of gate and the same 8 rows of up.
+    """
+
+    words: Tensor
+    scales: Tensor
+    bits: int
+    group_size: int
+    N: int
+    K: int
+    paired: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Blocks of 16 rows of an expert."""
+        return self.words.shape[1]
+
+    @property
+    def steps(self) -> int:
+        """Blocks of 512 / bits columns."""
+        return self.words.shape[2]
+
+    def __len__(self) -> int:
+        """Experts."""
+        return self.words.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> TiledLinear: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "TiledExperts": ...
+
+    def __getitem__(self, index: int | slice) -> "TiledLinear | TiledExperts":
+        """View of one expert, or of several."""
+        words, scales = self.words[index], self.scales[index]
+        if isinstance(index, slice):
+            return replace(self, words=words, scales=scales)
+        sizes = self.bits, self.group_size, self.N, self.K, self.paired
+        return TiledLinear(words, scales, *sizes)
+
+
+def gathered(read: Callable[[int, int], GpuLinear], count: int) -> TiledExperts:
+    """Fill one buffer with all experts, reading some at a time.
+
+    Args:
+        read: experts from one number up to another, their rows below each other: where paired, the
+            gates of all of them and then the ups of all of them.
+        count: experts.
+
+    Raises:
+        UnsupportedModelError: the experts are not quantized.
+    """
+    first = _tiled(read(0, 1))
+    words = first.words.new_empty((count, *first.words.shape))
+    scales = first.scales.new_empty((count, *first.scales.shape))
+    for start, stop in _blocks(first, count):
+        block = _tiled(read(start, stop))
+        words[start:stop] = block.words.view(stop - start, *words.shape[1:])
+        scales[start:stop] = block.scales.view(stop - start, *scales.shape[1:])
+    return TiledExperts(words, scales, first.bits, first.group_size, first.N, first.K, first.paired)
+
+
+def stacked(experts: Sequence[GpuLinear]) -> TiledExperts:
+    """Experts that `gathered` has made.
+
+    Raises:
+        UnsupportedModelError: they do not lie in one buffer.
+    """
+    if isinstance(experts, TiledExperts):
+        return experts
+    raise UnsupportedModelError("experts that do not lie in one buffer have no GPU kernel")
+
+
+def _blocks(one: TiledLinear, count: int) -> Iterator[tuple[int, int]]:
+    """Numbers of experts that are read together: one where its last tile is not full."""
+    whole = one.N % TILE == 0
+    step = max(1, BLOCK_BYTES // one.size_bytes) if whole else 1
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def _tiled(w: GpuLinear) -> TiledLinear:
+    if isinstance(w, TiledLinear):
+        return w
+    raise UnsupportedModelError(
+        f"experts in {w.weight.dtype} have no GPU kernel: expected INT4 or INT8",
+        hint="quantize them as they are read with --quantize int4, or run with --device cpu",
+    )

@@ -1,0 +1,1 @@
+"""Launch sizes, as literal tables, and what a launch asks of the device."""

@@ -1,0 +1,148 @@
+"""Launch sizes of mixtures of experts: literal tables, by the size of one expert's linear.
+
+A token's bits do not depend on them, but for the warps that share a tile of gate and up, which are
+as many for a lone token as for several. Rounds grow with the tokens, so that all programs of a step
+find room at once. Those of 4 bits are measured on an H200 (LOG.md).
+"""
+
+from dataclasses import dataclass, replace
+
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsDownLaunch:
+    """Share of one program of `experts_down`.
+
+    Attributes:
+        tiles: of 16 rows, which have the same digits.
+        rounds: in which a program takes that many tiles one after the other.
+        warps: of a program; each takes one step of an expert at a time.
+        early: whether the next kernel may start before this one has its input.
+        ahead: whether weights are asked for before it has, by experts chosen from older scores.
+        registers: of a thread at most.
+        shared: KB of shared memory that a program takes at least; see `GemvLaunch`.
+    """
+
+    tiles: int = 1
+    warps: int = 8
+    rounds: int = 1
+    early: bool = False
+    ahead: bool = True
+    registers: int | None = 128
+    shared: int = 0
+
+
+# (bits, tiles, steps): for a lone token, and for several, with as many warps to a tile.
+EXPERTS_GATE_UP: dict[tuple[int, int, int], tuple[GemvLaunch, GemvLaunch]] = {
+    # Qwen3.5-35B-A3B
+    (4, 64, 16): (
+        GemvLaunch(2, 4, 4, registers=128),
+        GemvLaunch(2, 4, 4, registers=128, rounds=8),
+    ),
+    (8, 64, 32): (
+        GemvLaunch(1, 8, 4, registers=128),
+        GemvLaunch(1, 8, 4, registers=128, rounds=8),
+    ),
+    # Qwen3-30B-A3B
+    (4, 96, 16): (
+        GemvLaunch(1, 4, 4, registers=128),
+        GemvLaunch(2, 4, 4, registers=128, rounds=8),
+    ),
+    (8, 96, 32): (
+        GemvLaunch(1, 8, 4, registers=128),
+        GemvLaunch(1, 8, 4, registers=128, rounds=8),
+    ),
+}
+EXPERTS_GATE_UP_DEFAULT = GemvLaunch(1, 4, 4, registers=128)
+EXPERTS_DOWN: dict[tuple[int, int, int], tuple[ExpertsDownLaunch, ExpertsDownLaunch]] = {
+    (4, 128, 4): (
+        ExpertsDownLaunch(2, registers=168),
+        ExpertsDownLaunch(2, rounds=4, registers=168),
+    ),
+    (4, 128, 6): (
+        ExpertsDownLaunch(2, registers=168),
+        ExpertsDownLaunch(2, rounds=4, registers=168),
+    ),
+    (8, 128, 8): (
+        ExpertsDownLaunch(registers=168),
+        ExpertsDownLaunch(rounds=4, registers=168),
+    ),
+    (8, 128, 12): (  # rounds would not leave registers enough for 12 units of a warp
+        ExpertsDownLaunch(registers=168),
+        ExpertsDownLaunch(registers=168),
+    ),
+}
+EXPERTS_DOWN_DEFAULT = ExpertsDownLaunch(registers=168)
+
+
+def experts_gate_up_launches(bits: int, tiles: int, steps: int) -> tuple[GemvLaunch, GemvLaunch]:
+    """Shares of a program of `experts_gate_up`: of a lone token, and of as many as there may be."""
+    return EXPERTS_GATE_UP.get((bits, tiles, steps), (EXPERTS_GATE_UP_DEFAULT,) * 2)
+
+
+def experts_gate_up_launch(bits: int, tiles: int, steps: int, tokens: int) -> GemvLaunch:
+    """The share of a program of `experts_gate_up`."""
+    lone, several = experts_gate_up_launches(bits, tiles, steps)
+    if tokens == 1:
+        return lone
+    return replace(several, rounds=min(several.rounds, power_of_two(tokens)))
+
+
+def experts_down_launches(
+    bits: int, tiles: int, steps: int
+) -> tuple[ExpertsDownLaunch, ExpertsDownLaunch]:
+    """Shares of a program of `experts_down`: of a lone token, and of as many as there may be."""
+    return EXPERTS_DOWN.get((bits, tiles, steps), (EXPERTS_DOWN_DEFAULT,) * 2)
+
+
+def experts_down_launch(bits: int, tiles: int, steps: int, tokens: int) -> ExpertsDownLaunch:
+    """The share of a program of `experts_down`."""
+    lone, several = experts_down_launches(bits, tiles, steps)
+    if tokens == 1:
+        return lone
+    return replace(several, rounds=min(several.rounds, power_of_two(tokens) // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiles:
+    """Share of one program of a linear of a prompt's experts.
+
+    Attributes:
+        tiles: of 16 rows, of a warp.
+        warps: of a program.
+        passes: of a program, each over as many tiles; copies go on from one to the next.
+        steps: of 512 / bits columns that are multiplied between two barriers; 1 where so many do
+            not divide a row.
+        stages: of so many steps in shared memory, from 2 on: one is multiplied, the others arrive.
+        least: tokens of the shortest loop; a block takes the next multiple of them.
+        registers: of a thread at most.
+    """
+
+    tiles: int = 2
+    warps: int = 4
+    passes: int = 1
+    steps: int = 1
+    stages: int = 3
+    least: int = 16
+    registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GemmLaunch:
+    """Shares of programs that multiply a prompt's tokens by their experts.
+
+    Attributes:
+        rows: tokens of a block, a multiple of 8.
+        gate_up: of gate and up.
+        down: of down.
+    """
+
+    rows: int = 64
+    gate_up: GemmTiles = GemmTiles()
+    down: GemmTiles = GemmTiles()
+
+
+# For every prompt: blocks of few tokens take a shorter loop of the same kernel, within 4 % of the
+# best launch for 65 to 2,048 tokens.
+EXPERTS_GEMM = GemmLaunch()

@@ -1,0 +1,1 @@
+"""Linear layers: one token, several, prompts; packed and dense weights."""

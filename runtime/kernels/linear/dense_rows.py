@@ -1,0 +1,249 @@
+"""Device function: rows of a weight in BF16, as stored, times up to 16 tokens.
+
+BF16 as it is stored is what `mma` takes: a lane's 16 bytes of a row, and of the token of its
+column, are the chunk of 8 that it has of every 32 k. The steps of 32 k are dealt out to eight
+parts, which are summed apart and then joined in order, however many warps there are: so a token's
+result has the same bits in any company.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.linear.stage import (
+    add_squares,
+    chunk_gains,
+    diagonal,
+    norm_factor,
+    sum_of_parts,
+    times_gains,
+)
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    load16,
+    load_shared4,
+    load_shared16,
+    store_shared4,
+    store_shared16,
+    stream16,
+    warp_barrier,
+)
+from lowbit.runtime.kernels.ptx.mma import as_word, mma, words_where
+
+ROW_PARTS = gl.constexpr(8)
+PART_BYTES = gl.constexpr(512 + 32)  # of a part for 8 tokens: sums, and those of the squares
+AT_ONCE = gl.constexpr(2)  # steps whose tokens are loaded together
+AHEAD = gl.constexpr(8)  # steps whose rows are on their way
+
+
+def rows_bytes(tokens: int, staged: int = 0) -> int:
+    """Shared-memory bytes of a program that multiplies dense rows; staged: elements of x."""
+    return -(-tokens // 8) * 8 * (512 + 32) + 4 * staged
+
+
+@gluon.jit
+def multiply_rows(
+    x_ptr, gain_ptr, rows_ptr, added_ptr, y_ptr, buffer, warp, lane, none, B, N, added_stride, eps,
+    TOKENS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    """16 of N rows of `added + rms_norm(x) @ rows.T`, by the program of that number, for B tokens.
+
+    Squares of the norm are the diagonal of tokens times tokens.
+
+    STAGED: whether each warp reads all of its part of one token at once and hands it round through
+        shared memory; K is a multiple of 256 then. Else x is read from L2, AT_ONCE steps at a time.
+    """
+    S: gl.constexpr = (K + 32 * ROW_PARTS - 1) // (32 * ROW_PARTS)  # steps of a part
+    EACH: gl.constexpr = (ROW_PARTS + WARPS - 1) // WARPS  # parts of a warp
+    ALL: gl.constexpr = EACH * S
+    NT: gl.constexpr = (TOKENS + 7) // 8
+    NORM: gl.constexpr = gain_ptr is not None
+    FP32: gl.constexpr = gain_ptr is not None and gain_ptr.dtype.element_ty == gl.float32
+    g = lane // 4
+    t = lane % 4
+    n = gl.program_id(0) * 16 + g
+    rows = rows_ptr.to(gl.int64, bitcast=True)
+    low = rows + gl.minimum(n, N - 1).to(gl.int64) * (2 * K)
+    high = rows + gl.minimum(n + 8, N - 1).to(gl.int64) * (2 * K)
+    first_chunk = gl.minimum(warp * EACH, ROW_PARTS - EACH) * 4 + t
+    loaded = _load_rows((), low, high, first_chunk, 0, min(AHEAD, ALL), S, K)
+    own_gains = ()
+    if STAGED:
+        own_gains = _own_gains(gain_ptr, first_chunk, g, S, ALL, NORM)
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    staged = buffer + ROW_PARTS * PART_BYTES + t * 16
+    staged += gl.minimum(warp * EACH, ROW_PARTS - EACH) * (S * 64)
+    if STAGED:
+        _stage(x_ptr, own_gains, staged, first_chunk, g, S, ALL, NORM, FP32)
+    sources = ()
+    for nt in gl.static_range(NT):
+        token = gl.minimum(nt * 8 + g, B - 1).to(gl.int64)
+        sources = sources + (x_ptr.to(gl.int64, bitcast=True) + token * (2 * K),)
+    gains = low
+    if NORM:
+        gains = gain_ptr.to(gl.int64, bitcast=True) + g.to(gl.int64) * 0
+    for each in gl.static_range(EACH):
+        sums = ()
+        for _i in gl.static_range(3 * NT):
+            sums = sums + ((none, none, none, none),)
+        for c in gl.static_range(0, S, AT_ONCE):
+            loaded = _load_rows(
+                loaded, low, high, first_chunk, len(loaded) // 2,
+                min(ALL, each * S + c + AHEAD), S, K,
+            )  # fmt: skip
+            sums = _add_rows(
+                sums, loaded, sources, gains, staged, first_chunk, each * S + c,
+                min(AT_ONCE, S - c), S, K, NT, NORM, FP32, STAGED,
+            )  # fmt: skip
+        part = gl.minimum(warp * EACH, ROW_PARTS - EACH) + each
+        for nt in gl.static_range(NT):
+            d = sums[3 * nt]
+            e = sums[3 * nt + 1]
+            at = buffer + (nt * ROW_PARTS + part) * PART_BYTES
+            words = ()
+            for i in gl.static_range(4):
+                words = words + (as_word(d[i] + e[i]),)
+            store_shared16(at + lane * 16, words, warp < ROW_PARTS)
+            if NORM:
+                own, there = diagonal(sums[3 * nt + 2], lane)
+                store_shared4(at + 512 + g * 4, own, there & (warp < ROW_PARTS))
+    barrier()
+    for nt in gl.static_range(NT):
+        _store_rows(
+            added_ptr, y_ptr, buffer + nt * ROW_PARTS * PART_BYTES, warp, lane, none, B, N,
+            added_stride, eps, nt, K, NORM,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _own_chunk(first_chunk, step, S: gl.constexpr):
+    """The chunk that a lane has of a warp's step."""
+    return (first_chunk + step // S * 4 + step % S * (4 * ROW_PARTS)).to(gl.int64)
+
+
+@gluon.jit
+def _own_gains(
+    gain_ptr, first_chunk, g, S: gl.constexpr, ALL: gl.constexpr, NORM: gl.constexpr
+):  # fmt: skip
+    """Gains of the chunks that this lane stages: of its t in step g, g + 8 and so on."""
+    gains = ()
+    for first in gl.static_range(0, ALL if NORM else 0, 8):
+        chunk = _own_chunk(first_chunk, gl.minimum(first + g, ALL - 1), S)
+        gains = gains + (chunk_gains(gain_ptr, chunk),)
+    return gains
+
+
+@gluon.jit
+def _stage(
+    x_ptr, gains, staged, first_chunk, g, S: gl.constexpr, ALL: gl.constexpr, NORM: gl.constexpr,
+    FP32: gl.constexpr,
+):  # fmt: skip
+    """Put the warp's steps of one token into shared memory, normed as far as gains go and as is.
+
+    staged: address of this lane's chunk of step 0; the next step's follows 64 bytes later, with
+        gains behind all steps of all parts.
+    """
+    loaded = ()
+    for first in gl.static_range(0, ALL, 8):
+        chunk = _own_chunk(first_chunk, gl.minimum(first + g, ALL - 1), S)
+        loaded = loaded + (load16(x_ptr.to(gl.int64, bitcast=True) + chunk * 16),)
+    for first in gl.static_range(0, ALL, 8):
+        w = loaded[first // 8]
+        at = staged + (first + g) * 64
+        inside = first + g < ALL
+        store_shared16(at, w, inside)
+        if NORM:
+            store_shared16(at + ROW_PARTS * S * 64, times_gains(w, gains[first // 8], FP32), inside)
+    warp_barrier()
+
+
+@gluon.jit
+def _chunk(first_chunk, i: gl.constexpr, S: gl.constexpr, K: gl.constexpr, BYTES: gl.constexpr):
+    """Offset of a warp's i-th chunk of BYTES, and if it is there: past the end the last again."""
+    chunk = first_chunk + (i // S * 4 + i % S * (4 * ROW_PARTS))
+    if K % (32 * ROW_PARTS) != 0:
+        at = gl.minimum(chunk, K // 8 - 1)
+    else:
+        at = chunk
+    return at.to(gl.int64) * BYTES, chunk < K // 8
+
+
+@gluon.jit
+def _load_rows(
+    loaded, low, high, first_chunk, FIRST: gl.constexpr, END: gl.constexpr, S: gl.constexpr,
+    K: gl.constexpr,
+):  # fmt: skip
+    """Loaded, and 16 bytes of two rows for each of the steps from FIRST to END."""
+    for i in gl.static_range(FIRST, END):
+        at, _ = _chunk(first_chunk, i, S, K, 16)
+        loaded = loaded + (stream16(low + at), stream16(high + at))
+    return loaded
+
+
+@gluon.jit
+def _add_rows(
+    sums, loaded, sources, gains, staged, first_chunk, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, NT: gl.constexpr, NORM: gl.constexpr, FP32: gl.constexpr,
+    STAGED: gl.constexpr,
+):  # fmt: skip
+    """Sums with COUNT steps from FIRST on: even and odd products of a row, and squares."""
+    x = ()
+    scales = ()
+    for c in gl.static_range(COUNT):
+        at, _ = _chunk(first_chunk, FIRST + c, S, K, 16)
+        if STAGED:
+            x = x + (load_shared16(staged, (FIRST + c) * 64),)
+            if NORM:
+                scales = scales + (load_shared16(staged, (ROW_PARTS * S + FIRST + c) * 64),)
+        elif NORM and FP32:
+            scales = scales + (load16(gains + at * 2) + load16(gains + at * 2, 16),)
+        elif NORM:
+            scales = scales + (load16(gains + at),)
+        for nt in gl.static_range(0 if STAGED else NT):
+            x = x + (load16(sources[nt] + at),)
+    for c in gl.static_range(COUNT):
+        a = loaded[2 * (FIRST + c)]
+        b = loaded[2 * (FIRST + c) + 1]
+        _, there = _chunk(first_chunk, FIRST + c, S, K, 16)
+        new = ()
+        for nt in gl.static_range(NT):
+            w = x[c * NT + nt]
+            if K % (32 * ROW_PARTS) != 0:
+                w = words_where(there, w)
+            squares = sums[3 * nt + 2]
+            if NORM:
+                squares = add_squares(squares, w)
+                w = scales[c] if STAGED else times_gains(w, scales[c], FP32)
+            d = mma(sums[3 * nt], a[0], b[0], a[1], b[1], w[0], w[1])
+            e = mma(sums[3 * nt + 1], a[2], b[2], a[3], b[3], w[2], w[3])
+            new = new + (d, e, squares)
+        sums = new
+    return sums
+
+
+@gluon.jit
+def _store_rows(
+    added_ptr, y_ptr, at, warp, lane, none, B, N, added_stride, eps, nt: gl.constexpr,
+    K: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """Join the parts of 16 rows times 8 tokens and store them."""
+    g = lane // 4
+    t = lane % 4
+    y = sum_of_parts(at + lane * 16, none, ROW_PARTS, 34, 2)
+    for i in gl.static_range(4):
+        n = gl.program_id(0) * 16 + i // 2 * 8 + g
+        b = nt * 8 + 2 * t + i % 2
+        v = y[i]
+        if NORM:
+            square = none
+            for part in gl.static_range(ROW_PARTS):
+                square += load_shared4(at + (512 + i % 2 * 4) + t * 8, part * PART_BYTES)
+            v *= norm_factor(square, eps, K)
+        stored = (warp == 0) & (b < B) & (n < N)
+        if added_ptr is not None:
+            v += gl.load(added_ptr + b * added_stride + n, mask=stored, other=0.0).to(gl.float32)
+        gl.store(y_ptr + b * N + n, v.to(y_ptr.dtype.element_ty), mask=stored)

@@ -1,0 +1,220 @@
+"""gemv: y[b, n] = sum_k scale[n, k / G] * code[n, k] * x[b, k]     (few tokens, FP32 sums).
+
+Layout  weight in tiles of 16 rows (`tiles`), x [B, K] bf16 -> y [B, N]
+Fused   RMS norm of x: x * gain is rounded to bf16 and rsqrt(mean(x^2) + eps) multiplies the result;
+        or norms of its heads, whose sums of squares are given, before x becomes digits;
+        residual + y or bias + y; silu(gate) * up for a paired weight
+Bytes   N*K*bits/8 + 2*N*K/G; INT4, N = K = 4096, G = 128: 8.65 MB = 1.9 us at 4.56 TB/s
+Plan    a program takes tiles over the whole of K, or several share them; the warps of a tile take
+        its steps in turn. Tokens become three digits each, and bytes are multiplied
+        (`gemv_digits`): every program stages them in shared memory, or a kernel before (`digits`)
+        leaves them in global memory. Scales multiply FP32 sums. Weights are on their way before the
+        kernel waits for its predecessor. Warps are summed in order; no atomics, so
+        bit-reproducible. How many warps share a tile depends on the weight alone, and a token is
+        summed in the order of k: so its result has the same bits in any company
+"""
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.launch.device import (
+    programmatic_launch,
+    register_cap,
+    run,
+    shared_limit,
+)
+from lowbit.runtime.kernels.launch.linear import (
+    STATIC_SHARED,
+    GemvLaunch,
+    gemv_launch,
+    power_of_two,
+)
+from lowbit.runtime.kernels.linear.dense_rows import rows_bytes
+from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes
+from lowbit.runtime.kernels.linear.digits import digits
+from lowbit.runtime.kernels.linear.gemv_kernel import gemv_kernel
+from lowbit.runtime.kernels.linear.join import join, sums_of
+from lowbit.runtime.kernels.linear.stage import blocks_of
+from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
+from lowbit.runtime.kernels.ptx.memory import declaration, large_size
+
+MOST_TOKENS = 32  # of a launch
+NARROW = 80  # registers of a thread, all of which products take
+
+
+def gemv_ref(
+    x: Tensor,
+    w: TiledLinear,
+    *,
+    norm: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+) -> Tensor:
+    """The value `gemv` approximates: [B, N] float64 on the exact stored codes."""
+    x = x.double()
+    if squares is not None:
+        heads = x.view(*squares.shape[:2], -1)
+        mean = squares.double().sum(-1, keepdim=True) / heads.shape[2]
+        x = (heads * torch.rsqrt(mean + eps)).view(x.shape)
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.double()
+    y = x @ dequantized(w).double().T
+    return y if added is None else y + added.double()
+
+
+def gemv(
+    x: Tensor,
+    w: TiledLinear,
+    *,
+    norm: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`added + rms_norm(x) @ w.T`; `silu(gate) * up` of it for a paired weight.
+
+    Args:
+        x: [B, K] bfloat16, contiguous.
+        w: [N, K].
+        norm: [K] gain of the RMS norm; None leaves x as it is.
+        squares: [B, heads, SQUARES] float32, parts of the sum of the squares that norm each head of
+            x, which need not be those of x; without `norm`.
+        eps: of the norm.
+        added: [B, N] or [1, N], a residual or a bias, added in FP32 before the one rounding.
+        dtype: of the result; None is x's.
+
+    Returns:
+        [B, N], or [B, N / 2].
+    """
+    B = x.shape[0]
+    if squares is not None and norm is not None:
+        raise ValueError("squares of heads and the gain of a norm over all of x")
+    y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
+    if B <= MOST_TOKENS:
+        _launch(x, w, norm, eps, added, y, squares)
+        return y
+    for first in range(0, B, MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        of_part = added if added is None or added.shape[0] == 1 else added[part]
+        of_heads = None if squares is None else squares[part]
+        _launch(x[part], w, norm, eps, of_part, y[part], of_heads)
+    return y
+
+
+def gemv_and_rows(
+    x: Tensor, w: TiledLinear, rows: Tensor, *, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x) @ w.T` and `rms_norm(x) @ rows.T` of up to 16 tokens, in one kernel.
+
+    Args:
+        x: [B, K] bfloat16, contiguous.
+        w: [N, K], not paired.
+        rows: [n, K] bfloat16, few: a program takes 16 of them.
+        norm: [K] gain of the RMS norm.
+        eps: of the norm.
+
+    Returns:
+        [B, N] and [B, n] in x's dtype.
+    """
+    y, rows_y = x.new_empty((x.shape[0], w.N)), x.new_empty((x.shape[0], rows.shape[0]))
+    _launch(x, w, norm, eps, None, y, None, rows, rows_y)
+    return y, rows_y
+
+
+def _launch(
+    x: Tensor,
+    w: TiledLinear,
+    norm: Tensor | None,
+    eps: float,
+    added: Tensor | None,
+    y: Tensor,
+    squares: Tensor | None = None,
+    rows: Tensor | None = None,
+    rows_y: Tensor | None = None,
+) -> None:
+    B = x.shape[0]
+    tokens = power_of_two(B)
+    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
+    pdl = programmatic_launch(x)
+    normed = norm is not None
+    needed = shared_bytes(w.K, launch, tokens, normed)
+    split = launch.split
+    staged = launch.staged and split == 1 and needed <= shared_limit(x)
+    planes = None
+    if not staged:
+        planes = digits(x, w.bits, tokens, norm=norm, squares=squares, eps=eps)
+        squares = None
+        needed = sums_bytes(launch, tokens) if split == 1 else 16
+    ROWS = 0 if rows is None else rows.shape[0]
+    if ROWS:
+        needed = max(needed, rows_bytes(tokens, w.K if tokens == 1 else 0))
+    size = max(launch.shared << 10 if pdl else 0, needed)
+    of_program = launch.tiles * launch.abreast * launch.rounds
+    sums = None if split == 1 else sums_of(w, tokens, launch.parts, of_program)
+    run(
+        gemv_kernel,
+        (-(-w.tiles // of_program) + -(-ROWS // 16), split),
+        x,
+        planes,
+        norm,
+        squares,
+        w.words,
+        w.scales.view(torch.int32),
+        added,
+        rows,
+        y,
+        rows_y,
+        sums,
+        B,
+        w.N,
+        w.tiles,
+        0 if added is None or added.shape[0] == 1 else w.N,
+        eps,
+        SWIGLU=w.paired,
+        TOKENS=tokens,
+        K=w.K,
+        G=w.group_size,
+        BITS=w.bits,
+        SCALES=SCALES[w.scales.dtype],
+        HEAD=0 if squares is None else w.K // squares.shape[1],
+        ROWS=ROWS,
+        R=launch.tiles,
+        C=launch.steps,
+        WARPS=launch.warps,
+        ABREAST=launch.abreast,
+        ROUNDS=launch.rounds,
+        SPLIT=split,
+        SHARED=declaration(size) if size <= STATIC_SHARED else "",
+        LARGE=0 if size <= STATIC_SHARED else large_size(size),
+        X_BYTES=staged_bytes(w.K, tokens, normed) if staged else 0,
+        DIGITS=digit_bytes(w.K, tokens),
+        PLANE=plane_bytes(w.K),
+        NARROW=launch.registers is not None and launch.registers <= NARROW,
+        PDL=pdl,
+        EARLY=launch.early,
+        num_warps=launch.warps,
+        maxnreg=register_cap(x, launch.registers),
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    if sums is not None and planes is not None:
+        join(sums, planes, w, y, added, tokens, launch.parts, normed)
+
+
+def staged_bytes(K: int, tokens: int, normed: bool) -> int:
+    """Shared memory for digits, squares of blocks and factors."""
+    squares = tokens * blocks_of(K) * 32 + -(-tokens // 4) * 16 if normed else 0
+    return digit_bytes(K, tokens) + squares
+
+
+def sums_bytes(launch: GemvLaunch, tokens: int) -> int:
+    """Shared memory for the sums of each warp."""
+    of_tile = 64 if tokens == 1 else 64 * tokens
+    return launch.warps * launch.tiles * launch.rounds * of_tile
+
+
+def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:
+    """Shared memory of a program that stages x, a power of two of tokens."""
+    return staged_bytes(K, tokens, normed) + sums_bytes(launch, tokens)

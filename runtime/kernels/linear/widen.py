@@ -1,0 +1,188 @@
+"""widen: a tiled weight, or some tiles of it, as BF16 rows: w[n, k] = scale[n, k / G] * code[n, k].
+
+Layout  weight in tiles of 16 rows (`tiles`) -> [rows, K] bf16
+Bytes   N*K*bits/8 read, 2*N*K written; INT4, N = 24576, K = 4096: 250 MB = 58 us at 4.3 TB/s
+Plan    a warp takes one step of a tile: its loads are those of the GEMV, and every lane's chunk is
+        8 consecutive k, 16 bytes of a row. One rounding, of the FP32 product
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, TiledLinear, dequantized
+from lowbit.runtime.kernels.ptx.memory import store16, stream16
+from lowbit.runtime.kernels.ptx.mma import (
+    bf16_pair,
+    high_half,
+    low_half,
+    pairs,
+    threads,
+    unpacked_scales,
+)
+from lowbit.runtime.kernels.rows import swiglu
+
+WARPS = 4
+BLOCK_WEIGHTS = 3 << 23  # widened at a time: 50 MB
+# Of a short prompt the host takes longer to launch a product than the GPU to multiply it. 8B, 512
+# tokens, H200: 24 ms with blocks of this size, 19 of twice it, 18.7 of four times it.
+SHORT, LARGER = 1024, 2  # tokens, times the size
+
+
+def widen_ref(w: TiledLinear) -> Tensor:
+    """The value `widen` gives for all tiles: [N, K] bfloat16."""
+    return dequantized(w).bfloat16()
+
+
+@gluon.jit
+def _chunk(words, q: gl.constexpr, BITS: gl.constexpr, scale):
+    """Four words of two BF16 weights: a lane's q-th chunk of a row."""
+    out = ()
+    if BITS == 4:
+        codes = pairs(words[q], BITS)
+        for i in gl.static_range(4):
+            out = out + (bf16_pair(low_half(codes[i]) * scale, high_half(codes[i]) * scale),)
+    else:
+        for i in gl.static_range(2):
+            low0, high0, low1, high1 = pairs(words[2 * q + i], BITS)
+            out = out + (
+                _code_pair(low0, high0, scale),
+                _code_pair(low1, high1, scale),
+            )
+    return out
+
+
+@gluon.jit
+def _code_pair(low, high, scale):
+    """Two 8-bit codes from their low and high nibbles, times the scale."""
+    first = low_half(low) + 16.0 * low_half(high)
+    second = high_half(low) + 16.0 * high_half(high)
+    return bf16_pair(first * scale, second * scale)
+
+
+@gluon.jit(do_not_specialize=["first_tile", "tiles", "rows"])
+def _widen_kernel(
+    words_ptr, scales_ptr, out_ptr, first_tile, tiles, rows,
+    PAIRED: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
+    SCALES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """rows: of the output; past it nothing is stored."""
+    STEP_K: gl.constexpr = 512 // BITS
+    STEPS: gl.constexpr = (K + STEP_K - 1) // STEP_K
+    GROUPS: gl.constexpr = K // G
+    SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
+    warp, lane, _, _ = threads(WARPS)
+    step = gl.program_id(1) * WARPS + warp
+    local = gl.program_id(0)
+    tile = (first_tile + local).to(gl.int64)
+    at = words_ptr.to(gl.int64, bitcast=True) + tile * (STEPS * 1024) + lane * 16
+    at += gl.minimum(step, STEPS - 1).to(gl.int64) * 1024
+    low_words = stream16(at)
+    high_words = stream16(at + 512)
+    scales = scales_ptr + (tile * (GROUPS * 8) + lane // 4) * SCALE_WORDS
+    low_row = local * (8 if PAIRED else 16) + lane // 4
+    high_row = low_row + (tiles * 8 if PAIRED else 8)
+    for q in gl.static_range(16 // BITS):
+        k = step * STEP_K + q * 32 + lane % 4 * 8
+        group = gl.minimum(k // G, GROUPS - 1)
+        if SCALES == "fp32":
+            raw = (gl.load(scales + group * 16), gl.load(scales + group * 16 + 1))
+        else:
+            raw = gl.load(scales + group * 8)
+        low_scale, high_scale = unpacked_scales(raw, SCALES)
+        inside = k < K
+        out = out_ptr.to(gl.int64, bitcast=True) + k.to(gl.int64) * 2
+        low_at = out + low_row.to(gl.int64) * (2 * K)
+        high_at = out + high_row.to(gl.int64) * (2 * K)
+        store16(low_at, _chunk(low_words, q, BITS, low_scale), inside & (low_row < rows))
+        store16(high_at, _chunk(high_words, q, BITS, high_scale), inside & (high_row < rows))
+
+
+def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
+    """The rows of some tiles in BF16.
+
+    Args:
+        w: [N, K].
+        first: tile.
+        count: tiles; None is all that follow.
+
+    Returns:
+        [rows, K]: where paired, the rows of all first halves and then those of the others; padding
+        at the end of N is left out where w is not paired, and is zero where it is.
+    """
+    count = w.tiles - first if count is None else count
+    rows = TILE * count if w.paired else min(w.N - TILE * first, TILE * count)
+    out = torch.empty((rows, w.K), dtype=torch.bfloat16, device=w.words.device)
+    run(
+        _widen_kernel,
+        (count, -(-w.steps // WARPS)),
+        w.words,
+        w.scales.view(torch.int32),
+        out,
+        first,
+        count,
+        rows,
+        PAIRED=w.paired,
+        K=w.K,
+        G=w.group_size,
+        BITS=w.bits,
+        SCALES=SCALES[w.scales.dtype],
+        WARPS=WARPS,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def gemm(
+    x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`added + x @ w.T` of many tokens, through BF16 weights and cuBLAS.
+
+    Args:
+        x: [M, K] bfloat16.
+        w: [N, K], not paired; some rows of it are wide at a time.
+        added: [M, N] or [1, N], added in FP32 before the one rounding.
+        dtype: of the result, bfloat16 or float32; None is x's.
+
+    Returns:
+        [M, N].
+    """
+    dtype = dtype or x.dtype
+    y = torch.empty((x.shape[0], w.N), dtype=dtype, device=x.device)
+    for first, wide in _blocks(w, x.shape[0]):
+        columns = slice(TILE * first, TILE * first + wide.shape[1])
+        part = y[:, columns]
+        if dtype != x.dtype:
+            torch.mm(x, wide, out_dtype=dtype, out=part)
+            if added is not None:
+                part += added[:, columns]
+        elif added is not None:
+            torch.addmm(added[:, columns], x, wide, out=part)
+        else:
+            torch.mm(x, wide, out=part)
+    return y
+
+
+def gemm_swiglu(x: Tensor, w: TiledLinear) -> Tensor:
+    """`silu(gate) * up` of `x @ w.T`, as `gemm` does it: [M, K] and a paired [N, K] to [M, N / 2].
+
+    Gate and up are rounded in between.
+    """
+    y = torch.empty((x.shape[0], w.N // 2), dtype=x.dtype, device=x.device)
+    for first, wide in _blocks(w, x.shape[0]):
+        start = first * TILE // 2
+        swiglu(torch.mm(x, wide), y[:, start : start + wide.shape[1] // 2])
+    return y
+
+
+def _blocks(w: TiledLinear, tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """First tile and transposed rows, [K, rows], of every part that is wide at a time."""
+    weights = BLOCK_WEIGHTS * (LARGER if tokens <= SHORT else 1)
+    step = max(1, weights // (TILE * w.K))
+    for first in range(0, w.tiles, step):
+        yield first, widen(w, first, min(step, w.tiles - first)).T

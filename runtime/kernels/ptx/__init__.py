@@ -1,0 +1,1 @@
+"""Device functions over inline PTX: memory, copies, tensor cores."""

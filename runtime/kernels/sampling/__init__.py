@@ -1,0 +1,1 @@
+"""The next token of each row: adjust, choose, draw, verify, log-probabilities."""

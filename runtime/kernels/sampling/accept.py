@@ -1,0 +1,82 @@
+"""accept: the drafts of a round that were right, and the inputs of the next round.
+
+Layout  see `Links`; a program a sequence, a lane a token
+Bytes   nothing to speak of: B * (k + 1) numbers of each tensor
+Plan    the drafts before the first that differs from what was chosen are right. The next round
+        begins with the token chosen behind the last of them, at its position and state. The host
+        reads their number from page-locked memory. No atomics
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.state import links as links_module
+from lowbit.runtime.state import posted, sampler_rows
+from lowbit.runtime.state.links import Links
+
+SCRATCH = tl.constexpr(sampler_rows.SCRATCH)
+PLACES = tl.constexpr(posted.PLACES)
+TRAIL = tl.constexpr(links_module.TRAIL)
+
+
+@triton.jit
+def _accept_kernel(
+    ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, trails_ptr,
+    ends_ptr, wrong_ptr, right_ptr, k, R, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    place = tl.arange(0, LANES)
+    start = b * (k + 1)
+    at = start + place
+    row = tl.load(rows_ptr + start)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    chosen = tl.load(chosen_ptr + at, mask=place <= k, other=-1)
+    drafts = tl.load(ids_ptr + at + 1, mask=place < k, other=-2)
+    right = tl.min(tl.where((place < k) & (chosen == drafts), LANES, place), axis=0)
+    real = row != SCRATCH
+    first = tl.load(positions_ptr + start) - real.to(tl.int32)  # choosing has moved it on
+    end = tl.load(chosen_ptr + start + right)
+    slot = tl.load(writes_ptr + start + right)
+    tl.debug_barrier()  # all have read what is written now
+    tl.store(right_ptr + (first % PLACES) * R + row, right.to(tl.int64))
+    tl.store(seen_ptr + at, first + place, mask=place <= k)
+    trail = row.to(tl.int64) * TRAIL + (first + place) % TRAIL
+    tl.store(trails_ptr + at, trail, mask=place <= k)
+    tl.store(ends_ptr + b, (start + right).to(tl.int64))
+    tl.store(wrong_ptr + at, tl.where(place > right, row, SCRATCH), mask=place <= k)
+    tl.store(reads_ptr + b, slot)
+    tl.store(ids_ptr + start, end)
+    next_first = tl.where(real, first + 1 + right, first)
+    ahead = tl.where(real, place, 0)
+    tl.store(positions_ptr + at, next_first + ahead, mask=place <= k)
+
+
+def accept(links: Links, B: int, k: int) -> None:
+    """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
+    pdl = programmatic_launch(links.ids)
+    run(
+        _accept_kernel,
+        (B,),
+        links.ids,
+        links.positions,
+        links.rows,
+        links.reads,
+        links.writes,
+        links.chosen,
+        links.seen,
+        links.trails,
+        links.ends,
+        links.wrong,
+        links.right,
+        k,
+        links.right.shape[1],
+        LANES=max(2, power_of_two(k + 1)),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,163 @@
+"""choose_rows: the next token of several rows, as `state.choice` chooses it.
+
+Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the
+        position of every row but the scratch row moves on by one, and the output's counts grow
+        where they are kept. The slot gets -1 where the row's largest logit is not finite
+Bytes   4 * V a row; V = 151936: 0.6 MB, from L2
+Plan    a program per block of a row's logits keeps the best of each group as a sortable key, value
+        before id. The likeliest token has one group a block, and one program a row takes the best
+        of all; a token that is drawn goes on in `draw_rows`, or in `draw_sorted` where a row draws
+        from more than 64. Each also leaves the token where the host reads it, which saves a
+        kernel. No atomics
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.sampling.adjust import adjust
+from lowbit.runtime.kernels.sampling.draw import BLOCK, GROUP, LOWEST, draw_rows
+from lowbit.runtime.kernels.sampling.draw_sorted import draw_sorted
+from lowbit.runtime.kernels.sampling.settle import settle
+from lowbit.runtime.state.sampler_rows import ALL, SamplerRows
+
+
+@triton.jit
+def _best_rows_kernel(
+    logits_ptr, keys_ptr, blocks_ptr, stride, V, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(logits_ptr + m * stride + ids, mask=ids < V, other=float("-inf"))
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a key as in `draw_rows`, in Gluon
+    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    groups: tl.constexpr = BLOCK // GROUP
+    best = tl.max(tl.reshape(keys, (groups, GROUP)), axis=1)
+    count = tl.num_programs(0) * groups
+    tl.store(keys_ptr + m * count + tl.program_id(0) * groups + tl.arange(0, groups), best)
+    if groups > 1:
+        tl.store(blocks_ptr + m * tl.num_programs(0) + tl.program_id(0), tl.max(best, axis=0))
+
+
+@triton.jit
+def _likeliest_rows_kernel(
+    keys_ptr, rows_ptr, positions_ptr, token_ptr, slots_ptr, counts_ptr, count, V, R,
+    KEYS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    at = tl.arange(0, KEYS)
+    row = tl.load(rows_ptr + m)  # older than the kernel ahead, which has waited
+    position = tl.load(positions_ptr + m)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    keys = tl.load(keys_ptr + m.to(tl.int64) * count + at, mask=at < count, other=LOWEST)
+    best = tl.max(keys, axis=0)
+    token = tl.minimum(0x7FFFFFFF - (best & 0x7FFFFFFF), V - 1)  # whatever the logits are
+    high = (best >> 32).to(tl.int32)
+    largest = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+    finite = (largest > float("-inf")) & (largest < float("inf"))
+    settle(
+        m, row, position, token, finite,
+        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+    )  # fmt: skip
+
+
+def choose(
+    logits: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
+    masks: Tensor | None = None,
+) -> None:
+    """Choose and post the next token of every row, without a host in between; see `Ops.choose`."""
+    shape = sampler.shape
+    scores = adjust(logits, sampler, rows, masks) if shape.adjusted else logits
+    if shape.candidates == ALL:
+        draw_sorted(scores, sampler, rows, positions, token, slots)
+        return
+    group = BLOCK if shape.candidates == 1 else GROUP
+    keys, blocks = best_rows(scores, sampler.vocabulary, group)
+    if shape.candidates == 1:
+        _likeliest_rows(keys, sampler, rows, positions, token, slots)
+    else:
+        draw_rows(scores, keys, blocks, sampler, rows, positions, token, slots)
+
+
+def best_rows(logits: Tensor, V: int, group: int) -> tuple[Tensor, Tensor]:
+    """The best key of each group of logits, and of each block.
+
+    Args:
+        logits: [M, V or more] float32.
+        V: real tokens.
+        group: logits of a group, a divisor of BLOCK.
+
+    Returns:
+        [M, groups] int64, the groups of V rounded up to whole blocks, and [M, blocks] int64.
+    """
+    M, programs = logits.shape[0], triton.cdiv(V, BLOCK)
+    keys, blocks = (
+        torch.empty((M, programs * each), dtype=torch.int64, device=logits.device)
+        for each in (BLOCK // group, 1)
+    )
+    pdl = programmatic_launch(logits)
+    run(
+        _best_rows_kernel,
+        (programs, M),
+        logits,
+        keys,
+        blocks,
+        logits.stride(0),
+        V,
+        GROUP=group,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
+    return keys, blocks
+
+
+def _likeliest_rows(
+    keys: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
+) -> None:
+    """Settle the token of each row's best key."""
+    M, count = keys.shape
+    pdl = programmatic_launch(keys)
+    run(
+        _likeliest_rows_kernel,
+        (M,),
+        keys,
+        rows,
+        positions,
+        token,
+        slots,
+        sampler.counts,
+        count,
+        sampler.vocabulary,
+        sampler.rows,
+        KEYS=max(2, power_of_two(count)),
+        COUNTED=sampler.shape.adjusted,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )

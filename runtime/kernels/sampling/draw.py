@@ -1,0 +1,375 @@
+"""draw_rows: a token of each row at random among its likeliest, as `state.choice.drawn` draws it.
+
+Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose_rows`) ->
+        token [M] int64, slots [PLACES, R] int64 on the host
+Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
+        L2
+Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
+        are the same. A program per block of a row's logits ends if top_k blocks are better, else it
+        ranks its 16 groups among all groups, each thread a share of these. The top_k best groups,
+        which hold the top_k best logits, leave the best of each of their parts. Then one program a
+        row, a thread a key, ranks the parts and, of the best parts, the logits, puts what it has
+        ranked where it belongs and draws in exact integers. Each row has its own top_k, up to the
+        class of the launch; a row of temperature 0 takes the first of 1. No atomics
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    declaration,
+    load8,
+    load_shared4,
+    load_shared8,
+    load_shared16,
+    shared_buffer,
+    store_shared4,
+    store_shared8,
+)
+from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word, threads, total
+from lowbit.runtime.kernels.sampling.uniform import uniform_gluon
+from lowbit.runtime.state import posted, sampler_rows
+from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampling import MASS_BITS
+
+BLOCK = 1024  # logits of a program that ranks groups
+GROUP = 64  # logits of which the best is ranked
+PART = 8  # logits of a part of a group, those of one thread
+MOST = 64  # candidates
+LOWEST = gl.constexpr(-(2**63))  # below every key
+KNOBS, WHOLE = gl.constexpr(6), gl.constexpr(4)  # columns
+TEMPERATURE = gl.constexpr(sampler_rows.TEMPERATURE)
+TOP_P = gl.constexpr(sampler_rows.TOP_P)
+MIN_P = gl.constexpr(sampler_rows.MIN_P)
+TOP_K = gl.constexpr(sampler_rows.TOP_K)
+SEED = gl.constexpr(sampler_rows.SEED)
+SCRATCH = gl.constexpr(sampler_rows.SCRATCH)
+PLACES = gl.constexpr(posted.PLACES)
+
+
+@gluon.jit
+def _key(x, id):
+    """A key that orders by value, then by the lower id: int64."""
+    bits = (x + 0.0).to(gl.int32, bitcast=True)  # -0 becomes 0
+    ordered = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = gl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
+    return (ordered.to(gl.int64) << 32) | (0x7FFFFFFF - id).to(gl.int64)
+
+
+@gluon.jit
+def _id(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(gl.int32)
+
+
+@gluon.jit
+def _value(key):
+    ordered = (key >> 32).to(gl.int32)
+    return gl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _words(key):
+    return key.to(gl.int32), (key >> 32).to(gl.int32)
+
+
+@gluon.jit
+def _joined(low, high):
+    return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+
+
+@gluon.jit
+def _candidates(temperature, top_k, V, K: gl.constexpr):
+    """Number of tokens that a row draws from, whatever its parameters are: 1 to K, at most V."""
+    top_k = gl.where(temperature == 0.0, 1, top_k)
+    return gl.minimum(gl.maximum(gl.minimum(top_k, K), 1), V).to(gl.int32)
+
+
+@gluon.jit
+def _rank_groups_rows_kernel(
+    logits_ptr, keys_ptr, blocks_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, count, stride, V,
+    K: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
+    EACH: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Programs whose block is not among the top_k best blocks have no group to rank, and end."""
+    buffer = shared_buffer(BUFFER)
+    m = gl.program_id(1).to(gl.int64)
+    row = gl.load(rows_ptr + m).to(gl.int64)  # older than the kernel ahead, which has waited
+    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
+    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits, keys = logits_ptr + m * stride, keys_ptr + m * count
+    parts = parts_ptr + m * (K * (GROUP // PART))
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    block = gl.arange(0, BLOCKS, layout=L)
+    bests = blocks_ptr + m * gl.num_programs(0)
+    best = gl.load(bests + block, mask=block < gl.num_programs(0), other=LOWEST)
+    better = gl.sum((best > gl.load(bests + gl.program_id(0))).to(gl.int32), axis=0)
+    if better < top_k:
+        _rank_groups_of_block(
+            logits, keys, parts, count, V, top_k, buffer, BLOCK, GROUP, PART, EACH, WARPS
+        )
+
+
+@gluon.jit
+def _rank_groups_of_block(
+    logits_ptr, keys_ptr, parts_ptr, count, V, top_k, buffer,
+    BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, EACH: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Keep the parts of this program's groups that are among the top_k best of a row.
+
+    EACH: how many of the `count` keys of the row a thread compares.
+    """
+    GROUPS: gl.constexpr = BLOCK // GROUP
+    LANES: gl.constexpr = GROUP // PART  # that share a group
+    warp, lane, zero, _ = threads(WARPS)
+    thread = warp * 32 + lane
+    buffer += zero
+    keys = keys_ptr.to(gl.int64, bitcast=True)
+    others = ()
+    for i in gl.static_range(EACH):
+        at = i * (WARPS * 32) + thread
+        low, high = load8(keys + gl.minimum(at, count - 1).to(gl.int64) * 8)
+        others = others + (gl.where(at < count, _joined(low, high), LOWEST),)
+    part = gl.full([WARPS, 32], LOWEST, gl.int64, layout=thread.type.layout)
+    for i in gl.static_range(PART):
+        id = gl.program_id(0) * BLOCK + thread * PART + i
+        x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
+        part = gl.maximum(part, _key(x, id))
+    best = part
+    for i in gl.static_range(5):
+        if (1 << i) < LANES:
+            low, high = _words(best)
+            low = as_word(across(as_float(low), 1 << i))
+            high = as_word(across(as_float(high), 1 << i))
+            best = gl.maximum(best, _joined(low, high))
+    store_shared8(buffer + thread // LANES * 8, _words(best), lane % LANES == 0)
+    barrier()
+    ranks_at = buffer + GROUPS * 8
+    for group in gl.static_range(0, GROUPS, 2):
+        w = load_shared16(buffer, group * 8)
+        first = _joined(w[0], w[1])
+        second = _joined(w[2], w[3])
+        better = (zero, zero)
+        for i in gl.static_range(EACH):
+            better = (
+                better[0] + (others[i] > first).to(gl.int32),
+                better[1] + (others[i] > second).to(gl.int32),
+            )
+        at = ranks_at + (group * WARPS + warp) * 4
+        store_shared4(at, as_float(total(better[0])), lane == 0)
+        store_shared4(at + WARPS * 4, as_float(total(better[1])), lane == 0)
+    barrier()
+    rank = zero
+    for i in gl.static_range(WARPS):
+        rank += as_word(load_shared4(ranks_at + thread // LANES * (WARPS * 4), i * 4))
+    at = rank * LANES + thread % LANES
+    gl.store(parts_ptr + at, part, mask=rank < top_k)
+
+
+@gluon.jit
+def _rank(key, at, count):
+    """How many of `count` keys at an address of shared memory are better; 32 are there at a time.
+
+    Loads of 32 keys are on their way at once: one by one, their latency is all the time it takes.
+    """
+    even = at * 0
+    odd = even
+    for _ in range(0, count, 32):
+        words = ()
+        for i in gl.static_range(16):
+            words = words + (load_shared16(at, i * 16),)
+        for i in gl.static_range(16):
+            w = words[i]
+            even += (_joined(w[0], w[1]) > key).to(gl.int32)
+            odd += (_joined(w[2], w[3]) > key).to(gl.int32)
+        at += 256
+    return even + odd
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _draw_rows_kernel(
+    logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, slots_ptr,
+    counts_ptr, groups, stride, V, R, K: gl.constexpr, LANES: gl.constexpr, PART: gl.constexpr,
+    MASS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr, COUNTED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """K: most candidates of a row, a PART-th of the threads; LANES: parts of a group."""
+    THREADS: gl.constexpr = WARPS * 32
+    warp, lane, zero, _ = threads(WARPS)
+    thread = warp * 32 + lane
+    base = shared_buffer(BUFFER)
+    keys_at = base + zero
+    best_at = keys_at + THREADS * 8
+    m = gl.program_id(0).to(gl.int64)
+    row = gl.load(rows_ptr + m).to(gl.int64)  # all of these are older than the kernel ahead
+    position = gl.load(positions_ptr + m)
+    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
+    top_p = gl.load(knobs_ptr + row * KNOBS + TOP_P)
+    min_p = gl.load(knobs_ptr + row * KNOBS + MIN_P)
+    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
+    ahead = position + 1
+    uniform = uniform_gluon(gl.load(whole_ptr + row * WHOLE + SEED), ahead.to(gl.int64))
+    temperature = gl.where(temperature == 0.0, 1.0, temperature)
+    count = gl.minimum(top_k, groups) * LANES
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    key = gl.load(parts_ptr + m * (K * LANES) + thread, mask=thread < count, other=LOWEST)
+    store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
+    barrier()
+    rank = _rank(key, keys_at, count)
+    store_shared8(best_at + rank * 8, _words(key), (thread < count) & (rank < top_k))
+    barrier()
+    low, high = load_shared8(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
+    id = _id(_joined(low, high)) // PART * PART + thread % PART
+    x = gl.load(logits_ptr + m * stride + id, mask=id < V, other=float("-inf"))
+    inside = thread < top_k * PART
+    key = gl.where(inside, _key(x, id), LOWEST)
+    store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
+    barrier()
+    rank = _rank(key, keys_at, top_k * PART)
+    store_shared8(best_at + rank * 8, _words(key), inside & (rank < top_k))
+    barrier()
+
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    rank = gl.arange(0, K, layout=L)
+    inside = rank < top_k
+    low, high = load_shared8(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
+    best = _joined(low, high)
+    low, high = load_shared8(base + (THREADS * 8) + rank * 0)
+    highest = _value(_joined(low, high)).to(gl.float64)
+    odds = gl.exp((_value(best).to(gl.float64) - highest) / temperature)
+    rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
+    mass = gl.where(inside, rounded, 0.0).to(gl.int64)
+    reached = gl.associative_scan(mass, 0, _add)
+    whole = gl.sum(mass, axis=0)
+    # Both filters keep the likeliest: what passes both is a prefix too.
+    kept = inside & ((reached - mass).to(gl.float64) < top_p * whole.to(gl.float64))
+    kept = kept & (odds >= min_p)
+    limit = gl.sum(gl.where(kept, mass, 0), axis=0)
+    last = gl.maximum(gl.sum(kept.to(gl.int32), axis=0) - 1, 0)
+    target = gl.minimum((uniform * limit.to(gl.float64)).to(gl.int64), limit - 1)
+    place = gl.minimum(gl.sum((inside & (reached <= target)).to(gl.int32), axis=0), last)
+    low, high = load_shared8(base + (THREADS * 8) + place * 8)
+    chosen = _id(_joined(low, high)).to(gl.int64)
+    chosen = gl.minimum(gl.maximum(chosen, 0), V - 1)  # whatever the logits are
+    low, high = load_shared8(base + (THREADS * 8) + place * 0)
+    largest = _value(_joined(low, high))
+    finite = (largest > float("-inf")) & (largest < float("inf"))
+    gl.store(slots_ptr + (ahead % PLACES) * R + row, gl.where(finite, chosen, -1))
+    gl.store(token_ptr + m, chosen)
+    gl.store(positions_ptr + m, gl.where(row != SCRATCH, ahead, position))
+    if COUNTED:
+        at = counts_ptr + row * V + chosen
+        gl.store(at, gl.load(at) + 1)
+
+
+def draw_rows(
+    logits: Tensor,
+    keys: Tensor,
+    blocks: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
+) -> None:
+    """The rest of `choose_rows`, where tokens are drawn.
+
+    Args:
+        logits: [M, V or more] float32, adjusted.
+        keys: [M, groups] int64, the best of each group, as `choose_rows` finds it.
+        blocks: [M, blocks] int64, the best of each block.
+        sampler: of a shape with 2 to MOST candidates.
+        rows: [M] int32.
+        positions: [M] int32, moved on.
+        token: [M] int64, written.
+        slots: [PLACES, R] int64, written.
+    """
+    M, count = keys.shape
+    K, lanes = sampler.shape.candidates, GROUP // PART
+    parts = torch.empty((M, K * lanes), dtype=torch.int64, device=logits.device)
+    _rank_groups_rows(logits, keys, blocks, parts, sampler, rows)
+    pdl = programmatic_launch(logits)
+    run(
+        _draw_rows_kernel,
+        (M,),
+        logits,
+        parts,
+        rows,
+        sampler.knobs,
+        sampler.whole,
+        positions,
+        token,
+        slots,
+        sampler.counts,
+        count,
+        logits.stride(0),
+        sampler.vocabulary,
+        sampler.rows,
+        K=K,
+        LANES=lanes,
+        PART=PART,
+        MASS=2.0**MASS_BITS,
+        WARPS=K * PART // 32,
+        BUFFER=declaration(K * (PART + 1) * 8),
+        COUNTED=sampler.shape.adjusted,
+        PDL=pdl,
+        num_warps=K * PART // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+
+
+def _rank_groups_rows(
+    logits: Tensor,
+    keys: Tensor,
+    blocks: Tensor,
+    parts: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+) -> None:
+    """Fill parts [M, K * parts of a group] with the best keys of the best groups."""
+    M, count = keys.shape
+    pdl = programmatic_launch(logits)
+    run(
+        _rank_groups_rows_kernel,
+        (blocks.shape[1], M),
+        logits,
+        keys,
+        blocks,
+        parts,
+        rows,
+        sampler.knobs,
+        sampler.whole,
+        count,
+        logits.stride(0),
+        sampler.vocabulary,
+        K=sampler.shape.candidates,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        PART=PART,
+        EACH=-(-count // (BLOCK // PART)),
+        BLOCKS=power_of_two(blocks.shape[1]),
+        WARPS=BLOCK // PART // 32,
+        BUFFER=declaration(BLOCK // GROUP * (8 + BLOCK // PART // 32 * 4)),
+        PDL=pdl,
+        num_warps=BLOCK // PART // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )

@@ -1,0 +1,209 @@
+"""draw_sorted: a token of each row at random among any number, as `state.choice.drawn` draws it.
+
+Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host
+Bytes   what PyTorch's sort moves, and 4 * V a row; V = 151936: 0.6 MB, from L2
+Plan    PyTorch sorts; a program per block of 1024 sorted logits of a row adds up their masses. Then
+        one program a row finds, each by the sums of blocks and the masses of one block, how many
+        tokens pass top-p, the mass of those that pass all filters, and the place of the random
+        number in it. No atomics
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.sampling.settle import settle
+from lowbit.runtime.kernels.sampling.uniform import uniform
+from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampling import MASS_BITS
+
+BLOCK = 1024  # sorted logits of a program
+KNOBS, WHOLE = tl.constexpr(6), tl.constexpr(4)  # columns
+TEMPERATURE = tl.constexpr(sampler_rows.TEMPERATURE)
+TOP_P = tl.constexpr(sampler_rows.TOP_P)
+MIN_P = tl.constexpr(sampler_rows.MIN_P)
+TOP_K = tl.constexpr(sampler_rows.TOP_K)
+SEED = tl.constexpr(sampler_rows.SEED)
+
+
+@triton.jit
+def _limits(row, knobs_ptr, whole_ptr, V):
+    """Temperature, or 1 where it is 0, and how many tokens pass top-k: then only one."""
+    temperature = tl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
+    top_k = tl.load(whole_ptr + row * WHOLE + TOP_K)
+    top_k = tl.where((top_k == 0) | (top_k > V), V, top_k)
+    top_k = tl.where(temperature == 0.0, 1, top_k)
+    return tl.where(temperature == 0.0, 1.0, temperature), top_k.to(tl.int32)
+
+
+@triton.jit
+def _masses(
+    sorted_ptr, block, highest, temperature, top_k, MASS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Places of a block, the odds of their tokens, and masses, 0 past top_k."""
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    inside = place < top_k
+    x = tl.load(sorted_ptr + place, mask=inside, other=float("-inf"))
+    odds = tl.exp((x.to(tl.float64) - highest) / temperature)
+    rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
+    # NaN, of logits that are not finite, becomes 0
+    return place, odds, tl.where(inside & (rounded >= 0.0), rounded, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _sum_masses_kernel(
+    sorted_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, V,
+    MASS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(rows_ptr + m).to(tl.int64)
+    temperature, top_k = _limits(row, knobs_ptr, whole_ptr, V)
+    min_p = tl.load(knobs_ptr + row * KNOBS + MIN_P)
+    highest = tl.load(sorted_ptr + m * V).to(tl.float64)
+    place, odds, mass = _masses(
+        sorted_ptr + m * V, tl.program_id(0), highest, temperature, top_k, MASS, BLOCK
+    )
+    passed = (place < top_k) & (odds >= min_p)
+    at = m * tl.num_programs(0) + tl.program_id(0)
+    tl.store(sums_ptr + at, tl.sum(mass, axis=0))
+    tl.store(passed_ptr + at, tl.sum(passed.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _pick_kernel(
+    sorted_ptr, ids_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr,
+    token_ptr, slots_ptr, counts_ptr, blocks, V, R, BLOCKS: tl.constexpr, MASS: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)
+    row = tl.load(rows_ptr + m).to(tl.int64)  # all of these are older than the kernel ahead
+    position = tl.load(positions_ptr + m)
+    temperature, top_k = _limits(row, knobs_ptr, whole_ptr, V)
+    top_p = tl.load(knobs_ptr + row * KNOBS + TOP_P)
+    number = uniform(tl.load(whole_ptr + row * WHOLE + SEED), (position + 1).to(tl.int64))
+    largest = tl.load(sorted_ptr + m * V)
+    highest = largest.to(tl.float64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    sums = tl.load(sums_ptr + m * blocks + at, mask=at < blocks, other=0)
+    passed = tl.load(passed_ptr + m * blocks + at, mask=at < blocks, other=0)
+    before = tl.associative_scan(sums, 0, _add) - sums
+    inside = at < blocks
+    line = sorted_ptr + m * V
+
+    # Tokens before which less than top_p has been reached.
+    most = top_p * tl.sum(sums, axis=0).to(tl.float64)
+    block = tl.sum((inside & (before.to(tl.float64) < most)).to(tl.int32), axis=0) - 1
+    block = tl.maximum(block, 0)
+    start = tl.sum(tl.where(at == block, before, 0), axis=0)
+    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    reached = start + tl.associative_scan(mass, 0, _add)
+    short = (place < top_k) & ((reached - mass).to(tl.float64) < most)
+    by_top_p = block * BLOCK + tl.sum(short.to(tl.int32), axis=0)
+    last = tl.maximum(tl.minimum(by_top_p, tl.sum(passed, axis=0)) - 1, 0)
+
+    # The mass of all tokens that pass.
+    block = last // BLOCK
+    start = tl.sum(tl.where(at == block, before, 0), axis=0)
+    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    limit = start + tl.sum(tl.where(place <= last, mass, 0), axis=0)
+    target = tl.minimum((number * limit.to(tl.float64)).to(tl.int64), limit - 1)
+
+    # The token in whose mass the random number lies.
+    block = tl.sum((inside & (before <= target)).to(tl.int32), axis=0) - 1
+    block = tl.maximum(block, 0)
+    start = tl.sum(tl.where(at == block, before, 0), axis=0)
+    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    reached = start + tl.associative_scan(mass, 0, _add)
+    ahead = block * BLOCK + tl.sum((reached <= target).to(tl.int32), axis=0)
+    token = tl.load(ids_ptr + m * V + tl.minimum(ahead, last))
+    finite = (largest > float("-inf")) & (largest < float("inf"))
+    settle(
+        m, row, position, token, finite,
+        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+    )  # fmt: skip
+
+
+def draw_sorted(
+    logits: Tensor,
+    sampler: SamplerRows,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    slots: Tensor,
+) -> None:
+    """Draw and settle the next token of every row, see `Ops.choose`.
+
+    Args:
+        logits: [M, V or more] float32, adjusted.
+        sampler: of R rows; a row may draw from any number of tokens.
+        rows: [M] int32.
+        positions: [M] int32, moved on.
+        token: [M] int64, written.
+        slots: [PLACES, R] int64, written.
+    """
+    M, V = logits.shape[0], sampler.vocabulary
+    scores = logits[:, :V] + 0.0  # -0 becomes 0, which may order after it otherwise
+    best = scores.sort(dim=1, descending=True, stable=True)
+    blocks = triton.cdiv(V, BLOCK)
+    sums = torch.empty((M, blocks), dtype=torch.int64, device=logits.device)
+    passed = torch.empty((M, blocks), dtype=torch.int32, device=logits.device)
+    pdl = programmatic_launch(logits)
+    run(
+        _sum_masses_kernel,
+        (blocks, M),
+        best.values,
+        sums,
+        passed,
+        rows,
+        sampler.knobs,
+        sampler.whole,
+        V,
+        MASS=2.0**MASS_BITS,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    run(
+        _pick_kernel,
+        (M,),
+        best.values,
+        best.indices,
+        sums,
+        passed,
+        rows,
+        sampler.knobs,
+        sampler.whole,
+        positions,
+        token,
+        slots,
+        sampler.counts,
+        blocks,
+        V,
+        sampler.rows,
+        BLOCKS=max(2, power_of_two(blocks)),
+        MASS=2.0**MASS_BITS,
+        BLOCK=BLOCK,
+        COUNTED=sampler.shape.adjusted,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )

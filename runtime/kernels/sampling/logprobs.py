@@ -1,0 +1,157 @@
+"""logprobs: log-probabilities of several rows, as `state.logprobs.log_probabilities` has them.
+
+Layout  logits [M, V or more] fp32, token [M] int64 -> ids and values [2, R, N + 1] on the host
+Bytes   8 * V a row; V = 151936: 1.2 MB, from L2
+Plan    a program per block of 1024 logits keeps the largest and the sum of exponentials relative to
+        it in FP32; one program a row joins them in FP64, in one order whatever M is. The likeliest
+        tokens lie in as many of the groups of 64 logits whose best are the best. No atomics
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.formats.sampling_ranges import MOST_LOGPROBS
+from lowbit.runtime.kernels.launch.device import programmatic_launch, run
+from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.sampling.choose import best_rows
+from lowbit.runtime.kernels.sampling.draw import BLOCK, GROUP
+from lowbit.runtime.state import posted
+from lowbit.runtime.state.logprobs import LogProbabilities
+
+PLACES = tl.constexpr(posted.PLACES)
+
+
+@triton.jit
+def _exp_sums_kernel(
+    logits_ptr, largest_ptr, sums_ptr, stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    m = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(logits_ptr + m * stride + ids, mask=ids < V, other=float("-inf"))
+    largest = tl.max(x, axis=0)
+    # NaN of minus infinity less itself counts as 0; a NaN logit makes the sum NaN
+    odds = tl.where(x == float("-inf"), 0.0, tl.exp(x - largest))
+    at = m * tl.num_programs(0) + tl.program_id(0)
+    tl.store(largest_ptr + at, largest)
+    tl.store(sums_ptr + at, tl.sum(odds, axis=0))
+
+
+@triton.jit
+def _log_probabilities_kernel(
+    logits_ptr, largest_ptr, sums_ptr, best_ptr, token_ptr, rows_ptr, positions_ptr, ids_ptr,
+    values_ptr, stride, blocks, best_count, V, R, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    at = tl.arange(0, 32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = block < blocks
+    each = tl.load(largest_ptr + m * blocks + block, mask=inside, other=float("-inf"))
+    sums = tl.load(sums_ptr + m * blocks + block, mask=inside, other=0.0)
+    largest = tl.max(each, axis=0).to(tl.float64)
+    shares = tl.exp(each.to(tl.float64) - largest)
+    shares = tl.where(each == float("-inf"), 0.0, shares * sums.to(tl.float64))
+    whole = largest + tl.log(tl.sum(shares, axis=0))
+    known = (at > 0) & (at <= best_count)
+    id = tl.load(best_ptr + m * best_count + at - 1, mask=known, other=-1)
+    id = tl.where(at == 0, tl.load(token_ptr + m), id)
+    exists = (id >= 0) & (id < V)
+    x = tl.load(logits_ptr + m * stride + id, mask=exists, other=float("-inf"))
+    value = tl.where(exists, x.to(tl.float64) - whole, float("-inf"))
+    row = tl.load(rows_ptr + m)
+    place = (tl.load(positions_ptr + m) % PLACES) * R + row
+    tl.store(ids_ptr + place * WIDTH + at, tl.where(exists, id, -1), mask=at < WIDTH)
+    tl.store(values_ptr + place * WIDTH + at, value.to(tl.float32), mask=at < WIDTH)
+
+
+def log_probabilities(
+    logits: Tensor,
+    vocabulary: int,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    out: LogProbabilities,
+) -> None:
+    """Leave log-probabilities where the host reads them; see `Ops.log_probabilities`."""
+    M, V = logits.shape[0], vocabulary
+    best = likeliest(logits, V, MOST_LOGPROBS)
+    blocks = triton.cdiv(V, BLOCK)
+    largest, sums = (
+        torch.empty((M, blocks), dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
+    pdl = programmatic_launch(logits)
+    run(
+        _exp_sums_kernel,
+        (blocks, M),
+        logits,
+        largest,
+        sums,
+        logits.stride(0),
+        V,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    run(
+        _log_probabilities_kernel,
+        (M,),
+        logits,
+        largest,
+        sums,
+        best,
+        token,
+        rows,
+        positions,
+        out.ids,
+        out.values,
+        logits.stride(0),
+        blocks,
+        best.shape[1],
+        V,
+        out.ids.shape[1],
+        BLOCKS=max(2, power_of_two(blocks)),
+        WIDTH=MOST_LOGPROBS + 1,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+
+
+def likeliest(logits: Tensor, V: int, count: int) -> Tensor:
+    """Ids of the likeliest tokens from the first down, of equals the lowest first.
+
+    Args:
+        logits: [M, V or more] float32.
+        V: real tokens.
+        count: of ids, at most the logits of a block.
+
+    Returns:
+        [M, count] int64; V or above past the end of the vocabulary.
+    """
+    groups, _ = best_rows(logits, V, GROUP)
+    groups = groups.topk(min(count, groups.shape[1]), dim=1).values
+    first = (0x7FFFFFFF - (groups & 0x7FFFFFFF)) // GROUP * GROUP
+    ids = (first[:, :, None] + torch.arange(GROUP, device=logits.device)).flatten(1)
+    scores = logits.gather(1, ids.clamp(max=V - 1))
+    best = _keys(scores, ids).masked_fill(ids >= V, -(2**63)).topk(count, dim=1).values
+    return 0x7FFFFFFF - (best & 0x7FFFFFFF)
+
+
+def _keys(scores: Tensor, ids: Tensor) -> Tensor:
+    """Keys as in `choose_rows` of scores [M, N] float32 and their tokens' ids: [M, N] int64."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = ordered.masked_fill(scores.isnan(), 0x7FFFFFFF)
+    return (ordered.long() << 32) | (0x7FFFFFFF - ids)
