@@ -79,7 +79,7 @@ def tune_attention(size: str, positions: list[int]) -> None:
     Hkv, D = config.num_key_value_heads, config.head_dim
     shared = config.num_attention_heads // Hkv
     for position in positions:
-        reach = reach_for(position + 1, engine.context)
+        reach = reach_for(position + 1, engine.limits.context)
         rule = attention_launch(Hkv, shared, D, reach, tokens=1)
         tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
         times = {launch: tried_us(engine, position, launch) for launch in tried}
