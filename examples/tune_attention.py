@@ -24,15 +24,15 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels.attention import decode as attention_decode
-from lowbit.runtime.kernels.launch.linear import (
+from lowbit.runtime.kernels.launch.attention import (
     MOST_OF_ONE,
     PART,
     REGISTERS,
-    STATIC_SHARED,
     AttentionLaunch,
     attention_launch,
     join_bytes,
 )
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 
 SHOWN = 5
 POSITIONS = (100, 1000, 8000, 32000)
