@@ -3,8 +3,8 @@
 A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
 holds; so it must not branch on the number of its program, but where `worth` says that a branch only
 saves work: programs that run together all take it, one that runs alone follows its condition. Only
-what stands for one PTX instruction is done here by hand (`access`, `copies` and `mma` wrap no more
-than that). All lanes do one operation before any does the next, so barriers have nothing to do, and
+what stands for one PTX instruction is done here by hand (the functions of `ptx` wrap no more than
+that). All lanes do one operation before any does the next, so barriers have nothing to do, and
 races between lanes are not seen; rounding is that of NumPy. Memory is checked: an address that no
 tensor given to the kernel holds is an error. Shared memory begins as NaN, and the target of a copy
 is NaN until the kernel has waited for the copy.
@@ -180,7 +180,7 @@ class Emulation:
 
     def function(self, jitted: Any) -> Callable[..., Any]:
         fn = jitted.fn
-        if fn.__name__ in self.leaves and fn.__module__.endswith((".access", ".copies", ".mma")):
+        if fn.__name__ in self.leaves and ".kernels.ptx." in fn.__module__:
             return self.leaves[fn.__name__]
         if id(fn) not in self.made:
             scope = dict[str, Any]()
