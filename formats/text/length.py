@@ -6,11 +6,11 @@ MAX_PROMPT_BYTES = 64_000_000  # of a prompt with any context; a million tokens 
 
 
 class TooLongError(RequestError):
-    """A prompt that is too long for the context."""
+    """A prompt that is too long for the context with any tokenizer."""
 
-    def __init__(self, message: str, hint: str = "shorten the prompt") -> None:
+    def __init__(self, message: str) -> None:
         """Keep the message; the caller, who knows the model, may add a hint."""
-        super().__init__(message, hint)
+        super().__init__(message, hint="shorten the prompt")
 
 
 def check_length(length: int, most: int) -> None:

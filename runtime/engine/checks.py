@@ -14,6 +14,7 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.widths import reach_for, width_for
 from lowbit.runtime.state.links import Links, new_links
+from lowbit.runtime.state.posted import write
 from lowbit.runtime.state.sampler_rows import SCRATCH
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
 
@@ -80,9 +81,7 @@ class Checks:
     def compose(self, parts: list[Part], M: int) -> None:
         """Put the inputs of a round in place, up to M tokens with padding; the host goes on."""
         block = self.links.block
-        columns = columns_of(parts, M, block.shape[1])
-        host = torch.tensor(columns, dtype=torch.int32, pin_memory=block.is_cuda)
-        block.copy_(host, non_blocking=True)
+        write(block, columns_of(parts, M, block.shape[1]))
         self.runner.batch, self.linked = [], False  # a step without drafts takes other inputs
 
     def check_tokens(

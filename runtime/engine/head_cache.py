@@ -20,6 +20,7 @@ from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.links import TRAIL, trail_of
+from lowbit.runtime.state.posted import write
 from lowbit.runtime.state.sampler_rows import SCRATCH
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
 
@@ -83,10 +84,7 @@ class HeadCache:
             columns = [
                 [*some, *[SCRATCH] * (wide - count)] for some in (rows, positions, trails, ids)
             ]
-            self.block.copy_(
-                torch.tensor(columns, dtype=torch.int32, pin_memory=self.block.is_cuda),
-                non_blocking=True,
-            )
+            write(self.block, columns)
             reach = reach_for(first + count, self.runner.context)
             if self.runner.on_gpu:
                 self.graphs.run(("catch up", reach), partial(self.part, reach), (self.block,))

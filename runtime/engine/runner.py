@@ -22,7 +22,7 @@ from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
 from lowbit.runtime.state.pages import SCRATCH
-from lowbit.runtime.state.posted import PLACES, new_places
+from lowbit.runtime.state.posted import PLACES, new_places, to_device
 from lowbit.runtime.state.sampler_rows import SamplerRows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
@@ -120,25 +120,21 @@ class Runner:
     def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
         """Send tokens through the layers that follow those of a sequence: [M, h]."""
         count, first, row = len(ids), sequence.length, sequence.row
-        positions = torch.arange(first, first + count, dtype=torch.int32)
         write = [NO_SLOT] * (count - 1) + [row]
-        inputs = torch.stack(
-            (positions, torch.full_like(positions, row), torch.tensor(write, dtype=torch.int32))
-        ).to(self.state.device)
+        inputs = self.ints([ids, range(first, first + count), [row] * count, write])
         step = Step(
-            positions=inputs[0],
-            rows=inputs[1],
+            positions=inputs[1],
+            rows=inputs[2],
             starts=self.ints([0, count]),
             tables=self.tables,
-            read=inputs[1, :1],
-            write=inputs[2],
+            read=inputs[2, :1],
+            write=inputs[3],
             reach=reach_for(first + count, self.context),
             longest=count,
             spans=(Span(row, first, count, tuple(sequence.pages), row, tuple(write)),),
             prompt=count > EXACT_TOKENS,
         )
-        tokens = torch.tensor(ids, dtype=torch.int64, device=self.state.device)
-        return self._hidden(tokens, step)
+        return self._hidden(inputs[0].long(), step)
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> Sent:
         """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
@@ -309,8 +305,8 @@ class Runner:
             self._firsts[rows] = tokens
 
     def ints(self, values: object) -> Tensor:
-        """Numbers on the device, int32."""
-        return torch.tensor(values, dtype=torch.int32, device=self.state.device)
+        """Copy numbers to the device as int32; see `to_device`."""
+        return to_device(values, torch.int32, self.state.device)
 
     def sent(
         self,

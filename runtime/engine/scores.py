@@ -9,6 +9,7 @@ from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.logprobs import LogProbabilities
+from lowbit.runtime.state.posted import to_device
 
 ROWS = 128  # of logits at a time: 78 MB with a vocabulary of 150,000
 
@@ -36,7 +37,7 @@ def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder
         part = hidden[start : min(start + ROWS, followed)]
         at = first + start + 1
         rows = torch.arange(at, at + len(part), dtype=torch.int32, device=device)
-        tokens = torch.tensor(prompt[at : at + len(part)], device=device)
+        tokens = to_device(prompt[at : at + len(part)], torch.int64, device)
         decoder.ops.log_probabilities(
             decoder.logits(part),
             decoder.config.vocab_size,

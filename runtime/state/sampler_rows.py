@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lowbit.formats.errors import RequestError
 from lowbit.formats.sampling_ranges import MOST_BIASES, SEEDS
+from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.state.step import EXACT_TOKENS
 
@@ -84,21 +86,26 @@ class SamplerRows:
 
         Args:
             row: from 1 to R - 1.
-            params: how the row's tokens are chosen; its biases are for tokens of the vocabulary.
+            params: how the row's tokens are chosen.
             prompt: token ids; those of padding are ignored.
             masked: restrict the row to the tokens that `allow` names, none before it is called.
 
         Returns:
             The seed in use.
+
+        Raises:
+            RequestError: a bias for a token that the vocabulary does not have.
         """
+        check_bias_ids(params, self.vocabulary)
         seed = torch.Generator().seed() % SEEDS if params.seed is None else params.seed
         self._write_row(row, params, seed, masked)
         if params.penalized:
             self.counts[row].zero_()
             self.seen[row].zero_()
         if params.repetition_penalty != 1.0:
-            known = self._on_host([id for id in prompt if id < self.vocabulary], torch.int64)
-            self.seen[row].index_fill_(0, known.to(self.seen.device, non_blocking=True), True)
+            known = [id for id in prompt if id < self.vocabulary]
+            on_device = to_device(known, torch.int64, self.seen.device)
+            self.seen[row].index_fill_(0, on_device, True)
         if masked:
             self.mask[row].zero_()
         self._working[row] = params, masked
@@ -145,20 +152,12 @@ class SamplerRows:
         )
         pairs = sorted(params.logit_bias)
         whole = (params.top_k, seed, len(pairs), int(masked))
-        self._write(self.knobs[row], knobs)
-        self._write(self.whole[row], whole)
+        write(self.knobs[row], knobs)
+        write(self.whole[row], whole)
         if pairs:
             ids, values = zip(*pairs, strict=True)
-            self._write(self.bias_ids[row, : len(pairs)], ids)
-            self._write(self.bias[row, : len(pairs)], values)
-
-    def _write(self, target: Tensor, values: Sequence[float]) -> None:
-        """Copy values into a part of a tensor; the host does not wait."""
-        target.copy_(self._on_host(values, target.dtype), non_blocking=True)
-
-    def _on_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """Values in memory that a device may read later; PyTorch keeps it until then."""
-        return torch.tensor(values, dtype=dtype, pin_memory=self.knobs.is_cuda)
+            write(self.bias_ids[row, : len(pairs)], ids)
+            write(self.bias[row, : len(pairs)], values)
 
 
 def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
@@ -181,6 +180,19 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
             pin_memory=on_gpu,
         ),
     )
+
+
+def check_bias_ids(params: SamplingParams, vocabulary: int) -> None:
+    """Refuse a bias for a token that does not exist.
+
+    Raises:
+        RequestError: naming the token.
+    """
+    for id, _ in params.logit_bias:
+        if id >= vocabulary:
+            raise RequestError(
+                f"`logit_bias` must name tokens from 0 to {vocabulary - 1}, got {id}"
+            )
 
 
 def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:

@@ -18,6 +18,7 @@ from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpa
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from tests.runtime.conftest import PackedModel
 
@@ -102,6 +103,30 @@ def test_the_graph_gives_the_tokens_of_the_step(
     without_graphs(model, monkeypatch)
     assert captured == again == run(model, PROMPT, params, 60)
     assert len(captured) == 60
+
+
+def test_the_host_waits_for_tokens_alone(long_model: lowbit.Model) -> None:
+    """Prompts of several chunks and new batches, once every step is recorded."""
+
+    def ask() -> list[tuple[int, ...]]:
+        long_model.engine.forget()
+        handles = []
+        for place, params in enumerate((GREEDY, *SAMPLED)):
+            request = TokenRequest(tuple(LONG[place:] * 2)[:1500], params, 30 - 5 * place)
+            handles.append(long_model.engine.submit(request))
+            for _ in range(5):
+                long_model.engine.step()
+        return [handle.result() for handle in handles]
+
+    long_model.engine.drafting = None  # whose steps depend on how long others took
+    expected = ask()
+    ask()  # page-locked memory for everything that is under way
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert ask() == expected
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @EVERY
