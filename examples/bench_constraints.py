@@ -21,7 +21,7 @@ from random_engine import random_engine
 from torch import Tensor
 
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammars

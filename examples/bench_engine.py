@@ -21,7 +21,7 @@ from random_engine import random_engine
 
 from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.step import NO_SLOT, Step
 

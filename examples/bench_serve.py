@@ -32,7 +32,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.loading import load
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-qwen3"

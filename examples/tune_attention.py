@@ -24,15 +24,15 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.widths import reach_for
 from lowbit.runtime.kernels.attention import decode as attention_decode
-from lowbit.runtime.kernels.launch.linear import (
+from lowbit.runtime.kernels.launch.attention import (
     MOST_OF_ONE,
     PART,
     REGISTERS,
-    STATIC_SHARED,
     AttentionLaunch,
     attention_launch,
     join_bytes,
 )
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 
 SHOWN = 5
 POSITIONS = (100, 1000, 8000, 32000)
@@ -79,7 +79,7 @@ def tune_attention(size: str, positions: list[int]) -> None:
     Hkv, D = config.num_key_value_heads, config.head_dim
     shared = config.num_attention_heads // Hkv
     for position in positions:
-        reach = reach_for(position + 1, engine.context)
+        reach = reach_for(position + 1, engine.limits.context)
         rule = attention_launch(Hkv, shared, D, reach, tokens=1)
         tried = dict.fromkeys([rule, *candidates(rule, reach, shared, D)])
         times = {launch: tried_us(engine, position, launch) for launch in tried}

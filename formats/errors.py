@@ -47,5 +47,18 @@ class RequestError(LowbitError):
     """A generation request that cannot be served: empty or too long a prompt, a bad message."""
 
 
+class SettingError(RequestError):
+    """A setting of a request with a value that it cannot have.
+
+    Attributes:
+        setting: name of the setting.
+    """
+
+    def __init__(self, setting: str, problem: str, hint: str | None = None) -> None:
+        """Name the setting, then say what is wrong with it."""
+        super().__init__(f"`{setting}` {problem}", hint)
+        self.setting = setting
+
+
 class PublishError(LowbitError):
     """A checkpoint that could not be published: the token, the name, the network, the Hub."""

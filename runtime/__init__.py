@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.handle import Handle
     from lowbit.runtime.engine.loading import load
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.sequence import TokenRequest
+    from lowbit.runtime.engine.request import TokenRequest
     from lowbit.runtime.engine.stream import Generation, Stream, Timings
     from lowbit.runtime.speculation.tally import Speculated
     from lowbit.runtime.state.sampling import SamplingParams
@@ -47,7 +47,7 @@ _HOMES = {
     "Speculated": "speculation.tally",
     "Stream": "engine.stream",
     "Timings": "engine.stream",
-    "TokenRequest": "engine.sequence",
+    "TokenRequest": "engine.request",
     "load": "engine.loading",
 }
 

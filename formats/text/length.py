@@ -6,11 +6,11 @@ MAX_PROMPT_BYTES = 64_000_000  # of a prompt with any context; a million tokens 
 
 
 class TooLongError(RequestError):
-    """A prompt that is too long for the context with any tokenizer."""
+    """A prompt that is too long for the context."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, hint: str = "shorten the prompt") -> None:
         """Keep the message; the caller, who knows the model, may add a hint."""
-        super().__init__(message, hint="shorten the prompt")
+        super().__init__(message, hint)
 
 
 def check_length(length: int, most: int) -> None:

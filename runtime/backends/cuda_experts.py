@@ -10,7 +10,7 @@ from lowbit.runtime.kernels.experts.gate_up import experts_gate_up, experts_gate
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
-from lowbit.runtime.kernels.launch.linear import STATIC_SHARED
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm

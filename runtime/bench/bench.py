@@ -245,7 +245,7 @@ def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
     if needed > model.context:
         raise RequestError(
             f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {model.context}",
-            hint=model.engine.advice(needed) or "ask for fewer tokens",
+            hint=model.engine.limits.advice(needed) or "ask for fewer tokens",
         )
 
 

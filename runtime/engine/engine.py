@@ -17,25 +17,32 @@ from threading import Lock, RLock
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.formats.errors import LowbitError, QueueFullError, RequestError
 from lowbit.formats.machine.system import explained
-from lowbit.runtime.engine.admission import check_prompt, check_queue, new_sequence
 from lowbit.runtime.engine.cuts import CHUNK, next_cut, snapshot_due
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.new_tokens import new_tokens, tokens_of_round
 from lowbit.runtime.engine.prefix import Reuse
-from lowbit.runtime.engine.restrict import Failed, foresee, restrict, restrict_round
+from lowbit.runtime.engine.request import CheckedRequest, Limits, TokenRequest
+from lowbit.runtime.engine.restrict import (
+    Failed,
+    first_unbound,
+    foresee,
+    restrict,
+    restrict_round,
+)
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.rounds import Part
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scores import score_chunk
 from lowbit.runtime.engine.sent import Sent
-from lowbit.runtime.engine.sequence import Finish, Sequence, TokenRequest
+from lowbit.runtime.engine.sequence import Finish, Sequence
 from lowbit.runtime.engine.take import take_token
 from lowbit.runtime.engine.threads import StepThreads
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.pages import EXTRA
+from lowbit.runtime.state.sampling import SamplingParams, random_seed
 
 
 class Engine:
@@ -43,7 +50,7 @@ class Engine:
 
     Attributes:
         runner: sends steps to the device.
-        context: most tokens of a sequence.
+        limits: sizes that requests must fit.
         drafting: proposes tokens that a step checks together; None where nobody does.
         most_waiting: requests beside those that run together; None for any number.
         reuse: counts the prompts that began with tokens in the cache.
@@ -58,7 +65,13 @@ class Engine:
         """Nothing has been asked yet."""
         self.runner, self.most_waiting = runner, most_waiting
         self.drafting = drafting
-        self.context = runner.context
+        self.limits = Limits(
+            context=runner.context,
+            positions=runner.decoder.config.max_position_embeddings,
+            embedded=runner.decoder.config.vocab_size,
+            vocabulary=runner.sampler.vocabulary,
+            pages=runner.state.pages.count - EXTRA,
+        )
         self._lock = RLock()
         self._room = Room(runner)
         self.reuse = Reuse()
@@ -72,19 +85,40 @@ class Engine:
         self._sent: deque[Sent] = deque()
         self._stepping = False  # stays set where a step was interrupted halfway
 
-    def submit(self, request: TokenRequest) -> Handle:
+    def submit(self, request: TokenRequest | CheckedRequest) -> Handle:
         """Take up a request, without waiting for the step under way; its handle gives the tokens.
 
         Raises:
-            RequestError: an empty prompt, one longer than the context, an id or a bias outside
-                the vocabulary, no new token, or one that would not fit if it were alone.
+            RequestError: one that has not been checked and does not fit, see `Limits.check`.
+            LowbitError: its constraint failed.
             QueueFullError: as many wait as may.
         """
-        sequence = new_sequence(request, self)
+        checked = request if isinstance(request, CheckedRequest) else self.limits.check(request)
+        seed, constraint = checked.request.sampling.seed, checked.request.constraint
+        sequence = Sequence(
+            request=checked.request,
+            count=checked.count,
+            seed=random_seed() if seed is None else seed,
+            unbound=first_unbound(constraint),
+        )
         with self._arriving:
-            check_queue(self)
+            self._check_queue()
             self._arrived.append(sequence)
         return Handle(self, sequence)
+
+    def _check_queue(self) -> None:
+        """Refuse a request where as many wait as may.
+
+        Raises:
+            QueueFullError: see `submit`.
+        """
+        asked = {*self.waiting, *self.running}  # a step may move one from these to those
+        ahead = sum(not each.cancelled for each in asked)  # the next step ends the others
+        if self.most_waiting is not None and ahead >= self.rows + self.most_waiting:
+            raise QueueFullError(
+                f"{ahead} requests run or wait, and no more than {self.rows} run together",
+                hint="ask again later",
+            )
 
     def generate(self, prompt: Ids[int], params: SamplingParams, count: int) -> Handle:
         """Up to `count` new tokens after a prompt, whatever they are; see `submit`."""
@@ -181,7 +215,7 @@ class Engine:
             RequestError: empty, longer than the context, an id outside the vocabulary, a start
                 that is no token's, or other requests leave no room.
         """
-        check_prompt(ids, self, start)
+        self.limits.check_prompt(ids, start)
         sequence = Sequence(TokenRequest(tuple(ids)), count=1, seed=0)
         with self._lock:
             self._begin()
@@ -236,21 +270,12 @@ class Engine:
         """The thread that runs steps while tasks wait."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="lowbit-engine")
 
-    def room(self, prompt: int) -> int:
-        """New tokens that fit after a prompt of so many; the last one needs no place."""
-        return self.context - prompt + 1
-
     def forget(self) -> None:
         """Drop what the cache holds of ended requests."""
         with self._lock:
             self._begin()
             self._room.forget()
             self._stepping = False
-
-    def advice(self, tokens: int, before: str = "") -> str:
-        """A hint to ask for a larger --context; empty where the model has too few positions."""
-        possible = tokens <= self.decoder.config.max_position_embeddings
-        return f"{before}ask for a larger --context" if possible else ""
 
     def _begin(self) -> None:
         """Recover from an interrupted step, queue what has arrived, end what was cancelled."""

@@ -13,12 +13,12 @@ from lowbit.formats.layout.recipes import Base
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Request, Stream
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampling import SamplingParams
@@ -85,7 +85,7 @@ class Model:
     @property
     def context(self) -> int:
         """Tokens that prompt and output may have together."""
-        return self.engine.context
+        return self.engine.limits.context
 
     @property
     def control(self) -> ControlTokens | None:
@@ -123,8 +123,8 @@ class Model:
             text = self._text_of(prompt, thinking, raw)
             ids = self.tokenizer.encode(text, framed=raw, context=self.context)
         except TooLongError as error:
-            advice = self.engine.advice(self.context + 1, ", or ")
-            raise RequestError(str(error), hint=f"{error.hint}{advice}") from None
+            advice = self.engine.limits.advice(self.context + 1, ", or ")
+            raise TooLongError(str(error), hint=f"{error.hint}{advice}") from None
         self.tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
         return ids
 
@@ -192,23 +192,21 @@ class Model:
         """
         if constraint is not None and (grammar is not None or max_thinking_tokens is not None):
             raise RequestError("`constraint` excludes `grammar` and `max_thinking_tokens`")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise RequestError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
         if not all(stop):
             raise RequestError("a stop string is empty")
-        check_prompt(ids, self.engine)
+        tokens = self.engine.limits.check(
+            TokenRequest(
+                prompt=tuple(ids),
+                sampling=sampling or self.defaults,
+                max_new_tokens=max_new_tokens,
+                stop_ids=self.stop_ids,
+                message_ends=self.stop_ids,
+            )
+        )
         begin: Begin = "raw" if raw else begin_of(ids, self.tokenizer)
         if constraint is None:
             constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)
-        return Request(
-            prompt=tuple(ids),
-            sampling=sampling or self.defaults,
-            max_new_tokens=max_new_tokens,
-            stop_ids=self.stop_ids,
-            stops=tuple(stop),
-            begin=begin,
-            constraint=constraint,
-        )
+        return Request(tokens.answer(constraint), tuple(stop), begin)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts, too

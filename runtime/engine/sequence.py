@@ -6,42 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.engine.request import TokenRequest, pages_needed
 from lowbit.runtime.speculation.drafter import Drafter
 from lowbit.runtime.speculation.pace import Cost, PlacedPace
 from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.logprobs import LogProbabilities
-from lowbit.runtime.state.pages import pages_for
-from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.constraint import Constraint as Constraint
+from lowbit.runtime.text.constraint import Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
 Finish = Literal["stop", "length", "cancelled"]
 LONG = 64  # tokens without a mask for which it is worthwhile that the model's head sees the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequest:
-    """Token ids to continue.
-
-    Attributes:
-        prompt: token ids, at least one.
-        sampling: how tokens are chosen.
-        max_new_tokens: at least 1, or 0 with `prompt_logprobs`; None for as many as the context
-            holds.
-        stop_ids: tokens after which the sequence ends.
-        message_ends: tokens that end a message; prefixes are kept up to them.
-        constraint: limits its tokens; made for this request alone. None allows all.
-        prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
-            likeliest tokens in their places; None reports none.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int | None = None
-    stop_ids: frozenset[int] = frozenset()
-    message_ends: frozenset[int] = frozenset()
-    constraint: Constraint | None = None
-    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +212,7 @@ class Sequence:
     @property
     def page_count(self) -> int:
         """Pages that it needs in all; its last new token takes no place."""
-        return pages_for(len(self.request.prompt) + max(self.count - 1, 0))
+        return pages_needed(len(self.request.prompt), self.count)
 
     @property
     def ids(self) -> list[int]:

@@ -8,10 +8,9 @@ from typing import Literal
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.engine.request import CheckedRequest
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.speculation.tally import Speculated
-from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -65,37 +64,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to generate from.
+    """A checked request whose tokens become text.
 
     Attributes:
-        prompt: token ids.
-        sampling: how tokens are chosen.
-        max_new_tokens: None for as many as the context holds.
-        stop_ids: tokens that end the text.
+        tokens: for the engine.
         stops: strings that end the text and are left out of it.
-        begin: whether the output begins with reasoning.
-        constraint: limits its tokens, for this request alone; None allows all.
+        begin: the way the output begins, see `Begin`.
     """
 
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    max_new_tokens: int | None
-    stop_ids: frozenset[int]
+    tokens: CheckedRequest
     stops: tuple[str, ...]
     begin: Begin
-    constraint: Constraint | None = None
-
-    @property
-    def tokens(self) -> TokenRequest:
-        """The request without its text."""
-        return TokenRequest(
-            self.prompt,
-            self.sampling,
-            self.max_new_tokens,
-            self.stop_ids,
-            message_ends=self.stop_ids,
-            constraint=self.constraint,
-        )
 
 
 @dataclass(slots=True)
@@ -126,7 +105,7 @@ class Answer:
         now = time.perf_counter()
         self._marks = [self._marks[0], self._marks[1] if self._ids else now, now]
         self._ids.append(id)
-        if id in self.request.stop_ids:
+        if id in self.request.tokens.request.stop_ids:
             return self._finish("stop")
         piece = self._text.push(id)
         if piece is not None:
@@ -147,14 +126,14 @@ class Answer:
         started, first, last = self._marks
         count = len(self._ids) - 1
         self.generation = Generation(
-            prompt_token_ids=self.request.prompt,
+            prompt_token_ids=self.request.tokens.request.prompt,
             token_ids=tuple(self._ids),
             reasoning="".join(piece.text for piece in self._pieces if piece.reasoning),
             text="".join(piece.text for piece in self._pieces if not piece.reasoning),
             finish_reason=reason,
             seed=self.handle.seed,
             timings=Timings(
-                prompt_tokens=len(self.request.prompt),
+                prompt_tokens=len(self.request.tokens.request.prompt),
                 reused_tokens=self.handle.reused,
                 first_token_s=first - started,
                 decode_s=last - first,

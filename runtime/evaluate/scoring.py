@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.admission import check_prompt
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.nonfinite import nonfinite_error
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Request, Stream
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.reasoning import begin_of
@@ -74,11 +74,11 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
     if len(continuation) > model.context:
         raise RequestError(
             f"the continuation has {len(continuation)} tokens, the context is {model.context}",
-            hint=model.engine.advice(len(continuation)) or None,
+            hint=model.engine.limits.advice(len(continuation)) or None,
         )
     whole = [*context, *continuation]
     kept = whole[-model.context - 1 :]
-    check_prompt([kept[-1]], model.engine)
+    model.engine.limits.check_prompt([kept[-1]])
     ids = kept[:-1]
     total, greedy = 0.0, True
     for start in range(len(kept) - len(continuation) - 1, len(ids), ROWS):
@@ -168,17 +168,18 @@ def carry_on(
         raise RequestError(
             f"{continuation.count} new tokens leave no room for a prompt in the context of "
             f"{model.context}",
-            hint=model.engine.advice(continuation.count + 1) or None,
+            hint=model.engine.limits.advice(continuation.count + 1) or None,
         )
     tokenizer = model.tokenizer
     kept = tuple(prompt[-room:])
     special = {tokenizer.token_id(stop) for stop in continuation.stops} & tokenizer.special_ids
-    request = Request(
+    tokens = TokenRequest(
         prompt=kept,
         sampling=continuation.sampling,
         max_new_tokens=continuation.count,
         stop_ids=model.stop_ids | {id for id in special if id is not None},
-        stops=continuation.stops,
-        begin=begin_of(kept, tokenizer) if chat else "raw",
+        message_ends=model.stop_ids,
     )
+    begin = begin_of(kept, tokenizer) if chat else "raw"
+    request = Request(model.engine.limits.check(tokens), continuation.stops, begin)
     return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

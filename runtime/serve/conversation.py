@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lowbit.formats.errors import RequestError
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
@@ -90,7 +89,7 @@ def encode(model: Model, conversation: Conversation) -> list[int]:
         )
         ids = model.tokenizer.encode(text, context=model.context)
     except TooLongError as error:
-        raise RequestError(str(error), hint=f"the context is {model.context} tokens") from None
+        raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     model.tokenizer.text.check_ids(ids, model.opened.config.vocab_size)
     return ids
 

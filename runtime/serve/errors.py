@@ -85,7 +85,7 @@ def unsupported(param: str, hint: str = "") -> ApiError:
 def of_lowbit(error: LowbitError, param: str | None = None) -> ApiError:
     """The API's error for one of ours: the client's fault, or the server's."""
     message = f"{error}; {error.hint}" if error.hint else str(error)
-    if isinstance(error, TooLongError) or "the context is" in str(error):
+    if isinstance(error, TooLongError):
         return invalid(message, param, "context_length_exceeded")
     if isinstance(error, RequestError):
         return invalid(message, param)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.engine.request import CheckedRequest
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.speculation.tally import Speculated
 from lowbit.runtime.text.reasoning import CLOSE, Begin, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ class Ask:
         calls_in_pieces: calls are begun before they are complete.
     """
 
-    tokens: TokenRequest
+    tokens: CheckedRequest
     begin: Begin
     stops: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
@@ -215,9 +216,9 @@ class Job:
         self.last_at = time.perf_counter()
         if first:
             self._first_tokens, self._first_at = self.count, self.last_at
-        if id in self.ask.tokens.stop_ids:
+        if id in self.ask.tokens.request.stop_ids:
             return self._finish("stop", events)
-        if self.ask.tokens.sampling.logprobs is not None and self.handle is not None:
+        if self.ask.tokens.request.sampling.logprobs is not None and self.handle is not None:
             found = self.handle.log_probabilities[self.count - 1]
             tokens.append(AnswerToken(id, found, self._reasoning))
         new = self._splitter.push(id)

@@ -72,7 +72,7 @@ class Metrics:
             self.between_tokens.observe((job.last_at - last_at) / new, new)
             return
         self.first_token.observe(job.last_at - job.asked_at)
-        self.prompt_tokens += len(job.ask.tokens.prompt)
+        self.prompt_tokens += len(job.ask.tokens.request.prompt)
         if job.handle is not None:
             self.cached_tokens += job.handle.reused
 

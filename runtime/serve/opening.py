@@ -40,7 +40,7 @@ class Opened(Generic[Schema]):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.ask.tokens.prompt)
+        return len(self.ask.tokens.request.prompt)
 
 
 async def open_conversation(
@@ -77,5 +77,5 @@ async def open_conversation(
         return asks_of(model, settings, conversation, wanted)
 
     asks = await service.in_thread(prepare, conversation.limited)
-    record.prompt_tokens = len(asks[0].tokens.prompt)
+    record.prompt_tokens = len(asks[0].tokens.request.prompt)
     return Opened(service, body, asks[0], service.begin(request, asks, record))

@@ -4,16 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.admission import check_prompt
+from lowbit.formats.errors import SettingError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
 from lowbit.runtime.serve.conversation import Conversation, encode
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.job import Ask
 from lowbit.runtime.serve.restrict import NewConstraint, constraint_of
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.state.sampler_rows import check_bias_ids
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.reasoning import begin_of
 from lowbit.runtime.text.tools import form_of, read_tools
@@ -77,34 +75,34 @@ def asks_of(
     return copies(ask, wanted.count, new_constraint)
 
 
-def tokens_of(model: Model, prompt: Sequence[int], wanted: Wanted) -> TokenRequest:
-    """Requests for the engine.
+def tokens_of(model: Model, prompt: Sequence[int], wanted: Wanted) -> CheckedRequest:
+    """A checked request for the engine, without a constraint.
 
     Raises:
         RequestError, ApiError: a prompt that cannot be run, or a value out of range.
     """
-    check_prompt(prompt, model.engine)
     stop_ids = frozenset() if wanted.ignore_stops else model.stop_ids
-    return TokenRequest(
-        prompt=tuple(prompt),
-        sampling=_sampling(model, wanted),
-        max_new_tokens=wanted.most,
-        stop_ids=stop_ids | frozenset(wanted.stop_ids),
-        message_ends=model.stop_ids,
-        prompt_logprobs=wanted.prompt_logprobs,
-    )
+    try:
+        request = TokenRequest(
+            prompt=tuple(prompt),
+            sampling=_sampling(model, wanted),
+            max_new_tokens=wanted.most,
+            stop_ids=stop_ids | frozenset(wanted.stop_ids),
+            message_ends=model.stop_ids,
+            prompt_logprobs=wanted.prompt_logprobs,
+        )
+        return model.engine.limits.check(request)
+    except SettingError as error:
+        raise invalid(str(error), error.setting, "invalid_value") from None
 
 
 def copies(ask: Ask, count: int, new_constraint: NewConstraint) -> list[Ask]:
     """The same question `count` times, with a constraint and a seed of its own for each answer."""
-    sampling = ask.tokens.sampling
+    first = ask.tokens.request.sampling.seed
     found = []
     for index in range(count):
-        seed = None if sampling.seed is None else (sampling.seed + index) % SEEDS
-        tokens = replace(
-            ask.tokens, sampling=replace(sampling, seed=seed), constraint=new_constraint()
-        )
-        found.append(replace(ask, tokens=tokens))
+        seed = None if first is None else (first + index) % SEEDS
+        found.append(replace(ask, tokens=ask.tokens.answer(new_constraint(), seed)))
     return found
 
 
@@ -115,13 +113,7 @@ def _sampling(model: Model, wanted: Wanted) -> SamplingParams:
         given["top_k"] = max(0, given["top_k"])  # other servers take -1 for off
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    try:
-        sampling = replace(model.defaults, logprobs=wanted.logprobs, **given)
-        check_bias_ids(sampling, model.engine.runner.sampler.vocabulary)
-    except RequestError as error:
-        name = next((name for name in (*given, "logprobs") if f"`{name}`" in str(error)), None)
-        raise invalid(str(error), name, "invalid_value") from None
-    return sampling
+    return replace(model.defaults, logprobs=wanted.logprobs, **given)
 
 
 def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -148,7 +148,7 @@ class Service:
         ]
         logs = self.settings.log_prompts
         if logs:
-            prompts = dict.fromkeys(ask.tokens.prompt for ask in asks)
+            prompts = dict.fromkeys(ask.tokens.request.prompt for ask in asks)
             record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
         for job in jobs:  # last: what fails before leaves nothing running
             self.worker.begin(job)

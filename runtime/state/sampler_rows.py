@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import RequestError
 from lowbit.formats.sampling_ranges import MOST_BIASES, SEEDS
 from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
@@ -86,17 +85,13 @@ class SamplerRows:
 
         Args:
             row: from 1 to R - 1.
-            params: how the row's tokens are chosen.
+            params: how the row's tokens are chosen; its biases are for tokens of the vocabulary.
             prompt: token ids; those of padding are ignored.
             masked: restrict the row to the tokens that `allow` names, none before it is called.
 
         Returns:
             The seed in use.
-
-        Raises:
-            RequestError: a bias for a token that the vocabulary does not have.
         """
-        check_bias_ids(params, self.vocabulary)
         seed = torch.Generator().seed() % SEEDS if params.seed is None else params.seed
         self._write_row(row, params, seed, masked)
         if params.penalized:
@@ -180,19 +175,6 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
             pin_memory=on_gpu,
         ),
     )
-
-
-def check_bias_ids(params: SamplingParams, vocabulary: int) -> None:
-    """Refuse a bias for a token that does not exist.
-
-    Raises:
-        RequestError: naming the token.
-    """
-    for id, _ in params.logit_bias:
-        if id >= vocabulary:
-            raise RequestError(
-                f"`logit_bias` must name tokens from 0 to {vocabulary - 1}, got {id}"
-            )
 
 
 def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit.formats.errors import RequestError
+from lowbit.formats.errors import SettingError
 from lowbit.formats.fields import shown
 from lowbit.formats.generation import GenerationConfig
 from lowbit.formats.sampling_ranges import BIAS, LOGPROBS, MOST_BIASES, SEED, SEEDS, SETTINGS
@@ -53,10 +53,10 @@ class SamplingParams:
         for name, field in SETTINGS.items():
             value = getattr(self, name)
             if not field.allows(value) and not (name == SEED.key and value is None):
-                raise RequestError(f"`{name}` must be {field.expected}, got {shown(value)}")
+                raise SettingError(name, f"must be {field.expected}, got {shown(value)}")
         if self.logprobs is not None and not LOGPROBS.allows(self.logprobs):
-            raise RequestError(
-                f"`logprobs` must be {LOGPROBS.expected}, or None, got {shown(self.logprobs)}"
+            raise SettingError(
+                "logprobs", f"must be {LOGPROBS.expected}, or None, got {shown(self.logprobs)}"
             )
         _check_bias(self.logit_bias)
 
@@ -73,22 +73,23 @@ class SamplingParams:
 def _check_bias(pairs: object) -> None:
     """Refuse anything but a tuple of pairs of distinct ids and numbers in range."""
     if not isinstance(pairs, tuple) or len(pairs) > MOST_BIASES:
-        raise RequestError(
-            f"`logit_bias` must be a tuple of at most {MOST_BIASES} pairs of a token id and a "
-            f"number, got {len(pairs) if isinstance(pairs, tuple) else shown(pairs)}"
+        raise SettingError(
+            "logit_bias",
+            f"must be a tuple of at most {MOST_BIASES} pairs of a token id and a number, "
+            f"got {len(pairs) if isinstance(pairs, tuple) else shown(pairs)}",
         )
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise RequestError(f"`logit_bias` must hold pairs of an id and a number, got {pair!r}")
+            raise SettingError("logit_bias", f"must hold pairs of an id and a number, got {pair!r}")
         id, value = pair
         if type(id) is not int or id < 0:
-            raise RequestError(f"`logit_bias` must name tokens by their ids, got {shown(id)}")
+            raise SettingError("logit_bias", f"must name tokens by their ids, got {shown(id)}")
         if not BIAS.allows(value):
-            raise RequestError(
-                f"`logit_bias` of token {id} must be {BIAS.expected}, got {shown(value)}"
+            raise SettingError(
+                "logit_bias", f"of token {id} must be {BIAS.expected}, got {shown(value)}"
             )
     if len({id for id, _ in pairs}) != len(pairs):
-        raise RequestError("`logit_bias` must name every token at most once")
+        raise SettingError("logit_bias", "must name every token at most once")
 
 
 def sampling_defaults(config: GenerationConfig) -> SamplingParams:

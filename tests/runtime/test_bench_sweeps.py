@@ -18,8 +18,8 @@ from lowbit.runtime.bench.bench import BatchSpeed, Speed
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")

@@ -15,8 +15,9 @@ from lowbit.runtime.engine import scores
 from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import Constraint, TokenRequest
+from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.conftest import PackedModel
 from tests.runtime.engine.guesses import drafting_by, guessers
 

@@ -16,7 +16,8 @@ from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, Uns
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.blocks import Blocks
 from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.sequence import Sequence, TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.drafter import load_drafter, open_drafter
 from lowbit.runtime.models.loader import check_device, open_model
 from lowbit.runtime.speculation.modes import Mode

@@ -17,8 +17,8 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from tests.runtime.conftest import PackedModel
 

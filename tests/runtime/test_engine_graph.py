@@ -16,8 +16,9 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import Constraint, TokenRequest
+from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.engine.guesses import drafting_by, guessers
 from tests.runtime.graph_stand_in import run_through_graphs
 

@@ -13,7 +13,7 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.models.loader import load_decoder, open_model
 from tests.runtime.test_experts import leaves

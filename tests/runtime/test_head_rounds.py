@@ -14,7 +14,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.head_cache import MOST_BEHIND
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.speculation.costs import Costs, Line
 from tests.runtime.engine.residues import Later, Residues, follows
 from tests.runtime.graph_stand_in import run_through_graphs

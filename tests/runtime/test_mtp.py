@@ -14,7 +14,7 @@ import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import dequantize, unpack
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.speculation.modes import Mode
 from lowbit.runtime.speculation.tally import Tally

@@ -54,14 +54,6 @@ def test_values_at_the_ends_of_their_ranges() -> None:
     assert sampler.bias[1].tolist() == [float(-100 + id % 201) for id in range(300)]
 
 
-def test_a_bias_for_a_token_that_does_not_exist() -> None:
-    sampler = new_sampler_rows(2, V, "cpu")
-    with pytest.raises(RequestError, match=f"`logit_bias` must name tokens from 0 to {V - 1}"):
-        sampler.configure_row(1, SamplingParams(1.0, logit_bias=((V, 1.0),)), [])
-    assert sampler.shape == ChoiceShape()
-    assert sampler.knobs[1, 0] == 0.0
-
-
 @pytest.mark.parametrize(
     ("values", "masked", "shape"),
     [

@@ -9,7 +9,7 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.convert import Recipe, convert
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.speculation.modes import Mode
 from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 

@@ -236,7 +236,8 @@ def test_without_thinking_the_grammar_holds_from_the_first_token(model: lowbit.M
         request = model.request(
             model.encode("Hi", **more), grammar=grammar, max_thinking_tokens=4, raw="raw" in more
         )
-        mask = request.constraint.mask() if request.constraint else None
+        constraint = request.tokens.request.constraint
+        mask = constraint.mask() if constraint else None
         assert mask is not None
         assert not (int(mask[OPEN // 32]) >> OPEN % 32) & 1
 

@@ -27,13 +27,17 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.kernel import attention_kernel
-from lowbit.runtime.kernels.launch.device import hopper_registers, programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import (
+from lowbit.runtime.kernels.launch.attention import (
     MOST_OF_ONE,
     attention_launch,
     join_bytes,
-    power_of_two,
     row_bytes,
+)
+from lowbit.runtime.kernels.launch.device import (
+    hopper_registers,
+    power_of_two,
+    programmatic_launch,
+    run,
 )
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.launch.attention import KeySplit
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.kernels.launch.linear import KeySplit
 from lowbit.runtime.kernels.ptx.memory import barrier, floats, store_shared4, store_shared16
 from lowbit.runtime.kernels.ptx.mma import as_word, from_lane
 

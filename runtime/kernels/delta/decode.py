@@ -29,8 +29,13 @@ from torch import Tensor
 from lowbit.runtime.kernels.delta.gates import gates_ref
 from lowbit.runtime.kernels.delta.out import gated_norm_ref, norm_heads, window_ref
 from lowbit.runtime.kernels.delta.recurrence import recurrence_kernel
-from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
-from lowbit.runtime.kernels.launch.linear import CROWD, STATIC_SHARED
+from lowbit.runtime.kernels.launch.attention import CROWD
+from lowbit.runtime.kernels.launch.device import (
+    STATIC_SHARED,
+    programmatic_launch,
+    register_cap,
+    run,
+)
 from lowbit.runtime.kernels.linear.stage import SQUARES
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights

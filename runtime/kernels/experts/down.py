@@ -25,13 +25,17 @@ from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, shares
 from lowbit.runtime.kernels.experts.gate_up import padded_width
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
+from lowbit.runtime.kernels.launch.device import (
+    STATIC_SHARED,
+    programmatic_launch,
+    register_cap,
+    run,
+)
 from lowbit.runtime.kernels.launch.experts import (
     ExpertsDownLaunch,
     experts_down_launch,
     experts_down_launches,
 )
-from lowbit.runtime.kernels.launch.linear import STATIC_SHARED
 from lowbit.runtime.kernels.linear.columns import (
     column_of,
     multiply_digits,

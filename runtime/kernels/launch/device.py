@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel may declare on every GPU
 OLDER_REGISTERS = 168  # of a thread, where a launch names none
 
 
@@ -51,6 +52,11 @@ def shared_limit(x: Tensor) -> int:
     if found in ((8, 6), (8, 9)) or found >= (12, 0):
         return 99 << 10
     return (163 if found < (9, 0) else 227) << 10
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n: kernels are compiled for these counts."""
+    return 1 << (n - 1).bit_length()
 
 
 @cache

@@ -7,7 +7,8 @@ find room at once. Those of 4 bits are measured on an H200 (LOG.md).
 
 from dataclasses import dataclass, replace
 
-from lowbit.runtime.kernels.launch.linear import GemvLaunch, power_of_two
+from lowbit.runtime.kernels.launch.device import power_of_two
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
 
 
 @dataclass(frozen=True, slots=True)

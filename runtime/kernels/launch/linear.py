@@ -1,4 +1,4 @@
-"""Launch sizes: literal tables, by the size of what is read.
+"""Launch sizes of linear layers: literal tables, by the size of the weight.
 
 Measured on an H200 (LOG.md); elsewhere the same but for the cap of registers (`register_cap`) and,
 before Hopper, for shared memory asked for beyond the need: no kernel needs more registers or shared
@@ -6,8 +6,6 @@ memory than compute capability 8.0 to 12.0 all have.
 """
 
 from dataclasses import dataclass, replace
-
-from lowbit.runtime.state.step import EXACT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,134 +232,3 @@ def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int
 def _divisor(n: int, most: int) -> int:
     """The largest divisor of n up to a bound."""
     return max(d for d in range(1, most + 1) if n % d == 0)
-
-
-@dataclass(frozen=True, slots=True)
-class KeySplit:
-    """The order in which the keys before a token are added up; it decides every bit of the result.
-
-    Follows from the sizes of heads alone, so it is the same for a token in any step and on any GPU.
-    Up to `whole` keys there are `groups` splits that take turns; more keys are divided into splits
-    of whole turns, as few turns as leave no more than `most` splits. In a turn each warp of a split
-    takes its blocks, one warp after another. Warps are added up in order, then splits.
-
-    Attributes:
-        most: splits of one sequence; a power of two.
-        warps: of a split.
-        groups: splits up to `whole` keys, 1 or 2.
-        blocks: of 8 keys that a warp takes at a time, 1 or 2.
-        whole: keys, a multiple of a turn of all groups.
-    """
-
-    most: int
-    warps: int
-    groups: int
-    blocks: int
-    whole: int
-
-    @property
-    def turn(self) -> int:
-        """Keys that a split takes at a time."""
-        return KEYS * self.blocks * self.warps
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLaunch:
-    """Programs of a decode step's attention; nothing but `keys` changes a bit.
-
-    Attributes:
-        keys: the order in which keys are added up.
-        splits: for each kv head and token; 1 where a program takes all keys, with the warps of all
-            groups.
-        parts: of the columns of the values, where the keys are not split: programs of a kv head
-            that all take all keys.
-        ahead: turns of keys and values that a program loads at first, of `keys.whole` keys at most;
-            0 loads each turn during the one before.
-        early: whether the next kernel may start before this one has its input; where the keys are
-            split, while they are still read.
-        registers: of a thread on Hopper; None leaves them to the compiler. With more than 168 two
-            programs of four warps fit on a multiprocessor, not three.
-    """
-
-    keys: KeySplit
-    splits: int
-    parts: int = 1
-    ahead: int = 0
-    early: bool = False
-    registers: int | None = None
-
-
-KEYS = 8  # of a block
-STATIC_SHARED = 48 << 10  # bytes
-KEYS_OF_ONE = 256  # up to here a program takes all keys of a kv head
-UNSPLIT = 1 << 30  # more keys than there are
-PART = 64  # columns of the values
-WIDTH = 2048  # of all query heads; more make the kernels around attention large
-SHORT = 1024  # keys
-MOST_SPLITS = 64
-MOST_OF_ONE = 16  # tokens of one sequence in a step
-REGISTERS = 224  # less makes Triton 3.9 spill
-CROWDED = 128  # programs that leave no multiprocessor for more parts
-FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token alone
-
-
-def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
-    """The order of keys for so many query heads that share a kv head."""
-    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, MOST_OF_ONE) <= STATIC_SHARED
-    most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
-    return KeySplit(
-        most=1 << max(most, 1).bit_length() - 1,
-        warps=8 if wide else 4,
-        groups=1 if wide else 2,
-        blocks=2,
-        whole=KEYS_OF_ONE if most > 1 else UNSPLIT,
-    )
-
-
-def attention_launch(
-    kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
-) -> AttentionLaunch:
-    """The programs for positions below `reach` of so many tokens.
-
-    More than EXACT_TOKENS are programs enough without splits of their keys, which is faster; from
-    KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
-    """
-    keys = key_split(kv_heads, shared, head_dim)
-    if tokens > EXACT_TOKENS:
-        keys = replace(keys, whole=max(keys.whole, FAST_WHOLE))
-    width = shared * kv_heads * head_dim
-    if reach <= keys.whole:
-        parts = max(1, head_dim // PART)
-        warps = keys.warps * keys.groups
-        while parts > 1 and tokens * kv_heads * parts > CROWDED:
-            if join_bytes(shared, head_dim, warps, parts // 2, MOST_OF_ONE) > STATIC_SHARED:
-                break
-            parts //= 2
-        near = reach <= KEYS_OF_ONE and head_dim // parts <= PART
-        ahead = KEYS_OF_ONE // (keys.turn * keys.groups) if near else 0
-        return AttentionLaunch(keys, 1, parts, ahead, early=width <= WIDTH)
-    splits = min(-(-reach // keys.turn), keys.most)
-    early = head_dim > 128 or width > WIDTH or reach <= SHORT
-    registers = REGISTERS if tokens == 1 and head_dim == 128 else None
-    return AttentionLaunch(keys, splits, early=early, registers=registers)
-
-
-def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int) -> int:
-    """Shared memory of an attention program: queries and new keys, then sums of each warp."""
-    sums = 4 * -(-head_dim // (64 * parts)) * 128 * -(-shared // 2)
-    return (shared + together) * row_bytes(head_dim) + warps * (64 + sums)
-
-
-def row_bytes(head_dim: int) -> int:
-    """Bytes from one head in shared memory to the next, padded so that they share no bank."""
-    return 2 * head_dim + 64
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
-# One token of a gated DeltaNet: from so many programs on, each takes so much shared memory that few
-# fit on one multiprocessor; see `GemvLaunch.shared`.
-CROWD = 128

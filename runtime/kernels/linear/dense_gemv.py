@@ -14,8 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import STATIC_SHARED, power_of_two
+from lowbit.runtime.kernels.launch.device import (
+    STATIC_SHARED,
+    power_of_two,
+    programmatic_launch,
+    run,
+)
 from lowbit.runtime.kernels.linear.dense_rows import multiply_rows, rows_bytes
 from lowbit.runtime.kernels.ptx.memory import declaration, shared_buffer
 from lowbit.runtime.kernels.ptx.mma import threads

@@ -18,17 +18,14 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
+    STATIC_SHARED,
+    power_of_two,
     programmatic_launch,
     register_cap,
     run,
     shared_limit,
 )
-from lowbit.runtime.kernels.launch.linear import (
-    STATIC_SHARED,
-    GemvLaunch,
-    gemv_launch,
-    power_of_two,
-)
+from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
 from lowbit.runtime.kernels.linear.dense_rows import rows_bytes
 from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes
 from lowbit.runtime.kernels.linear.digits import digits

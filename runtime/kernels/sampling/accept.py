@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.state import links as links_module
 from lowbit.runtime.state import posted, sampler_rows
 from lowbit.runtime.state.links import Links

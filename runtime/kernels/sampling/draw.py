@@ -19,8 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     declaration,

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.settle import settle
 from lowbit.runtime.kernels.sampling.uniform import uniform
 from lowbit.runtime.state import sampler_rows

@@ -14,8 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
-from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.launch.linear import power_of_two
+from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.choose import best_rows
 from lowbit.runtime.kernels.sampling.draw import BLOCK, GROUP
 from lowbit.runtime.state import posted

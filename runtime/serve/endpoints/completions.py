@@ -44,7 +44,7 @@ async def create(request: Request) -> Response:
     service.check_open(body.n or 1)
     limited = any(getattr(body, name) is not None for name in FormatFields.model_fields)
     asks = await service.in_thread(lambda: asks_of(service.model, body), limited)
-    prompts = [list(ask.tokens.prompt) for ask in asks[:: body.n or 1]]
+    prompts = [list(ask.tokens.request.prompt) for ask in asks[:: body.n or 1]]
     record.prompt_tokens = sum(map(len, prompts))
     head = {
         "id": new_id("cmpl-"),

@@ -42,7 +42,7 @@ async def create(request: Request) -> Response:
     """Answer a conversation."""
     opened = await open_conversation(request, ResponsesBody, conversation_of, _wanted)
     body, model, answers = opened.body, opened.service.model, opened.answers
-    sampling = opened.ask.tokens.sampling
+    sampling = opened.ask.tokens.request.sampling
     made = ResponseObject(new_id("resp_"), int(time.time()), body, sampling, opened.prompt_tokens)
     if body.stream:
         return EventStream(answers, ResponseEvents(made, model.tokenizer))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.sequence import Constraint
+from lowbit.runtime.text.constraint import Constraint
 
 V = 4096
 

@@ -15,7 +15,7 @@ from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.prefix import PrefixCache
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Request
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"

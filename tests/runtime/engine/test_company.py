@@ -13,8 +13,8 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import sequence as engine_sequence
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 

@@ -17,9 +17,10 @@ from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import Constraint, TokenRequest
 from lowbit.runtime.speculation.drafter import NewDrafter
+from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from tests.runtime.engine.guesses import drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing

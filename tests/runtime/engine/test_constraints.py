@@ -13,7 +13,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from tests.runtime.engine.residues import Residues, V, follows, words_of
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

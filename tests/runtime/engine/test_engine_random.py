@@ -12,7 +12,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.sequence import Constraint, TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.text.constraint import Constraint
 from tests.runtime.engine.guesses import guessers
 from tests.runtime.engine.small_engine import (
     INTERRUPTED,

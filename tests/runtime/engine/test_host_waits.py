@@ -18,8 +18,8 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
-from lowbit.runtime.engine.sequence import TokenRequest
 from lowbit.runtime.state.delta import DeltaSlots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages

@@ -10,7 +10,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.backends import cpu
-from lowbit.runtime.engine import admission
+from lowbit.runtime.engine import engine as engine_module
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
@@ -122,7 +122,7 @@ class Watched(Sequence):
 def test_who_looks_at_a_request_that_ends_sees_why(
     model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "Sequence", Watched)
+    monkeypatch.setattr(engine_module, "Sequence", Watched)
     engine = new_engine(model)
     assert len(engine.generate(PROMPT, lowbit.SamplingParams(), 8).result()) == 8
     handle = engine.generate(PROMPT, lowbit.SamplingParams(), 8)

@@ -13,7 +13,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import Load, load_of
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 GREEDY = lowbit.SamplingParams()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.sequence import TokenLogProbabilities, TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 from tests.runtime.engine.residues import Foreseen, follows, guessing
 

@@ -15,7 +15,7 @@ from lowbit.runtime.engine import scores
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.new_runner import new_runner
-from lowbit.runtime.engine.sequence import TokenRequest
+from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.evaluate.scoring import score as evaluated
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

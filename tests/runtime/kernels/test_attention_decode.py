@@ -13,7 +13,12 @@ from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.attention.reference import attention_ref
-from lowbit.runtime.kernels.launch.linear import FAST_WHOLE, KEYS_OF_ONE, KeySplit, attention_launch
+from lowbit.runtime.kernels.launch.attention import (
+    FAST_WHOLE,
+    KEYS_OF_ONE,
+    KeySplit,
+    attention_launch,
+)
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step

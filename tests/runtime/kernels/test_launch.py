@@ -5,21 +5,23 @@ from dataclasses import replace
 
 import pytest
 
+from lowbit.runtime.kernels.launch.attention import (
+    KEYS,
+    MOST_OF_ONE,
+    MOST_SPLITS,
+    attention_launch,
+    join_bytes,
+    key_split,
+)
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP
 from lowbit.runtime.kernels.launch.linear import (
     GEMV_MEASURED,
     GEMV_SHARES,
     GEMV_UNPAIRED,
-    KEYS,
-    MOST_OF_ONE,
-    MOST_SPLITS,
     SEVERAL_MEASURED,
-    STATIC_SHARED,
     GemvLaunch,
-    attention_launch,
     gemv_launch,
-    join_bytes,
-    key_split,
 )
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
 from lowbit.runtime.state.pages import PAGE

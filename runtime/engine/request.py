@@ -1,0 +1,140 @@
+"""A request to continue token ids, and the checks that make it one that an engine can run."""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field, replace
+
+from lowbit.formats.errors import RequestError, SettingError
+from lowbit.formats.sampling_ranges import LOGPROBS
+from lowbit.formats.text.length import TooLongError
+from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.constraint import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """Token ids to continue, unchecked.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        max_new_tokens: at least 1, or 0 with `prompt_logprobs`; None for as many as the context
+            holds.
+        stop_ids: tokens after which the sequence ends.
+        message_ends: tokens that end a message; prefixes are kept up to them.
+        constraint: limits its tokens; made for this request alone. None allows all.
+        prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
+            likeliest tokens in their places; None reports none.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    message_ends: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that an engine can run; `Limits.check` alone makes one from a `TokenRequest`.
+
+    Attributes:
+        request: as it was asked for.
+        count: new tokens at most: those asked for, or as many as the context holds.
+    """
+
+    request: TokenRequest
+    count: int
+
+    def answer(self, constraint: Constraint | None, seed: int | None = None) -> "CheckedRequest":
+        """The same request with a constraint, and a seed, for one of several answers.
+
+        seed: None keeps that of the request.
+        """
+        sampling = self.request.sampling
+        if seed is not None:
+            sampling = replace(sampling, seed=seed)
+        return replace(
+            self, request=replace(self.request, sampling=sampling, constraint=constraint)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of an engine that its requests must fit.
+
+    Attributes:
+        context: most tokens of a sequence.
+        positions: most tokens of a sequence that the model could have.
+        embedded: token ids that a prompt may have, from 0.
+        vocabulary: token ids that can be chosen, from 0.
+        pages: of the cache.
+    """
+
+    context: int
+    positions: int
+    embedded: int
+    vocabulary: int
+    pages: int
+
+    def check(self, request: TokenRequest) -> CheckedRequest:
+        """Check a request.
+
+        Raises:
+            TooLongError: a prompt longer than the context.
+            SettingError: a number of tokens or log-probabilities out of range, or a bias for a
+                token that the vocabulary does not have.
+            RequestError: an empty prompt, an id outside the vocabulary, or more tokens than the
+                whole cache holds.
+        """
+        self.check_prompt(request.prompt)
+        for id, _ in request.sampling.logit_bias:
+            if id >= self.vocabulary:
+                raise SettingError(
+                    "logit_bias", f"must name tokens from 0 to {self.vocabulary - 1}, got {id}"
+                )
+        asked, scored = request.max_new_tokens, request.prompt_logprobs
+        if scored is not None and not LOGPROBS.allows(scored):
+            raise SettingError("prompt_logprobs", f"must be {LOGPROBS.expected}, got {scored}")
+        least = 1 if scored is None else 0
+        if asked is not None and asked < least:
+            raise SettingError("max_new_tokens", f"must be at least {least}, got {asked}")
+        room = self.context - len(request.prompt) + 1  # the last new token takes no place
+        count = room if asked is None else min(asked, room)
+        pages = pages_needed(len(request.prompt), count)
+        if pages > self.pages:
+            raise RequestError(
+                f"the request may take {pages * PAGE} tokens of the cache, which has "
+                f"{self.pages * PAGE}",
+                hint="ask for fewer new tokens or a larger cache",
+            )
+        return CheckedRequest(request, count)
+
+    def check_prompt(self, ids: Ids[int], start: int = 0) -> None:
+        """Check the token ids of a prompt, and that one of them is number `start`.
+
+        Raises:
+            TooLongError, RequestError: see `check`.
+        """
+        if not ids:
+            raise RequestError("the prompt is empty", hint="give at least one token")
+        if len(ids) > self.context:
+            raise TooLongError(
+                f"the prompt has {len(ids)} tokens, the context is {self.context}",
+                hint=f"shorten the prompt{self.advice(len(ids), ', or ')}",
+            )
+        if min(ids) < 0 or max(ids) >= self.embedded:
+            raise RequestError(f"token ids must be between 0 and {self.embedded - 1}")
+        if not 0 <= start < len(ids):
+            raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
+
+    def advice(self, tokens: int, before: str = "") -> str:
+        """A hint to ask for a larger --context; empty where the model has too few positions."""
+        return f"{before}ask for a larger --context" if tokens <= self.positions else ""
+
+
+def pages_needed(prompt: int, count: int) -> int:
+    """Pages for a prompt of so many tokens and `count` new ones; the last one takes no place."""
+    return pages_for(prompt + max(count - 1, 0))

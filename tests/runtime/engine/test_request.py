@@ -1,0 +1,98 @@
+"""Requests that an engine can run, and those that it refuses."""
+
+import re
+
+import pytest
+
+from lowbit.formats.errors import RequestError, SettingError
+from lowbit.formats.text.length import TooLongError
+from lowbit.runtime.engine.request import Limits, TokenRequest
+from lowbit.runtime.state.sampling import SamplingParams
+from tests.runtime.engine.residues import Residues
+
+LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=3)  # of 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "count"),
+    [(1, 5, 5), (1, None, 256), (1, 999, 256), (256, None, 1), (192, 1, 1), (100, 93, 93)],
+)
+def test_new_tokens_that_fit(prompt: int, asked: int | None, count: int) -> None:
+    limits = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=4)
+    checked = limits.check(TokenRequest((4095,) * prompt, max_new_tokens=asked))
+    assert checked.count == count
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (TokenRequest(()), RequestError, "the prompt is empty"),
+        (
+            TokenRequest((1,) * 257),
+            TooLongError,
+            "the prompt has 257 tokens, the context is 256",
+        ),
+        (TokenRequest((1, 4096)), RequestError, "token ids must be between 0 and 4095"),
+        (TokenRequest((-1,)), RequestError, "token ids must be between 0 and 4095"),
+        (
+            TokenRequest((1,), max_new_tokens=194),
+            RequestError,
+            "the request may take 256 tokens of the cache, which has 192",
+        ),
+    ],
+)
+def test_prompts_that_do_not_fit(
+    request_: TokenRequest, error: type[RequestError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        LIMITS.check(request_)
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    ("request_", "setting", "message"),
+    [
+        (TokenRequest((1,), max_new_tokens=0), "max_new_tokens", "must be at least 1, got 0"),
+        (
+            TokenRequest((1,), max_new_tokens=-1, prompt_logprobs=0),
+            "max_new_tokens",
+            "must be at least 0, got -1",
+        ),
+        (TokenRequest((1,), prompt_logprobs=-1), "prompt_logprobs", "must be "),
+        (
+            TokenRequest((1,), SamplingParams(1.0, logit_bias=((4000, 1.0),))),
+            "logit_bias",
+            "must name tokens from 0 to 3999, got 4000",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_named(
+    request_: TokenRequest, setting: str, message: str
+) -> None:
+    with pytest.raises(SettingError, match=re.escape(f"`{setting}` {message}")) as raised:
+        LIMITS.check(request_)
+    assert raised.value.setting == setting
+
+
+def test_hint_for_a_prompt_beyond_the_context() -> None:
+    for tokens, hint in ((257, ", or ask for a larger --context"), (513, "")):
+        with pytest.raises(TooLongError) as raised:
+            LIMITS.check_prompt([1] * tokens)
+        assert raised.value.hint == f"shorten the prompt{hint}"
+
+
+def test_first_token_of_a_part_to_score() -> None:
+    LIMITS.check_prompt([1, 2], start=1)
+    with pytest.raises(RequestError, match="the sequence has 2 tokens, none is number 2"):
+        LIMITS.check_prompt([1, 2], start=2)
+
+
+def test_answers_to_one_request_have_a_seed_and_a_constraint_each() -> None:
+    sampling = SamplingParams(0.8, seed=7)
+    checked = LIMITS.check(TokenRequest((1, 2), sampling, 5))
+    constraint = Residues()
+    made = checked.answer(constraint, seed=8)
+    assert made.count == 5
+    assert made.request.constraint is constraint
+    assert made.request.sampling == SamplingParams(0.8, seed=8)
+    assert checked.answer(None) == checked
