@@ -40,13 +40,13 @@ from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
+from lowbit.runtime.engine.load_options import RECURRENT_DRAFTS
 from lowbit.runtime.engine.loading import choose_device, load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.widths import width_for
-from lowbit.runtime.speculation.costs import Costs, Line
+from lowbit.runtime.speculation.costs import Costs, Line, new_costs
 from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
 from lowbit.runtime.speculation.modes import MOST_DRAFTS
-from lowbit.runtime.speculation.settings import Speculation
 
 EXAMPLES = Path(__file__).parent
 MODELS = EXAMPLES / "models"
@@ -133,7 +133,7 @@ class Bench:
         self, k: int, new_drafter: NewDrafter | None, head: HeadRounds | None = None
     ) -> Drafting:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
-        costs = Speculation("ngram").costs(self.device, self.width)
+        costs = new_costs(self.device, False, self.width)
         if head is not None:
             costs = Costs(Line(0.0, 0.0), Line(-0.1, -0.05))  # as many as there may be
         return Drafting(head.checks if head else self.checks, k, new_drafter, head, costs)
@@ -230,13 +230,12 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
 
 def auto_row(bench: Bench) -> Row:
     """Drafts of the head, all wrong, as `auto` tries them, in a run longer than its first tries."""
-    settings, tokens = Speculation("auto"), bench.tokens * 6
-    most = settings.most_drafts(recurrent=True)
+    tokens, most = bench.tokens * 6, RECURRENT_DRAFTS
     truth = known_output(bench, bench.prompt, tokens)
     plain = bench.median(lambda: None, bench.prompt, tokens)
     head = bench.new_head(truth, "none")
     checks = head.checks if head else bench.checks
-    drafting = Drafting(checks, most, None, head, settings.costs(bench.device, bench.width))
+    drafting = Drafting(checks, most, None, head, new_costs(bench.device, True, bench.width))
     auto = bench.median(lambda: drafting, bench.prompt, tokens)
     row = row_of(bench, "auto", most, plain, truth, {"plain": plain, "auto": auto})
     return replace(row, round_ms=None, cost=None)
@@ -268,8 +267,7 @@ def repeat_row(bench: Bench, model: Model) -> Row:
     )
     tokens = min(bench.tokens * 4, model.context - len(ids) - 2 * (MOST_DRAFTS + 1))
     plain = bench.median(lambda: None, ids, tokens)
-    new = Speculation("ngram").new_drafter()
-    drafted = bench.median(lambda: bench.drafting(MOST_DRAFTS, new), ids, tokens)
+    drafted = bench.median(lambda: bench.drafting(MOST_DRAFTS, NgramDrafter), ids, tokens)
     runs = {"plain": plain, "repeat": drafted}
     truth = max((plain.output, drafted.output), key=len)
     return row_of(bench, "repeat", MOST_DRAFTS, plain, truth, runs)

@@ -11,6 +11,7 @@ from lowbit.formats.errors import LowbitError
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
     from lowbit.runtime.engine.handle import Handle
+    from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.loading import load
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.request import TokenRequest
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Generation",
     "Handle",
+    "LoadOptions",
     "LowbitError",
     "Message",
     "Model",
@@ -40,6 +42,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "Handle": "engine.handle",
     "Generation": "engine.stream",
+    "LoadOptions": "engine.load_options",
     "Message": "text.chat",
     "Model": "engine.model",
     "Piece": "text.reasoning",

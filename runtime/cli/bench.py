@@ -1,7 +1,7 @@
 """`lowbit-run bench`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,17 @@ from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.options import (
     SECTIONS,
     load_model,
-    load_options,
+    machine_options,
     model_argument,
     quantize_options,
     speculate_options,
+    with_load_options,
 )
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
-from lowbit.runtime.speculation.modes import DEFAULT_MODE
+from lowbit.runtime.engine.load_options import LoadOptions
 
 if TYPE_CHECKING:
     from lowbit.runtime.bench.sweep import Sweep
-    from lowbit.runtime.engine.model import Model
 
 MOST_DIGITS = 9  # of a number in a list
 MOST_RUNS = 10_000
@@ -139,29 +139,42 @@ sweep_options = with_options(
     """,
 )
 @model_argument
-@load_options
+@machine_options
 @quantize_options
 @speculate_options
 @measure_options
 @sweep_options
 @json_option
 @reported
-def bench(*, name: str, profile: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
+@with_load_options
+def bench(
+    *,
+    name: str,
+    options: LoadOptions,
+    profile: bool,
+    plot: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
     """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
     --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
     Prompts are arbitrary tokens: with --speculate, real text has more or fewer drafts accepted.
     """
-    asked = [sweep for sweep in SWEEPS if options[sweep] is not None]
-    _check_usage(asked, profile, plot, options)
+    asked = [sweep for sweep in SWEEPS if settings[sweep] is not None]
+    _check_usage(asked, profile, plot, options, settings)
     if asked:
-        _sweep(name, asked[0], plot, as_json, options)
+        _sweep(name, asked[0], plot, as_json, options, settings)
     else:
-        _bench(name, profile, as_json, options)
+        _bench(name, profile, as_json, options, settings)
 
 
 def _check_usage(
-    asked: list[str], profile: bool, plot: Path | None, options: Mapping[str, Any]
+    asked: list[str],
+    profile: bool,
+    plot: Path | None,
+    options: LoadOptions,
+    settings: Mapping[str, Any],
 ) -> None:
     """Refuse options that would have no effect together."""
     named = [f"--{sweep.replace('_', '-')}" for sweep in asked]
@@ -171,61 +184,71 @@ def _check_usage(
         raise click.UsageError("--plot draws a sweep: give --contexts, --group-sizes or --batches.")
     if profile and named:
         raise click.UsageError(f"--profile looks at one run, {named[0]} makes several.")
-    if profile and options["new_tokens"] < 3:
+    if profile and settings["new_tokens"] < 3:
         raise click.UsageError("--profile takes at least 3 --new-tokens.")
-    if profile and (options["speculate"] or "off") != "off":
+    if profile and options.speculate != "off":
         raise click.UsageError("--profile looks at plain steps: no --speculate.")
-    if "group_sizes" in asked and options["group_size"] is not None:
+    if "group_sizes" in asked and _given("group_size"):
         raise click.UsageError("--group-sizes are the group sizes: no --group-size.")
-    if "batches" in asked and options["sampled"]:
+    if "batches" in asked and settings["sampled"]:
         raise click.UsageError("--batches decodes greedily, it takes no --sampled.")
-    source = click.get_current_context().get_parameter_source("prompt_tokens")
-    if "contexts" in asked and source is not ParameterSource.DEFAULT:
+    if "contexts" in asked and _given("prompt_tokens"):
         raise click.UsageError("--contexts are the lengths of the prompts: no --prompt-tokens.")
 
 
-def _bench(name: str, profile: bool, as_json: bool, options: Mapping[str, Any]) -> None:
+def _given(parameter: str) -> bool:
+    """True if the command line, or the environment, has the parameter."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is not ParameterSource.DEFAULT
+
+
+def _bench(
+    name: str, profile: bool, as_json: bool, options: LoadOptions, settings: Mapping[str, Any]
+) -> None:
     from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
     from lowbit.runtime.bench.bench import bench as measure
     from lowbit.runtime.bench.profiling import profile as record
     from lowbit.runtime.bench.render import show_profile, show_result
 
-    needed = options["prompt_tokens"] + options["new_tokens"] - 1
+    prompt, new, sampled = settings["prompt_tokens"], settings["new_tokens"], settings["sampled"]
+    needed = prompt + new - 1
     # Beyond the default the context grows with the run, or is refused before weights are read.
-    context = options["context"] or (needed if needed > DEFAULT_CONTEXT else None)
-    speculate = "off" if profile else options["speculate"]
-    model = _load(name, {**options, "context": context, "speculate": speculate})
-    prompt, new, sampled = options["prompt_tokens"], options["new_tokens"], options["sampled"]
-    result = measure(model, prompt, new, options["runs"], sampled)
+    context = options.context or (needed if needed > DEFAULT_CONTEXT else None)
+    model = load_model(name, replace(options, context=context))
+    result = measure(model, prompt, new, settings["runs"], sampled)
     found = record(model, prompt, new, sampled) if profile else None
     if as_json:
         shown = {} if found is None else {"profile": asdict(found)}
-        print_json({**asdict(result), **_facts(options["quantize"]), **shown})
+        print_json({**asdict(result), **_facts(options), **shown})
         return
     show_result(name, result)
     if found is not None:
         show_profile(found, result)
 
 
-def _facts(recipe: Base | None) -> dict[str, Any]:
+def _facts(options: LoadOptions) -> dict[str, Any]:
     """Facts of every measurement: how the weights came about, and what the model was given."""
-    return {"quantized_at_load": recipe, "prompt": "arbitrary tokens"}
+    return {"quantized_at_load": options.quantize, "prompt": "arbitrary tokens"}
 
 
 def _sweep(
-    name: str, over: str, plot: Path | None, as_json: bool, options: Mapping[str, Any]
+    name: str,
+    over: str,
+    plot: Path | None,
+    as_json: bool,
+    options: LoadOptions,
+    settings: Mapping[str, Any],
 ) -> None:
     from lowbit.runtime.bench.plot import write_plot
     from lowbit.runtime.bench.render import show_sweep
     from lowbit.runtime.bench.sweep import plotted
 
     run = {"contexts": _contexts, "group_sizes": _group_sizes, "batches": _batches}[over]
-    recipe = options["quantize"]
-    if over == "group_sizes" and recipe is None:
-        recipe = DEFAULT_RECIPE
-    sweep = run(name, {**options, "quantize": recipe})
+    if over == "group_sizes":
+        options = replace(options, quantize=options.quantize or DEFAULT_RECIPE)
+    sweep = run(name, options, settings)
     if as_json:
-        print_json({**asdict(sweep), **_facts(recipe)})
+        print_json({**asdict(sweep), **_facts(options)})
     else:
         show_sweep(name, sweep)
     if plot is not None:
@@ -233,55 +256,37 @@ def _sweep(
         note(f"written to {plot}")
 
 
-def _contexts(name: str, options: Mapping[str, Any]) -> "Sweep":
+def _contexts(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
     from lowbit.runtime.bench.sweep import over_contexts
 
-    lengths, new = options["contexts"], options["new_tokens"]
-    needed = options["context"] or max(lengths) + new - 1
-    model = _load(name, {**options, "context": needed})
-    return over_contexts(model, lengths, new, options["runs"], options["sampled"])
+    lengths, new = settings["contexts"], settings["new_tokens"]
+    model = load_model(name, replace(options, context=options.context or max(lengths) + new - 1))
+    return over_contexts(model, lengths, new, settings["runs"], settings["sampled"])
 
 
-def _group_sizes(name: str, options: Mapping[str, Any]) -> "Sweep":
+def _group_sizes(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
     from lowbit.formats.hub.locate import locate
     from lowbit.runtime.bench.sweep import check_group_sizes, over_group_sizes
 
-    sizes = options["group_sizes"]
+    sizes = settings["group_sizes"]
     folder = locate(name).folder
-    check_group_sizes(folder, options["quantize"], sizes)
+    check_group_sizes(folder, options.quantize or DEFAULT_RECIPE, sizes)
     return over_group_sizes(
-        lambda size: _load(str(folder), {**options, "group_size": str(size)}),
+        lambda size: load_model(str(folder), replace(options, group_size=size)),
         sizes,
-        options["prompt_tokens"],
-        options["new_tokens"],
-        options["runs"],
-        options["sampled"],
+        settings["prompt_tokens"],
+        settings["new_tokens"],
+        settings["runs"],
+        settings["sampled"],
     )
 
 
-def _batches(name: str, options: Mapping[str, Any]) -> "Sweep":
+def _batches(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
     from lowbit.runtime.bench.bench import tokens_before
     from lowbit.runtime.bench.sweep import over_batches
 
-    batches, prompt, new = options["batches"], options["prompt_tokens"], options["new_tokens"]
+    batches, prompt, new = settings["batches"], settings["prompt_tokens"], settings["new_tokens"]
     most = max(batches)  # the first sequences decode while the last prompts run
-    mode = options["speculate"] or DEFAULT_MODE
-    needed = options["context"] or prompt + new + tokens_before(most, mode != "off") - 1
-    model = _load(name, {**options, "context": needed}, most)
-    return over_batches(model, batches, prompt, new, options["runs"])
-
-
-def _load(name: str, options: Mapping[str, Any], sequences: int = 1) -> "Model":
-    return load_model(
-        name,
-        options["device"],
-        options["context"],
-        options["threads"],
-        options["quantize"],
-        options["group_size"],
-        options["method"],
-        sequences,
-        options["speculate"],
-        options["draft_tokens"],
-        options["drafter"],
-    )
+    needed = prompt + new + tokens_before(most, options.speculate != "off") - 1
+    options = replace(options, context=options.context or needed, max_sequences=most)
+    return over_batches(load_model(name, options), batches, prompt, new, settings["runs"])

@@ -21,24 +21,23 @@ from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
     load_model,
-    load_options,
+    machine_options,
     note_plain,
     quantize_options,
     sampling_options,
     speculate_options,
     talk_options,
+    with_load_options,
 )
 from lowbit.runtime.cli.schema_file import read_schema
+from lowbit.runtime.engine.load_options import LoadOptions
 
 if TYPE_CHECKING:
-    from lowbit.formats.layout.recipes import Base
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat
-    from lowbit.runtime.engine.input_power import Method
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
-    from lowbit.runtime.speculation.modes import Mode
 
 Ask = Callable[["Chat"], "Slash | str | None"]
 
@@ -66,7 +65,7 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 @click.option(
     "--api-key", envvar="LOWBIT_API_KEY", metavar="KEY", show_envvar=True, help="With --url: key."
 )
-@load_options
+@machine_options
 @quantize_options
 @speculate_options
 @sampling_options
@@ -80,27 +79,19 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 )
 @json_option
 @reported
+@with_load_options
 def chat(
     *,
     name: str | None,
     url: str | None,
     api_key: str | None,
-    context: int | None,
-    device: str | None,
-    threads: int | None,
-    quantize: "Base | None",
-    group_size: str | None,
-    method: "Method | None",
-    speculate: "Mode | None",
-    draft_tokens: int | None,
-    drafter: str | None,
+    options: LoadOptions,
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
     thinking: bool | None,
     max_thinking_tokens: int | None,
     json_schema: Path | None,
-    allow_control_tokens: bool,
     history: bool,
     as_json: bool,
     **sampling: Any,
@@ -114,17 +105,15 @@ def chat(
     from lowbit.runtime.conversation.turns import Conversation
 
     schema = None if json_schema is None else read_schema(json_schema)
-    drafts = speculate, draft_tokens, drafter
     if url is not None:
-        _check_remote(
-            *(context, device, threads, quantize, group_size, method, *drafts),
-            allow_control_tokens or None,
-        )
+        if options != LoadOptions(max_sequences=1):
+            raise click.UsageError(
+                "--url takes no option for loading a model: the server has done it."
+            )
         model = _remote(url, api_key, name)
         name = model.name  # type: ignore[attr-defined]
     elif name is not None:
-        loaded = device, context, threads, quantize, group_size, method
-        model = load_model(name, *loaded, 1, *drafts, allow_control_tokens)
+        model = load_model(name, options)
         note_plain(model)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
@@ -146,15 +135,9 @@ def chat(
     ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
     talk, failure = _converse(talk, ask, view)
     if as_json:
-        print_json({**_said(talk, made), "quantized_at_load": quantize})
+        print_json({**_said(talk, made), "quantized_at_load": options.quantize})
     if failure is not None:
         raise failure
-
-
-def _check_remote(*given: object) -> None:
-    """Refuse options that say how a model is loaded."""
-    if any(value is not None for value in given):
-        raise click.UsageError("--url takes no option for loading a model: the server has done it.")
 
 
 def _remote(url: str, key: str | None, name: str | None) -> "Model":

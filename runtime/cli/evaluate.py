@@ -8,10 +8,16 @@ import click
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, folders, json_option
 from lowbit.formats.shell.output import note, print_json
-from lowbit.runtime.cli.options import load_model, load_options, model_argument
+from lowbit.runtime.cli.options import (
+    load_model,
+    machine_options,
+    model_argument,
+    with_load_options,
+)
 
 if TYPE_CHECKING:
     from lowbit.formats.tasks import TaskReport
+    from lowbit.runtime.engine.load_options import LoadOptions
 
 
 @click.command(
@@ -56,9 +62,10 @@ if TYPE_CHECKING:
     show_default="the model's",
     help="With --chat: switch thinking on or off.",
 )
-@load_options
+@machine_options
 @json_option
 @reported
+@with_load_options
 def evaluate(
     *,
     name: str,
@@ -68,9 +75,7 @@ def evaluate(
     num_fewshot: int | None,
     chat: bool,
     thinking: bool | None,
-    context: int | None,
-    device: str | None,
-    threads: int | None,
+    options: "LoadOptions",
     as_json: bool,
 ) -> None:
     """Score MODEL on tasks through lm-evaluation-harness.
@@ -95,7 +100,7 @@ def evaluate(
         check_place(Path(name) / TASKS_FILE)
         read_tasks(Path(name))
     manager = find_tasks(names, task_folder)
-    model = load_model(name, device, context, threads)
+    model = load_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
         done = run(
             model,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +21,22 @@ from lowbit.runtime.cli.options import (
     check_model,
     control_option,
     load_model,
-    load_options,
+    machine_options,
     model_argument,
     note_plain,
     quantize_options,
     sampling_options,
     speculate_options,
     talk_options,
+    with_load_options,
 )
 from lowbit.runtime.cli.schema_file import read_schema
 from lowbit.runtime.conversation.turns import Conversation
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
-    from lowbit.formats.layout.recipes import Base
-    from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.speculation.modes import Mode
 
 
 @click.command(
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 )
 @model_argument
 @click.argument("prompt", required=False)
-@load_options
+@machine_options
 @quantize_options
 @speculate_options
 @sampling_options
@@ -87,29 +86,20 @@ if TYPE_CHECKING:
 )
 @json_option
 @reported
+@with_load_options
 def generate(
     *,
     name: str,
     prompt: str | None,
-    context: int | None,
-    device: str | None,
-    threads: int | None,
-    quantize: "Base | None",
-    group_size: str | None,
-    method: "Method | None",
-    speculate: "Mode | None",
-    draft_tokens: int | None,
-    drafter: str | None,
+    options: "LoadOptions",
     max_new_tokens: int | None,
     stop: Sequence[str],
     system: str | None,
     thinking: bool | None,
     max_thinking_tokens: int | None,
     json_schema: Path | None,
-    allow_control_tokens: bool,
     raw: bool,
     prompts: Path | None,
-    max_sequences: int,
     out: Path | None,
     as_json: bool,
     **sampling: Any,
@@ -128,14 +118,12 @@ def generate(
         raise click.UsageError(
             "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
         )
-    if raw and allow_control_tokens:
+    if raw and options.allow_control_tokens:
         raise click.UsageError("--raw takes every text as it is, without --allow-control-tokens.")
     schema = None if json_schema is None else read_schema(json_schema)
 
     def load(sequences: int) -> "Model":
-        loaded = name, device, context, threads, quantize, group_size, method
-        drafts = speculate, draft_tokens, drafter
-        model = load_model(*loaded, sequences, *drafts, allow_control_tokens)
+        model = load_model(name, replace(options, max_sequences=sequences))
         note_plain(model)
         return model
 
@@ -148,8 +136,8 @@ def generate(
             given, max_new_tokens, tuple(stop), thinking, raw, max_thinking_tokens, schema
         )
         lines = read_prompts(prompts, settings)
-        model = load(min(max_sequences, len(lines)))
-        facts = {"device": model.device, "quantized_at_load": quantize}
+        model = load(min(options.max_sequences, len(lines)))
+        facts = {"device": model.device, "quantized_at_load": options.quantize}
         failed = answer_file(model, lines, system, out, as_json, facts)
         click.get_current_context().exit(1 if failed else 0)
     text = _prompt(prompt)
@@ -173,7 +161,7 @@ def generate(
                 **asdict(generation),
                 "load_s": model.load_s,
                 "device": model.device,
-                "quantized_at_load": quantize,
+                "quantized_at_load": options.quantize,
             }
         )
     else:

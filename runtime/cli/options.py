@@ -1,9 +1,11 @@
-"""Options of the commands of `lowbit-run`, and the model that they describe."""
+"""Options that commands of `lowbit-run` share, and loading of the model that they describe."""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,13 +25,11 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
+from lowbit.runtime.engine.load_options import METHODS, LoadOptions
 from lowbit.runtime.speculation.modes import DEFAULT_MODE, DRAFTER_MODES, MODES, MOST_DRAFTS
 
 if TYPE_CHECKING:
-    from lowbit.formats.layout.recipes import Base
-    from lowbit.runtime.engine.input_power import Method
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.speculation.modes import Mode
 
 Decorator = Callable[[Command], Command]
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
@@ -40,7 +40,14 @@ def named_device(context: click.Context, parameter: click.Parameter, value: str)
     return None if value == AUTO else value
 
 
-load_options = with_options(
+def whole_number(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | None:
+    """The number that a choice of numbers has given."""
+    return None if value is None else int(value)
+
+
+machine_options = with_options(
     click.option(
         "--context",
         "-c",
@@ -142,13 +149,14 @@ quantize_options = with_options(
     click.option(
         "--group-size",
         type=click.Choice([str(size) for size in GROUP_SIZES]),
+        callback=whole_number,
         show_default=str(GROUP_SIZE),
         help="With --quantize: weights that share a scale; a smaller size where it does not "
         "divide a row.",
     ),
     click.option(
         "--method",
-        type=click.Choice(["rtn", "absmax", "weighted"]),
+        type=click.Choice(METHODS),
         show_default="rtn",
         help="With --quantize: search scales (rtn), weight the search by the inputs of a bundled "
         "text (weighted), or do not search (absmax).",
@@ -221,52 +229,33 @@ def check_model(name: str) -> None:
         raise not_found(name)
 
 
-def load_model(
-    name: str,
-    device: str | None,
-    context: int | None,
-    threads: int | None,
-    quantize: "Base | None" = None,
-    group_size: str | None = None,
-    method: "Method | None" = None,
-    sequences: int = 1,
-    speculate: "Mode | None" = None,
-    draft_tokens: int | None = None,
-    drafter: str | None = None,
-    allow_control_tokens: bool = False,
-) -> "Model":
-    """The model of a folder or Hub id, loaded as the options say.
+def with_load_options(command: Command) -> Command:
+    """Give a command its options for loading as one `LoadOptions`, named `options`."""
+    names = {field.name for field in fields(LoadOptions)}
 
-    sequences: that are decoded together.
-    """
-    _check_speculation(speculate or DEFAULT_MODE, draft_tokens, drafter)
-    if quantize is None and (group_size or method):
-        option = "--group-size" if group_size else "--method"
-        raise click.UsageError(f"{option} needs --quantize.")
+    @wraps(command)
+    def run(**parameters: Any) -> None:
+        loading = {name: parameters.pop(name) for name in names & parameters.keys()}
+        given = {name: value for name, value in loading.items() if value is not None}
+        _check_quantization(given, recipe="quantize" in given or parameters.get("group_sizes"))
+        _check_speculation(given)
+        command(options=LoadOptions(**{"max_sequences": 1, **given}), **parameters)
+
+    return run
+
+
+def load_model(name: str, options: LoadOptions) -> "Model":
+    """The model of a folder or Hub id; stderr says what was not asked for in so many words."""
     from lowbit.runtime.engine.loading import load
 
-    if method == "weighted":
+    if options.measures_inputs:
         note("weighted: measuring the inputs of every linear on a bundled text")
-    wanted = int(group_size or GROUP_SIZE)
-    model = load(
-        name,
-        device=device,
-        context=context,
-        max_sequences=sequences,
-        quantize=quantize,
-        group_size=wanted,
-        method=method or "rtn",
-        speculate=speculate or DEFAULT_MODE,
-        draft_tokens=draft_tokens,
-        drafter=drafter,
-        allow_control_tokens=allow_control_tokens,
-    )
-    if speculate == "auto" and drafter is None and not model.opened.head:
+    model = load(name, options)
+    if options.speculate == "auto" and options.drafter is None and not model.opened.head:
         note("--speculate auto: the model has no MTP head, so that drafts come from n-grams alone")
-    if quantize is not None:
-        _note_quantized(model, quantize, wanted, method or "rtn")
-    if model.device == "cpu":
-        _set_threads(model, threads)
+    if options.quantize is not None:
+        _note_quantized(model)
+    _spare_threads(model)
     return model
 
 
@@ -276,35 +265,42 @@ def note_plain(model: "Model") -> None:
         note("the weights are not quantized: --quantize int4 makes them smaller and faster")
 
 
-def _check_speculation(mode: "Mode", draft_tokens: int | None, drafter: str | None) -> None:
+def _check_quantization(given: dict[str, Any], recipe: object) -> None:
+    """Refuse options that have no effect without a recipe."""
+    for name in ("group_size", "method"):
+        if name in given and not recipe:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --quantize.")
+
+
+def _check_speculation(given: dict[str, Any]) -> None:
     """Refuse options that would have no effect together."""
-    if draft_tokens is not None and mode == "off":
+    mode = given.get("speculate", DEFAULT_MODE)
+    if "draft_tokens" in given and mode == "off":
         raise click.UsageError("--draft-tokens needs --speculate ngram, mtp, dflash or auto.")
-    if drafter is not None and mode not in DRAFTER_MODES:
+    if "drafter" in given and mode not in DRAFTER_MODES:
         raise click.UsageError(f"--drafter needs --speculate {' or '.join(DRAFTER_MODES)}.")
-    if drafter is None and mode == "dflash":
+    if "drafter" not in given and mode == "dflash":
         raise click.UsageError("--speculate dflash needs --drafter.")
 
 
-def _note_quantized(model: "Model", base: "Base", group_size: int, method: "Method") -> None:
-    """One line on the weights quantized at load, and one on those with smaller groups."""
+def _note_quantized(model: "Model") -> None:
+    """Print a line on the weights quantized at load, and one on those with smaller groups."""
+    options = model.options
+    size, method = options.group_size, options.method
     schemes = [scheme for scheme in model.opened.schemes.values() if scheme is not None]
-    smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != group_size)
+    smaller = Counter(scheme.group_size for scheme in schemes if scheme.group_size != size)
     if smaller:
-        counts = ", ".join(f"{count} to {size}" for size, count in smaller.items())
-        note(f"group size: {group_size} does not divide the rows of some linears; lowered {counts}")
+        counts = ", ".join(f"{count} to {lower}" for lower, count in smaller.items())
+        note(f"group size: {size} does not divide the rows of some linears; lowered {counts}")
     chosen = "" if method == "rtn" else f" {method}"
-    groups = "" if group_size == GROUP_SIZE else f" in groups of {group_size}"
-    note(f"quantized at load: {base}{chosen}{groups}, {model.load_s:.1f} s")
+    groups = "" if size == GROUP_SIZE else f" in groups of {size}"
+    note(f"quantized at load: {options.quantize}{chosen}{groups}, {model.load_s:.1f} s")
 
 
-def _set_threads(model: "Model", threads: int | None) -> None:
-    """Small models run on one thread: their operations are shorter than waiting for another."""
+def _spare_threads(model: "Model") -> None:
+    """Run a small model on one thread: its operations are shorter than waiting for another."""
     import torch
 
-    if threads is not None:
-        model.engine.threads = None  # no other count is tried
-    elif model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
+    small = model.opened.weight_bytes("cpu", model.dtype) < ONE_THREAD_BYTES
+    if model.device == "cpu" and model.options.threads is None and small:
+        torch.set_num_threads(1)

@@ -145,10 +145,10 @@ def _show(answer: dict[str, Any]) -> None:
 
 def _identity(model: "Model", system: str | None) -> str:
     """Everything that answers depend on and no line holds, wherever the folder lies."""
-    parts = [str(model.quantized_at_load), str(model.dtype), str(system)]
+    parts = [str(model.options.quantize), str(model.dtype), str(system)]
     for name in (CONFIG_FILE, MANIFEST_FILE):
         path = model.folder / name
         parts.append(hash_file(path) if path.exists() else "")
-    if model.allow_control_tokens:
+    if model.options.allow_control_tokens:
         parts.append("control tokens")
     return " ".join(parts)

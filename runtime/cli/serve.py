@@ -19,19 +19,18 @@ from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
     load_model,
-    load_options,
+    machine_options,
     model_argument,
     quantize_options,
     speculate_options,
+    with_load_options,
 )
 from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
-    from lowbit.formats.layout.recipes import Base
-    from lowbit.runtime.engine.input_power import Method
+    from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.serve.settings import ServeSettings
-    from lowbit.runtime.speculation.modes import Mode
 
 HINT = "pip install '.[serve]' in the clone of lowbit"
 PORT = 8000
@@ -117,10 +116,11 @@ MOST_QUEUE = 65_536
     help="Web page, such as https://example.org, that may use the server (repeatable).",
 )
 @control_option
-@load_options
+@machine_options
 @quantize_options
 @speculate_options
 @reported
+@with_load_options
 def serve(
     *,
     name: str,
@@ -128,23 +128,13 @@ def serve(
     port: int,
     api_key: str | None,
     no_auth: bool,
-    max_sequences: int,
     queue: int,
     request_timeout: float,
     served_name: Sequence[str],
     max_thinking_tokens: int | None,
     log_prompts: bool,
     cors_origin: Sequence[str],
-    allow_control_tokens: bool,
-    context: int | None,
-    device: str | None,
-    threads: int | None,
-    quantize: "Base | None",
-    group_size: str | None,
-    method: "Method | None",
-    speculate: "Mode | None",
-    draft_tokens: int | None,
-    drafter: str | None,
+    options: "LoadOptions",
 ) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs, and a page at /.
 
@@ -169,10 +159,8 @@ def serve(
         log_prompts=log_prompts,
         cors_origins=tuple(cors_origin),
     )
-    loaded = name, device, context, threads, quantize, group_size, method, max_sequences
-    drafts = speculate, draft_tokens, drafter
     try:
-        _run(settings, lambda: load_model(*loaded, *drafts, allow_control_tokens))
+        _run(settings, lambda: load_model(name, options))
     except ModuleNotFoundError as error:
         raise _missing(error) from None
 

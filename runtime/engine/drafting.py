@@ -10,17 +10,17 @@ from lowbit.runtime.engine.blocks import Blocks
 from lowbit.runtime.engine.checks import Checks, Restrict
 from lowbit.runtime.engine.head_cache import MOST_BEHIND
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.restrict import allowed
 from lowbit.runtime.engine.rounds import Part, new_round
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.widths import width_for
-from lowbit.runtime.speculation.costs import Costs
-from lowbit.runtime.speculation.drafter import NewDrafter
+from lowbit.runtime.speculation.costs import Costs, new_costs
+from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
 from lowbit.runtime.speculation.modes import MOST_DRAFTS
 from lowbit.runtime.speculation.pace import PlacedPace, Plan, common_plan
-from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.state.step import EXACT_TOKENS
 
 # Chance that a draft of the head is right behind right ones, by its place, before any of the
@@ -228,18 +228,18 @@ class Drafting:
             head.cache.catch_up(sequence, most=MOST_BEHIND // 2)
 
 
-def new_drafting(
-    runner: Runner, speculation: Speculation, drafts: int, device: str
-) -> Drafting | None:
+def new_drafting(runner: Runner, options: LoadOptions, drafts: int, device: str) -> Drafting | None:
     """The drafts of a runner's sequences, up to `drafts` a step; None where nothing drafts."""
-    if speculation.mode == "off":
+    mode = options.speculate
+    if mode == "off":
         return None
     checks = Checks(runner)
+    width = width_for if runner.on_gpu else None
     return Drafting(
         checks=checks,
         most=drafts,
-        new_drafter=speculation.new_drafter(),
+        new_drafter=NgramDrafter if mode in ("ngram", "auto") else None,
         head=new_head_rounds(checks),
-        costs=speculation.costs(device, width_for if runner.on_gpu else None),
+        costs=new_costs(device, mode == "auto", width, drafter=options.drafter is not None),
         blocks=runner.blocks,
     )

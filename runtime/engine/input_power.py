@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ from lowbit.runtime.state.step import lone_step
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.weights.linear import Linear
 from lowbit.runtime.weights.weights import Weights
-
-Method = Literal["rtn", "absmax", "weighted"]  # by which `load` chooses scales
 
 TEXTS = ("simplewiki-4kB.txt", "gsm8k-train-2kB.txt", "code-2kB.txt")
 MOST_TOKENS = 2048

@@ -7,6 +7,8 @@ import torch
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS, state_count
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.widths import drafts_together
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 
@@ -35,13 +37,7 @@ class CacheSize:
 
 
 def choose_cache(
-    opened: OpenedModel,
-    device: str,
-    dtype: torch.dtype,
-    context: int | None = None,
-    sequences: int = 1,
-    tokens: int | None = None,
-    drafts: int = 0,
+    opened: OpenedModel, device: str, dtype: torch.dtype, options: LoadOptions, drafts: int = 0
 ) -> CacheSize:
     """Sizes of the cache, after checking that it fits into free memory beside the weights.
 
@@ -49,24 +45,22 @@ def choose_cache(
         opened: the model.
         device: `cpu` or `cuda`.
         dtype: of keys and values.
-        context: most tokens of a sequence; None for min(positions, DEFAULT_CONTEXT, what fits).
-        sequences: decoded together.
-        tokens: of all sequences together; None for `sequences` times `context`, or what fits.
-        drafts: that a step can check.
+        options: context, sequences and tokens of the cache that are asked for.
+        drafts: of a sequence in one step at most.
 
     Raises:
-        RequestError: a context that the model has no positions for, no sequence, or fewer tokens
-            than the context.
+        RequestError: a context that the model has no positions for, or fewer tokens than the
+            context.
         ResourceError: weights, or weights and cache, do not fit.
     """
+    context, sequences, tokens = options.context, options.max_sequences, options.cache_tokens
     limit = opened.config.max_position_embeddings
     if context is not None and not 1 <= context <= limit:
         raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
-    if sequences < 1:
-        raise RequestError(f"{sequences} sequences cannot be decoded", hint="1 or more can")
     wanted = context or min(limit, DEFAULT_CONTEXT)
     if tokens is not None and tokens < wanted:
         raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
+    drafts = drafts_together(drafts, sequences)
     all_pages = pages_for(tokens) if tokens else sequences * pages_for(wanted)
     free = free_bytes(device)
     if free is None:

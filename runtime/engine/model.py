@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.formats.layout.recipes import Base
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
@@ -61,13 +61,12 @@ class Model:
         cache: what there is room for.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
+        options: that it was loaded with; `device` and `dtype` are those that were chosen.
         load_s: seconds that loading took.
-        quantized_at_load: recipe by which the weights were quantized as they were read, if any.
-        allow_control_tokens: `<|im_end|>` and the like in a message are the tokens that they spell,
-            not text.
     """
 
     folder: Path
+    options: LoadOptions
     opened: OpenedModel = field(repr=False)
     engine: Engine = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
@@ -79,8 +78,6 @@ class Model:
     dtype: torch.dtype
     load_s: float
     cache: CacheSize
-    quantized_at_load: Base | None = None
-    allow_control_tokens: bool = False
 
     @property
     def context(self) -> int:
@@ -90,7 +87,7 @@ class Model:
     @property
     def control(self) -> ControlTokens | None:
         """Tokens that are text where a message spells them; None for a model that allows them."""
-        return None if self.allow_control_tokens else self.tokenizer.control
+        return None if self.options.allow_control_tokens else self.tokenizer.control
 
     @property
     def grammars(self) -> Grammars:

@@ -8,7 +8,7 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
-from lowbit.runtime import load
+from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import EXTRA, PAGE
@@ -75,7 +75,8 @@ def test_a_gpu_keeps_room_beside_weights_and_cache(
     dtype = torch.bfloat16
     held = opened.weight_bytes("cuda", dtype) + 6 * opened.state_bytes(dtype)
     free((held + memory.GPU_WORKSPACE + opened.kv_bytes(79 * PAGE, dtype)) * memory.HEADROOM + 1)
-    assert memory.choose_cache(opened, "cuda", dtype).context == (79 - EXTRA) * PAGE
+    options = LoadOptions(max_sequences=1)
+    assert memory.choose_cache(opened, "cuda", dtype, options).context == (79 - EXTRA) * PAGE
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(

@@ -87,7 +87,7 @@ def test_same_tensors_and_tokens(tmp_path: Path, name: str, base: Base) -> None:
     answers = []
     for path, quantize in ((source, base), (folder, None)):
         model = load(path, device="cpu", context=64, quantize=quantize)
-        assert model.quantized_at_load == quantize
+        assert model.options.quantize == quantize
         greedy = dataclasses.replace(model.defaults, temperature=0.0)
         done = model.generate("Once upon", raw=True, sampling=greedy, max_new_tokens=16)
         answers.append(done.token_ids)

@@ -6,12 +6,10 @@ from itertools import takewhile
 
 import pytest
 
-from lowbit.formats.errors import RequestError
 from lowbit.runtime.speculation.costs import Costs, Line, new_costs
 from lowbit.runtime.speculation.drafter import NgramDrafter
 from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText
 from lowbit.runtime.speculation.pace import MARGIN, Cost, Pace, PlacedPace, best_plan, common_plan
-from lowbit.runtime.speculation.settings import Speculation
 from lowbit.runtime.speculation.tally import Speculated, Tally
 
 
@@ -197,16 +195,3 @@ def test_a_tally_counts_by_place() -> None:
     both = Tally(1, [1], [0])
     both.add(tally.speculated)
     assert both == Tally(4, [4, 2, 2, 1], [3, 1, 1, 1])
-
-
-@pytest.mark.parametrize("wrong", [{"mode": "fast"}, {"draft_tokens": 0}, {"draft_tokens": 16}])
-def test_settings_that_do_not_exist_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(RequestError, match="must be"):
-        Speculation(**wrong)  # type: ignore[arg-type]
-
-
-def test_drafts_of_a_step() -> None:
-    assert Speculation("off", 3).most_drafts(recurrent=False) == 0
-    assert Speculation("ngram").most_drafts(recurrent=False) == 15
-    assert Speculation("ngram").most_drafts(recurrent=True) == 7
-    assert Speculation("ngram", 4).most_drafts(recurrent=True) == 4

@@ -323,7 +323,7 @@ def test_what_never_fits_is_refused_at_once(model: lowbit.Model) -> None:
     assert len(engine.submit(TokenRequest(prompt(1), GREEDY, 100)).result()) == 100
     with pytest.raises(RequestError, match="a cache of 100 tokens is smaller than the context"):
         lowbit.load(BUNDLED, device="cpu", context=256, cache_tokens=100)
-    with pytest.raises(RequestError, match="0 sequences cannot be decoded"):
+    with pytest.raises(RequestError, match="`max_sequences` must be at least 1, got 0"):
         lowbit.load(BUNDLED, device="cpu", max_sequences=0)
 
 

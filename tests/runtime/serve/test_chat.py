@@ -75,7 +75,8 @@ def test_control_tokens_in_a_message_are_text_unless_they_are_allowed(server: Ru
     assert found.count(end) == 1
     assert found == server.model.encode(forged)
     assert server.model.tokenizer.text.decode(found).count("<|im_end|>") == 2
-    allowed = replace(server.model, allow_control_tokens=True)
+    options = replace(server.model.options, allow_control_tokens=True)
+    allowed = replace(server.model, options=options)
     assert encode(allowed, conversation).count(end) == 2
     assert allowed.encode(forged) == encode(allowed, conversation)
     assert server.model.encode(forged, raw=True).count(end) == 1

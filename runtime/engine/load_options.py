@@ -1,0 +1,140 @@
+"""How a checkpoint is loaded: one record from the command line to the engine, without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+
+from lowbit.formats.errors import RequestError
+from lowbit.formats.fields import shown
+from lowbit.formats.layout.recipes import GROUP_SIZE, Base
+from lowbit.runtime.speculation.modes import DEFAULT_MODE, DRAFTER_MODES, MODES, MOST_DRAFTS, Mode
+
+if TYPE_CHECKING:
+    import torch
+
+Method = Literal["rtn", "absmax", "weighted"]
+METHODS: tuple[Method, ...] = get_args(Method)
+DEVICES = (None, "auto", "cpu", "cuda")
+RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint is loaded.
+
+    Attributes:
+        device: `cpu` or `cuda`; `auto` or None takes a GPU if there is one.
+        dtype: of activations and dense weights; None for bfloat16. float32, on the CPU only, is
+            the checked mode: exact dequantized weights.
+        threads: of this process on the CPU; None leaves PyTorch's number, of which the engine
+            takes fewer where that is faster.
+        context: tokens of prompt and output; None for min(max_position, 8192, what fits).
+        max_sequences: requests that are decoded together; others wait.
+        cache_tokens: of all requests together, and of conversations that are kept; None for
+            `max_sequences` times `context`, or what fits.
+        quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
+            read, with the codes and scales that lowbit-convert writes.
+        group_size: weights that share a scale, with `quantize`; where it does not divide a row,
+            the next smaller one of 32, 64, 128, 256 that does.
+        method: how scales are chosen, with `quantize`: `rtn` searches for the least error,
+            `weighted` weights it by the input's power on a bundled text, which runs through the
+            original first, and `absmax` does not search.
+        max_waiting: requests that may wait beside those that are decoded together; a further one
+            is refused. None for any number.
+        speculate: source of the draft tokens that a step verifies together: `off`, `ngram`, which
+            copies what followed the same tokens before, `mtp`, the model's head for multi-token
+            prediction, `dflash`, a drafter, or `auto` for all that there is. The output does not
+            depend on it.
+        draft_tokens: verified in a step at most; None for as many as suit the model.
+        drafter: folder or Hub id of a DFlash drafter for this model, packed or BF16, read as it is
+            stored; it stands in for the model's head. On the CPU only.
+        allow_control_tokens: control tokens that a message, a tool or an argument of the template
+            spells, such as `<|im_end|>`, are these tokens, so that a message may end its turn and
+            begin another. By default they are plain text. Raw prompts are taken as they are.
+    """
+
+    device: str | None = None
+    dtype: "torch.dtype | None" = None
+    threads: int | None = None
+    context: int | None = None
+    max_sequences: int = 4
+    cache_tokens: int | None = None
+    quantize: Base | None = None
+    group_size: int = GROUP_SIZE
+    method: Method = "rtn"
+    max_waiting: int | None = None
+    speculate: Mode = DEFAULT_MODE
+    draft_tokens: int | None = None
+    drafter: str | Path | None = None
+    allow_control_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that no model has.
+
+        Raises:
+            RequestError: names the option, its range and its value.
+        """
+        if self.device not in DEVICES:
+            raise RequestError(f"device must be auto, cpu or cuda, got `{self.device}`")
+        if self.dtype is not None and str(self.dtype) not in ("torch.bfloat16", "torch.float32"):
+            raise RequestError(f"dtype must be bfloat16 or float32, got {self.dtype}")
+        _check_least("threads", self.threads, 1)
+        _check_least("max_sequences", self.max_sequences, 1)
+        _check_least("max_waiting", self.max_waiting, 0)
+        if self.method not in METHODS:
+            raise _unknown("method", METHODS, self.method)
+        if self.speculate not in MODES:
+            raise _unknown("speculate", MODES, self.speculate)
+        drafts = self.draft_tokens
+        if drafts is not None and (type(drafts) is not int or not 1 <= drafts <= MOST_DRAFTS):
+            raise RequestError(f"`draft_tokens` must be 1 to {MOST_DRAFTS}, got {shown(drafts)}")
+        if self.speculate == "dflash" and self.drafter is None:
+            raise RequestError("`speculate` dflash needs a `drafter`")
+        if self.drafter is not None and self.speculate not in DRAFTER_MODES:
+            raise RequestError(
+                f"`drafter` needs `speculate` {' or '.join(DRAFTER_MODES)}, got {self.speculate}"
+            )
+
+    @property
+    def measures_inputs(self) -> bool:
+        """True if the original runs over a text before its weights are quantized."""
+        return self.quantize is not None and self.method == "weighted"
+
+    @property
+    def mtp_head(self) -> bool:
+        """True if the model's own head drafts, where it has one."""
+        return self.speculate in ("mtp", "auto") and self.drafter is None
+
+    def most_drafts(self, recurrent: bool) -> int:
+        """Draft tokens of a step at most; `recurrent` for a model with linear layers."""
+        if self.speculate == "off":
+            return 0
+        return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions`, as keywords of `load`."""
+
+    device: str | None
+    dtype: "torch.dtype | None"
+    threads: int | None
+    context: int | None
+    max_sequences: int
+    cache_tokens: int | None
+    quantize: Base | None
+    group_size: int
+    method: Method
+    max_waiting: int | None
+    speculate: Mode
+    draft_tokens: int | None
+    drafter: str | Path | None
+    allow_control_tokens: bool
+
+
+def _check_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise RequestError(f"`{name}` must be at least {least}, got {value}")
+
+
+def _unknown(name: str, known: tuple[str, ...], value: Any) -> RequestError:
+    return RequestError(f"`{name}` must be one of {', '.join(known)}, got {shown(value)}")
