@@ -30,7 +30,7 @@ from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.bounds import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.text.tokenizer import load_tokenizer

@@ -40,8 +40,8 @@ from lowbit.runtime.engine.checks import Checks
 from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
+from lowbit.runtime.engine.load import choose_device, load
 from lowbit.runtime.engine.load_options import RECURRENT_DRAFTS
-from lowbit.runtime.engine.loading import choose_device, load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.widths import width_for
 from lowbit.runtime.speculation.costs import Costs, Line, new_costs

@@ -29,7 +29,7 @@ import torch
 from serve_client import Answer, Connection
 
 from lowbit.runtime.engine.cuts import CHUNK
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-qwen3"
 TEMPLATE = Path(__file__).parents[1] / "tests" / "data" / "chat_templates" / "qwen3.jinja"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from train_tiny_experts import learning_rate, load, text_model
 
-from lowbit.runtime.engine.loading import load as load_target
+from lowbit.runtime.engine.load import load as load_target
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.state.sampling import SamplingParams

@@ -11,8 +11,8 @@ from lowbit.formats.errors import LowbitError
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
     from lowbit.runtime.engine.handle import Handle
+    from lowbit.runtime.engine.load import load
     from lowbit.runtime.engine.load_options import LoadOptions
-    from lowbit.runtime.engine.loading import load
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.request import TokenRequest
     from lowbit.runtime.engine.stream import Generation, Stream, Timings
@@ -51,7 +51,7 @@ _HOMES = {
     "Stream": "engine.stream",
     "Timings": "engine.stream",
     "TokenRequest": "engine.request",
-    "load": "engine.loading",
+    "load": "engine.load",
 }
 
 

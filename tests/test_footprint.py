@@ -7,7 +7,7 @@ import torch
 
 from lowbit.convert import Recipe, convert
 from lowbit.convert.pipeline.preview import preview
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import PAGE
 

@@ -276,7 +276,7 @@ def test_errors_come_before_long_work(
         "convert.pipeline.verification._check_files",
         "convert.export.export.open_source",
         "convert.publish.access.patiently",
-        "runtime.engine.loading.load_decoder",
+        "runtime.engine.load.load_decoder",
     ):
         monkeypatch.setattr(f"lowbit.{work}", reached)
     names = {"SRC": TINY, "PACKED": place / "a", "TEXT": place / "text.txt"}

@@ -246,7 +246,7 @@ def with_load_options(command: Command) -> Command:
 
 def load_model(name: str, options: LoadOptions) -> "Model":
     """The model of a folder or Hub id; stderr says what was not asked for in so many words."""
-    from lowbit.runtime.engine.loading import load
+    from lowbit.runtime.engine.load import load
 
     if options.measures_inputs:
         note("weighted: measuring the inputs of every linear on a bundled text")

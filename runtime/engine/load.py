@@ -1,47 +1,137 @@
-"""Load of an engine, and the share of its prompts that it had run before."""
+"""Load a checkpoint folder into a model that answers requests."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
 
+import torch
+from torch import Tensor
+
+from lowbit.formats.errors import RequestError, ResourceError, UnsupportedModelError
+from lowbit.formats.generation import load_generation_config
+from lowbit.formats.hub.locate import locate
+from lowbit.formats.layout.rtn import ScaleRule
+from lowbit.formats.text.template import load_chat_template
+from lowbit.runtime.engine.bounds import Bounds
+from lowbit.runtime.engine.drafting import new_drafting
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.state.pages import EXTRA
+from lowbit.runtime.engine.input_power import calibration_ids, check_searched, input_power
+from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
+from lowbit.runtime.engine.memory import choose_cache
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.models.drafter import load_drafter, open_drafter
+from lowbit.runtime.models.loader import OpenedModel, check_device, load_decoder, open_model
+from lowbit.runtime.state.sampling import sampling_defaults
+from lowbit.runtime.text.tokenizer import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Numbers of now, which may be a step old.
+def load(
+    folder: str | Path, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]
+) -> Model:
+    """Load a packed checkpoint (a plain BF16 one works too).
 
-    Attributes:
-        running: sequences that have room.
-        waiting: sequences that have none yet.
-        pages_used: of keys and values, by running sequences.
-        pages_kept: by prefixes of ended sequences alone; given back when they are needed.
-        pages: in all.
-        prompts: that were looked up in the cache, since the start.
-        hits: of them, those that begin with tokens that it held.
-        reused_tokens: of these prompts, those that were not run again.
+    Args:
+        folder: with config.json, safetensors and tokenizer.json; or a Hub id, `org/name` or
+            `org/name@revision`, which is fetched into the cache of huggingface_hub.
+        options: see `LoadOptions`; None for its defaults.
+        keywords: fields of `LoadOptions`, in place of those that `options` has.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        FormatError: a packed file that breaks SPEC.md or uses a scheme that cannot be served.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented, or `mtp`
+            for a model without that head.
+        QuantizationError: `quantize` for a checkpoint that is quantized already or has NaN, or a
+            recipe that does not fit it.
+        ResourceError: no GPU, or too little memory.
+        RequestError: an option out of its range, or a context or dtype that the model or device
+            does not have.
     """
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_kept: int
-    pages: int
-    prompts: int
-    hits: int
-    reused_tokens: int
-
-
-def load_of(engine: Engine) -> Load:
-    """The load of an engine, from any thread; it does not wait for the step under way."""
-    running, pages = engine.running, engine.runner.state.pages.count - EXTRA
-    used = len({page for sequence in running for page in sequence.pages})
-    return Load(
-        running=len(running),
-        waiting=len(engine.waiting),
-        pages_used=used,
-        pages_kept=max(0, pages + EXTRA - 1 - engine.free_pages - used),
-        pages=pages,
-        prompts=engine.reuse.prompts,
-        hits=engine.reuse.hits,
-        reused_tokens=engine.reuse.tokens,
+    options = replace(options or LoadOptions(), **keywords)
+    device = choose_device(options.device)  # before anything is fetched
+    dtype = options.dtype or torch.bfloat16
+    if dtype == torch.float32 and device != "cpu":
+        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    folder = locate(str(folder)).folder
+    drafter = None if options.drafter is None else locate(str(options.drafter)).folder
+    started = time.perf_counter()
+    opened = _open(folder, drafter, options)
+    if options.measures_inputs:
+        check_searched(opened)
+    generation = load_generation_config(folder, opened.config.vocab_size)
+    config_stops = generation.eos_token_ids or opened.config.eos_token_ids
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder)
+    if template is not None:
+        template.prepare()  # while the weights are read
+    check_device(opened, device)
+    drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
+    cache = choose_cache(opened, device, dtype, options, drafts)
+    beside = None
+    if opened.drafter is not None:  # before the model, which takes longer
+        beside = load_drafter(opened.drafter, dtype, cache.context)
+    if options.measures_inputs:
+        original = open_model(folder)
+        power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
+        opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
+    decoder = load_decoder(opened, device, dtype, cache.context)
+    vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside)
+    engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
+    stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    elif options.threads is not None:
+        engine.threads = None  # no other number is tried
+        torch.set_num_threads(options.threads)
+    return Model(
+        folder=folder,
+        options=options,
+        opened=opened,
+        engine=engine,
+        tokenizer=tokenizer,
+        template=template,
+        bounds=Bounds(tokenizer, template, vocabulary, stop_ids),
+        defaults=sampling_defaults(generation),
+        stop_ids=stop_ids,
+        device=device,
+        dtype=dtype,
+        load_s=time.perf_counter() - started,
+        cache=cache,
     )
+
+
+def _open(
+    folder: Path,
+    drafter: Path | None,
+    options: LoadOptions,
+    power: Mapping[str, Tensor] | None = None,
+) -> OpenedModel:
+    """A checkpoint whose headers fit the options, and its drafter.
+
+    power: of the inputs of every linear; see `input_power`.
+    """
+    rule: ScaleRule = "absmax" if options.method == "absmax" else "signed"
+    opened = open_model(folder, options.quantize, options.group_size, rule, power, options.mtp_head)
+    if options.speculate == "mtp" and not opened.head:
+        raise UnsupportedModelError(
+            f"`{folder}` has no head for multi-token prediction", hint="use --speculate ngram"
+        )
+    return opened if drafter is None else replace(opened, drafter=open_drafter(drafter, opened))
+
+
+def choose_device(device: str | None) -> str:
+    """`cpu` or `cuda`; for `auto` or None a GPU if there is one.
+
+    Raises:
+        ResourceError: a GPU was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ResourceError("no CUDA device was found", hint="use --device cpu")
+    if device in ("cpu", "cuda"):
+        return str(device)
+    return "cuda" if available else "cpu"

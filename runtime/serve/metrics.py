@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from lowbit.runtime.engine.load import Load
+from lowbit.runtime.engine.stats import Load
 from lowbit.runtime.serve.histogram import Histogram
 from lowbit.runtime.speculation.tally import Speculated, Tally
 

@@ -114,7 +114,7 @@ def test_group_sizes_are_checked_before_anything_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load", lambda *a, **k: loaded.append(a))
+    monkeypatch.setattr("lowbit.runtime.engine.load.load", lambda *a, **k: loaded.append(a))
     result = run("--group-sizes", "32,512", *SHORT)
     assert result.exit_code == 1
     assert "groups of 512 do not divide its rows" in result.stderr

@@ -128,7 +128,7 @@ def test_ctrl_c_while_loading_ends_with_130(run: Run, monkeypatch: pytest.Monkey
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load", interrupted)
+    monkeypatch.setattr("lowbit.runtime.engine.load.load", interrupted)
     result = run(MODEL)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
@@ -208,7 +208,7 @@ def test_a_broken_model_ends_a_piped_chat_at_once(
         model.engine.decoder.embedding.fill_(float("nan"))
         return model
 
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load", broken)
+    monkeypatch.setattr("lowbit.runtime.engine.load.load", broken)
     result = run(MODEL, *GREEDY, *(("--json",) if as_json else ()), stdin="Hi\nGo on\n")
     assert result.exit_code == 1
     assert result.stderr.count("NaN or infinite") == 1

@@ -143,7 +143,7 @@ def test_a_failing_disk_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch
     def failing(*_: object) -> None:
         raise OSError(5, "Input/output error")  # of a read, which names no file
 
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load_decoder", failing)
+    monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", failing)
     result = run(BUNDLED, "Hi", "--device", "cpu")
     assert result.exit_code == 1
     assert result.stderr == "Error: Input/output error\n"
@@ -153,7 +153,7 @@ def test_a_full_gpu_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load_decoder", full)
+    monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", full)
     result = run(BUNDLED, "Hi", "--device", "cpu")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: the GPU ran out of memory\n")

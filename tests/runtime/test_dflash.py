@@ -239,7 +239,7 @@ def test_drafters_for_other_models_are_refused(
 
 def test_what_is_no_drafter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights of the model are read."""
-    monkeypatch.setattr("lowbit.runtime.engine.loading.load_decoder", None)
+    monkeypatch.setattr("lowbit.runtime.engine.load.load_decoder", None)
     with pytest.raises(UnsupportedModelError, match="is no drafter but a model of its own"):
         load(TARGET)
     with pytest.raises(CheckpointError, match="is neither a folder nor a model on the Hub"):

@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from lowbit.formats.file_names import HTML_FILE
-from lowbit.runtime.engine.load import load_of
+from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve.metrics import new_registry
 from lowbit.runtime.serve.service import service_of
 

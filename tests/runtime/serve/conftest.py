@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.server import Server, listen

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 from lowbit.runtime.evaluate.scoring import score
 from tests.runtime.serve.conftest import NAME, Running, running
 

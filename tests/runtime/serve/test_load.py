@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lowbit.runtime.engine.load import load_of
+from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve import sse
 from lowbit.runtime.serve.server import MOST_FILES, allow_connections
 from lowbit.runtime.serve.service import READING

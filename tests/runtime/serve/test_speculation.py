@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lowbit.runtime.engine.loading import load
+from lowbit.runtime.engine.load import load
 from lowbit.runtime.state.sampling import SamplingParams
 from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
 
