@@ -37,7 +37,7 @@ from lowbit.convert.cli import main as cli
 from lowbit.formats.architectures import tensor_table
 from lowbit.runtime.backends import cpu  # noqa: F401
 from lowbit.runtime.cli import main as runtime_cli
-from lowbit.runtime.engine import loading, stream  # noqa: F401
+from lowbit.runtime.engine import load, stream  # noqa: F401
 
 SECONDS = 10
 MEMORY_BYTES = 1 << 30  # beyond a run of the same command on an undamaged folder
