@@ -1,33 +1,65 @@
-"""All answers to one request while they are made."""
+"""The answers to one request, from the engine's updates to what an endpoint writes."""
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from lowbit.runtime.serve.errors import of_lowbit, timed_out
-from lowbit.runtime.serve.job import Job, Update
-from lowbit.runtime.serve.mailbox import Mailbox
-from lowbit.runtime.serve.record import Record
+from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.serve.errors import ClientLeftError, of_lowbit, timed_out
+from lowbit.runtime.serve.job import AnswerToken, End, Job, Update
+from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.text.tool_calls import ToolArguments, ToolCallStart
 
 
-class ClientLeftError(Exception):
-    """Nobody reads the answer any more."""
+class Mailbox:
+    """Queue of updates from the engine's thread to the task that answers the request.
+
+    All methods belong to the event loop.
+    """
+
+    __slots__ = ("_updates", "_waiter")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._updates: list[Update] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        """Append an update and wake the waiting task."""
+        self._updates.append(update)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make `take` return although no update has come."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> Sequence[Update]:
+        """Wait for updates; returns all since the last call, none only after `wake`."""
+        if not self._updates:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        found, self._updates = self._updates, []
+        return found
 
 
 @dataclass(slots=True)
 class Answers:
-    """The answers to one request; use it as a context, which cancels what is not complete.
+    """The answers to one request; a context manager that cancels those not complete at its end.
 
     Attributes:
-        request: that is answered.
+        request: request to answer.
         jobs: one for each answer.
-        mailbox: where their updates come.
-        record: of the request.
-        timeout_s: longest time for all of it.
-        log_text: keep the text for the log.
+        mailbox: queue of their updates.
+        record: facts for the log.
+        timeout_s: time limit of the request.
+        log_text: keep the text of the answers for the log.
     """
 
     request: Request
@@ -43,15 +75,16 @@ class Answers:
     _unfinished: int = 0
 
     def __enter__(self) -> "Answers":
-        """Begin to watch for the client to leave, and the time."""
+        """Start to watch the connection and the time."""
         self._unfinished = len(self.jobs)
         self._watcher = asyncio.create_task(self._watch())
         loop = asyncio.get_running_loop()
+        # One for the whole request: a timer costs as much as a token.
         self._timer = loop.call_later(max(0.0, self.left_s), self._expire)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel what is not complete."""
+        """Cancel the answers that are not complete."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._timer is not None:
@@ -63,19 +96,19 @@ class Answers:
 
     @property
     def complete(self) -> bool:
-        """True once every answer has come to its end."""
+        """True once every answer has ended."""
         return self._unfinished == 0
 
     @property
     def left_s(self) -> float:
-        """Seconds until the request takes too long."""
+        """Seconds until the time limit."""
         return self.record.started + self.timeout_s - time.perf_counter()
 
     async def take(self) -> Sequence[Update]:
-        """The next updates, at least one.
+        """Wait for the next updates, at least one.
 
         Raises:
-            ClientLeftError: nobody waits for them.
+            ClientLeftError: the client has left.
             ApiError: an answer failed, or the request takes too long.
         """
         updates = await self.mailbox.take()
@@ -90,7 +123,7 @@ class Answers:
         return updates
 
     def _expire(self) -> None:
-        """The request takes too long: one timer for all of it, as each costs as much as a token."""
+        """End the request at its time limit."""
         self._late = True
         self.mailbox.wake()
 
@@ -115,3 +148,59 @@ class Answers:
         if update.end is not None:
             self._unfinished -= 1
             record.add_end(update.end)
+
+
+@dataclass(slots=True)
+class CollectedCall:
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Collected:
+    """One whole answer.
+
+    Attributes:
+        reasoning: text of the reasoning.
+        content: text of the answer.
+        calls: calls of tools.
+        tokens: tokens with log-probabilities, where the request asks for them.
+        prompt: log-probabilities of the prompt's tokens, where the request asks for them.
+        end: the last update's `end`, once the answer is complete.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CollectedCall] = field(default_factory=list)
+    tokens: list[AnswerToken] = field(default_factory=list)
+    prompt: tuple[TokenLogProbabilities | None, ...] = ()
+    end: End = field(default_factory=lambda: End("length"))
+
+    def add(self, update: Update) -> None:
+        """Append an update."""
+        for event in update.events:
+            if isinstance(event, ToolCallStart):
+                self.calls.append(CollectedCall(event.id, event.name))
+            elif isinstance(event, ToolArguments):
+                self.calls[event.index].arguments += event.fragment
+            elif event.reasoning:
+                self.reasoning += event.text
+            else:
+                self.content += event.text
+        self.tokens += update.tokens
+        self.prompt = self.prompt or update.prompt
+        if update.end is not None:
+            self.end = update.end
+
+
+async def collect(answers: Answers) -> Sequence[Collected]:
+    """Wait for all answers to a request; errors as in `Answers.take`."""
+    found = [Collected() for _ in answers.jobs]
+    with answers:
+        while not answers.complete:
+            for update in await answers.take():
+                found[update.index].add(update)
+    return found

@@ -1,4 +1,4 @@
-"""The application: routes, and what stands around all of them."""
+"""The application: all routes, and the layer around them that checks, counts and logs."""
 
 import asyncio
 import logging
@@ -14,9 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.serve.answers import ClientLeftError
-from lowbit.runtime.serve.auth import check_access
-from lowbit.runtime.serve.endpoints import (
+from lowbit.runtime.serve.apis import (
     chat,
     completions,
     health,
@@ -26,30 +24,27 @@ from lowbit.runtime.serve.endpoints import (
     responses,
     tokens,
 )
-from lowbit.runtime.serve.errors import ApiError, internal, of_lowbit
-from lowbit.runtime.serve.openapi import with_schemas
-from lowbit.runtime.serve.record import Record, record_of
-from lowbit.runtime.serve.schemas.chat import ChatBody
-from lowbit.runtime.serve.schemas.completions import CompletionBody
-from lowbit.runtime.serve.schemas.messages import CountBody, MessagesBody
-from lowbit.runtime.serve.schemas.responses import ResponsesBody
-from lowbit.runtime.serve.schemas.tokens import DetokenizeBody, TokenizeBody
+from lowbit.runtime.serve.apis.common import with_schemas
+from lowbit.runtime.serve.auth import check_access
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, internal, of_lowbit
+from lowbit.runtime.serve.logs import Record, record_of
 from lowbit.runtime.serve.service import Service
 
 log = logging.getLogger("lowbit.serve")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-FAMILIES = (chat, completions, responses, messages, models, tokens, health, page)
+APIS = (chat, completions, responses, messages, models, tokens, health, page)
 BODIES = (
-    *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountBody),
-    *(TokenizeBody, DetokenizeBody),
+    *(chat.ChatBody, completions.CompletionBody, responses.ResponsesBody),
+    *(messages.MessagesBody, messages.CountBody),
+    *(tokens.TokenizeBody, tokens.DetokenizeBody),
 )
-CLIENT_LEFT = 499  # as nginx logs it; nobody reads the response
+CLIENT_LEFT = 499  # nginx's status for a client that left; nobody reads the response
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application that serves a model."""
+    """Build the application that serves a model."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -66,8 +61,8 @@ def build_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for family in FAMILIES:
-        app.include_router(family.router)
+    for api in APIS:
+        app.include_router(api.router)
     app.openapi = partial(_document, app)  # type: ignore[method-assign]
     for kind, handler in (
         (ApiError, _failed),
@@ -96,7 +91,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """An exception that an endpoint expects, as the API writes errors."""
+    """Answer with the error of an endpoint, as its API writes errors."""
     if isinstance(error, ClientLeftError):
         return Response(status_code=CLIENT_LEFT)
     shown = _shown(request, error)
@@ -105,7 +100,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _shown(request: Request, error: Exception) -> ApiError:
-    """The error that the client sees."""
+    """The API's error for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LowbitError):
@@ -118,10 +113,15 @@ def _shown(request: Request, error: Exception) -> ApiError:
 
 
 class Outermost:
-    """Checks the key, counts, logs, and turns a bug into an answer that shows nothing."""
+    """Outermost layer: checks the key, counts, logs, and answers 500 to a bug, without details."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
-        """Stand around an application."""
+        """Wrap an application.
+
+        Args:
+            app: application inside.
+            service: service of the application.
+        """
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ class Outermost:
         try:
             check_access(path, scope["headers"], scope["http_version"], service.settings)
             if scope["method"] == "POST":
-                service.check_crowd()
+                service.check_pending()
             await self._app(scope, receive, noting)
         except ApiError as error:
             record.error = error.message

@@ -1,4 +1,4 @@
-"""Access to the server: for holders of the key, or, without one, programs of this machine."""
+"""Access to the server: with the key, or, where there is none, from this machine alone."""
 
 import hmac
 import re
@@ -19,11 +19,11 @@ def host_of(headers: Headers, version: str) -> str:
     """The name by which a client knows the server, in lower case and without the port.
 
     Args:
-        headers: of the request.
-        version: of HTTP; clients of 1.0 need not name a host.
+        headers: headers of the request.
+        version: version of HTTP; clients of 1.0 need not name a host.
 
     Raises:
-        ApiError: 400, for no name, several, or one that is none.
+        ApiError: 400 for no name, several, or an invalid one.
     """
     found = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if not found and version == "1.0":
@@ -40,10 +40,10 @@ def check_access(path: str, headers: Headers, version: str, settings: ServeSetti
     """Refuse a request that may not use the server.
 
     Args:
-        path: that is asked for.
-        headers: of the request.
-        version: of HTTP.
-        settings: of the server.
+        path: path of the request.
+        headers: headers of the request.
+        version: version of HTTP.
+        settings: settings of the server.
 
     Raises:
         ApiError: 400, 401 or 403.
@@ -56,15 +56,15 @@ def check_access(path: str, headers: Headers, version: str, settings: ServeSetti
 
 
 def check_local(host: str, headers: Headers, origins: Iterable[str]) -> None:
-    """Refuse what a page of another site sends: a browser carries it to this machine's servers.
+    """Refuse requests of web pages of other sites, which a browser sends to this machine's servers.
 
     Args:
-        host: that the client asks for.
-        headers: of the request.
-        origins: of pages that may use the server all the same.
+        host: name of the server in the request.
+        headers: headers of the request.
+        origins: origins of pages that may use the server.
 
     Raises:
-        ApiError: 403, for another origin, or a name that another site gave to this machine.
+        ApiError: 403 for another origin, or a name that another site gave to this machine.
     """
     if host not in LOOPBACK:
         raise ApiError(403, f"the server has no name `{host}`; give it a key, or say --no-auth")
@@ -82,7 +82,7 @@ def check_local(host: str, headers: Headers, origins: Iterable[str]) -> None:
 
 
 def _place_of(origin: str) -> str | None:
-    """Host and port of an origin; None if it is no address."""
+    """Host and port of an origin; None if it is no URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -95,9 +95,9 @@ def check_key(path: str, headers: Headers, key: bytes) -> None:
     The time of the comparison does not depend on how much of the key is right.
 
     Args:
-        path: that is asked for.
-        headers: of the request.
-        key: of the server.
+        path: path of the request.
+        headers: headers of the request.
+        key: key of the server.
 
     Raises:
         ApiError: 401.

@@ -1,4 +1,4 @@
-"""Errors as the two APIs write them."""
+"""Errors as OpenAI's and Anthropic's APIs write them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,17 +25,21 @@ ANTHROPIC_TYPES = {
 ANTHROPIC_PATH = "/v1/messages"
 
 
+class ClientLeftError(Exception):
+    """The client closed its connection, so nobody reads the answer."""
+
+
 @dataclass
 class ApiError(Exception):
     """An error that a client sees.
 
     Attributes:
-        status: of HTTP.
-        message: says what is wrong with the request.
-        type: OpenAI's.
+        status: HTTP status.
+        message: what is wrong with the request.
+        type: OpenAI's type of error.
         param: field that is wrong, such as `messages[0].role`.
-        code: OpenAI's, where it has one.
-        headers: of the response.
+        code: OpenAI's code, where it has one.
+        headers: headers of the response.
     """
 
     status: int
@@ -62,28 +66,28 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body(self, path: str) -> dict[str, Any]:
-        """The object of the API that a path belongs to."""
+        """The error object of the API that a path belongs to."""
         return self.anthropic() if path.startswith(ANTHROPIC_PATH) else self.openai()
 
     def response(self, path: str) -> JSONResponse:
-        """The whole response to a request for a path."""
+        """The HTTP response to a request for a path."""
         return JSONResponse(self.body(path), self.status, dict(self.headers))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be served as it stands."""
+    """The error 400 for a request that is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, hint: str = "") -> ApiError:
-    """A field that this server does not know, or whose value it cannot honour."""
+    """The error 400 for a field that this server does not know, or a value it cannot honour."""
     return invalid(
         f"`{param}` is not supported{f': {hint}' if hint else ''}", param, "unsupported_parameter"
     )
 
 
 def of_lowbit(error: LowbitError, param: str | None = None) -> ApiError:
-    """The API's error for one of ours: the client's fault, or the server's."""
+    """The API's error for a LowbitError: 400 for a wrong request, 500 for all others."""
     message = f"{error}; {error.hint}" if error.hint else str(error)
     if isinstance(error, TooLongError):
         return invalid(message, param, "context_length_exceeded")
@@ -93,12 +97,16 @@ def of_lowbit(error: LowbitError, param: str | None = None) -> ApiError:
 
 
 def internal() -> ApiError:
-    """An error of ours that says nothing about the machine; the log has the rest."""
+    """The error 500 for a bug; it tells nothing about the machine, the log has the rest."""
     return ApiError(500, "the server failed; its log says why", "server_error")
 
 
 def busy(seconds: int) -> ApiError:
-    """The queue is full."""
+    """The error 429 where the queue is full.
+
+    Args:
+        seconds: after which the client should try again.
+    """
     return ApiError(
         429,
         "too many requests are waiting; try again later",
@@ -109,14 +117,14 @@ def busy(seconds: int) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """The server ends once the running requests have."""
+    """The error 503 of a server that only finishes its running requests."""
     return ApiError(
         503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}
     )
 
 
 def failing() -> ApiError:
-    """The engine makes no answers now."""
+    """The error 503 where the engine has ended or hangs."""
     return ApiError(
         503,
         "the engine does not answer; the server's log says why",
@@ -126,5 +134,5 @@ def failing() -> ApiError:
 
 
 def timed_out(seconds: float) -> ApiError:
-    """An answer took longer than it may."""
+    """The error 504 for a request that took too long."""
     return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error")

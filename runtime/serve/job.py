@@ -1,4 +1,4 @@
-"""One answer while the engine makes it: its tokens as text, on the worker's thread."""
+"""One answer while the engine generates it: its tokens become text, on the worker's thread."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,23 +16,23 @@ from lowbit.runtime.text.tool_calls import AnswerSplitter, Event
 from lowbit.runtime.text.tools import CallForm, Tool
 
 if TYPE_CHECKING:
-    from lowbit.runtime.serve.mailbox import Mailbox
+    from lowbit.runtime.serve.answers import Mailbox
 
 StopReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One answer that is asked for.
+    """One answer to ask for.
 
     Attributes:
-        tokens: for the engine.
-        begin: the way the output begins, see `Begin`.
+        tokens: request to the engine.
+        begin: beginning of the output, see `Begin`.
         stops: strings that end the answer and are left out of it.
-        tools: that may be called; without any, nothing is taken for a call.
-        form: of calls.
+        tools: tools that may be called; without any, nothing is taken for a call.
+        form: form of calls.
         parallel: an answer may have several calls.
-        calls_in_pieces: calls are begun before they are complete.
+        calls_in_pieces: calls are sent before they are complete.
     """
 
     tokens: CheckedRequest
@@ -46,12 +46,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
-    """A token with its log-probability, where the request wants them.
+    """A token with its log-probabilities, where the request asks for them.
 
     Attributes:
-        id: of the token.
-        found: log-probabilities.
-        reasoning: true before the answer has begun.
+        id: id of the token.
+        found: log-probabilities in its place.
+        reasoning: the token belongs to the reasoning.
     """
 
     id: int
@@ -61,17 +61,17 @@ class AnswerToken:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last that is known of an answer.
+    """The end of an answer.
 
     Attributes:
         reason: `stop` for a stop token or string, `length` for a full context or the limit.
-        stop: string that ended it, if one did.
-        cached_tokens: of the prompt, those that the cache held.
-        new_tokens: of the output.
-        reasoning_tokens: of them, those before the answer.
-        calls: of tools, those that are complete.
-        speculation: drafts; None where speculation is off.
-        first_tokens: tokens that the first step brought.
+        stop: stop string that ended it, if one did.
+        cached_tokens: prompt tokens that the cache held.
+        new_tokens: tokens of the output.
+        reasoning_tokens: new tokens that are reasoning.
+        calls: complete calls of tools.
+        speculation: drafted and accepted tokens; None where speculation is off.
+        first_tokens: new tokens of the first step.
         first_at: time of the first step's end.
         last_at: time of the last token.
     """
@@ -104,16 +104,17 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of one answer.
+    """New text and tokens of one answer.
 
     Attributes:
-        index: of the answer in its request.
+        index: number of the answer in its request.
         events: new text and calls.
-        tokens: new tokens with log-probabilities; empty where nobody asked for them.
-        cached_tokens: of the prompt, those that the cache held.
-        prompt: log-probabilities of the prompt's tokens, in the first update, if wanted.
-        end: set in the last update, unless it has an error.
-        error: that ended the answer.
+        tokens: new tokens with log-probabilities, where the request asks for them.
+        cached_tokens: prompt tokens that the cache held.
+        prompt: log-probabilities of the prompt's tokens, in the first update, where the request
+            asks for them.
+        end: set in the last update, unless an error ended the answer.
+        error: error that ended the answer.
     """
 
     index: int
@@ -132,15 +133,16 @@ class Update:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An answer on its way; all but `cancel` belongs to the worker's thread.
+    """An answer that the engine generates; all but `cancel` belongs to the worker's thread.
 
     Attributes:
-        index: of the answer in its request.
-        ask: what is asked for.
-        mailbox: where updates go.
+        index: number of the answer in its request.
+        ask: answer to ask for.
+        mailbox: queue of the updates.
+        tokenizer: tokenizer of the model.
         asked_at: time of the request.
-        cancelled: nobody wants the answer any more.
-        handle: of the engine, once it has been handed over.
+        cancelled: nobody waits for the answer any more.
+        handle: the engine's handle, once the request has been submitted.
         count: tokens so far.
         last_at: time of the last token.
     """
@@ -163,7 +165,7 @@ class Job:
     _first_at: float = 0.0
 
     def __post_init__(self) -> None:
-        """Nothing has been made yet."""
+        """Prepare to read the first token."""
         ask = self.ask
         self._splitter = AnswerSplitter(
             self.tokenizer,
@@ -184,7 +186,7 @@ class Job:
             self.handle.cancel()
 
     def collect(self) -> Update | None:
-        """The news since the last call, or None."""
+        """The update since the last call; None if nothing is new."""
         handle = self.handle
         if handle is None:
             return None
@@ -211,7 +213,14 @@ class Job:
     def _push(
         self, id: int, events: list[Event], tokens: list[AnswerToken], first: bool
     ) -> End | None:
-        """Take a token, of the first step or a later one; the end if it is the last."""
+        """Read a token; returns the end if it is the last.
+
+        Args:
+            id: token id.
+            events: list that its text and calls are appended to.
+            tokens: list that its log-probabilities are appended to.
+            first: the token is of the first step.
+        """
         self.count += 1
         self.last_at = time.perf_counter()
         if first:
@@ -227,7 +236,7 @@ class Job:
         return self._finish("stop", events) if self._splitter.stopped else None
 
     def _note_reasoning(self, id: int, new: list[Event]) -> None:
-        """Follow where the reasoning ends."""
+        """Count a token of the reasoning, and note where that ends."""
         if self._reasoning:
             self._reasoning_tokens += 1
             self._reasoning = id != self._close

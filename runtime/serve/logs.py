@@ -1,14 +1,129 @@
-"""The server's log: a line a request on stderr, without prompts."""
+"""The server's log on stderr: one line for each request, without its prompt."""
 
 import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fastapi import Request
 
 from lowbit.formats.printable import printable
+from lowbit.runtime.serve.job import End
+from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 
-MOST_WAITING_BYTES = 1 << 20  # of lines that nobody has read yet
+MOST_ERROR_CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class Record:
+    """Facts of one request for its line of the log and for the metrics.
+
+    Attributes:
+        started: time of its first byte, by `time.perf_counter`.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: prompt tokens that the cache held.
+        new_tokens: tokens of all answers.
+        later_tokens: new tokens after the first step of their answer.
+        drafts: drafted and accepted tokens of answers that have ended.
+        first_token_s: seconds from the start to the first token, or to its text while no answer
+            has ended; None before it.
+        last_token_s: seconds from the start to the last token of an answer that has ended.
+        reasons: why the answers ended.
+        error: why the request was refused or failed.
+        ignored: fields that were accepted and changed nothing.
+        stream: true if the answer was streamed.
+        prompts: texts of all prompts, where the log shall have them.
+        answers: text and calls of each answer, by its number, where the log shall have them.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    later_tokens: int = 0
+    drafts: Tally = field(default_factory=Tally)
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+    error: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    stream: bool = False
+    prompts: list[str] = field(default_factory=list)
+    answers: dict[int, str] = field(default_factory=dict)
+
+    def add_end(self, end: End) -> None:
+        """Count an answer that has ended."""
+        self.reasons.append(end.reason)
+        self.cached_tokens += end.cached_tokens
+        self.new_tokens += end.new_tokens
+        if end.speculation is not None:
+            self.drafts.add(end.speculation)
+        if end.new_tokens:
+            first_s = end.first_at - self.started  # text may come much later
+            self.first_token_s = min(first_s, self.first_token_s or first_s)
+            self.last_token_s = max(end.last_at - self.started, self.last_token_s)
+            self.later_tokens += end.new_tokens - end.first_tokens
+
+    def add_text(self, index: int, events: Sequence[Event]) -> None:
+        """Append the text of events to an answer."""
+        for event in events:
+            if isinstance(event, Piece):
+                text = event.text
+            elif isinstance(event, ToolCallStart):
+                text = f" {event.name} "
+            else:
+                text = event.fragment
+            self.answers[index] = self.answers.get(index, "") + text
+
+    @property
+    def text(self) -> list[str]:
+        """Lines of the log with prompts and answers."""
+        answers = [f"answer {index}: {text}" for index, text in sorted(self.answers.items())]
+        return [*(f"prompt: {text}" for text in self.prompts), *answers]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def line(self, method: str, path: str, status: int) -> str:
+        """The line of the log for this request."""
+        whole = self.seconds
+        parts = [f"{method} {path} {status} {whole * 1e3:.1f} ms"]
+        if self.prompt_tokens:
+            cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+            parts.append(f"prompt {self.prompt_tokens}{cached}, new {self.new_tokens}")
+        if self.first_token_s is not None:
+            parts.append(f"first token {self.first_token_s * 1e3:.1f} ms")
+            rest = self.last_token_s - self.first_token_s
+            if self.later_tokens and rest > 0:
+                parts.append(f"{self.later_tokens / rest:.0f} tok/s")
+        if self.drafts.rounds:
+            parts.append(self.drafts.speculated.words)
+        if self.reasons:
+            parts.append("+".join(self.reasons))
+        if self.stream:
+            parts.append("streamed")
+        if self.ignored:
+            parts.append("ignored " + " ".join(self.ignored))
+        if self.error is not None:
+            parts.append(self.error[:MOST_ERROR_CHARACTERS])
+        return ", ".join(parts)
+
+
+def record_of(request: Request) -> Record:
+    """The record of a request, made by `app.Outermost`."""
+    record: Record = request.scope["lowbit.record"]
+    return record
+
+
+MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet
 FLUSH_S = 1.0
 LOGGERS = (
     ("lowbit.serve", logging.INFO),
@@ -18,10 +133,10 @@ LOGGERS = (
 
 
 class Line(logging.Formatter):
-    """Time and message; control characters of what clients sent become escapes."""
+    """Format a line as time and message; control characters that clients sent become escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it if there is one."""
+        """One line, and the traceback below it if there is one."""
         text = f"{self.formatTime(record, '%H:%M:%S')} {printable(record.getMessage())}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -31,14 +146,14 @@ class Line(logging.Formatter):
 class ThreadedHandler(logging.Handler):
     """Writes lines in a thread of its own: a pipe that nobody reads would stop the event loop.
 
-    Lines that find too many others waiting are dropped, and counted.
+    Beyond MOST_WAITING_BYTES of unwritten lines, further lines are dropped and counted.
     """
 
     def __init__(self, descriptor: int) -> None:
         """Start the thread.
 
         Args:
-            descriptor: of an open file.
+            descriptor: file descriptor to write to.
         """
         super().__init__()
         self._descriptor = descriptor

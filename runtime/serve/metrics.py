@@ -4,8 +4,9 @@ Plain numbers are counted where things happen, each by one thread, and turned in
 somebody asks: prometheus_client's own counters take a lock for every token.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,50 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from lowbit.runtime.engine.stats import Load
-from lowbit.runtime.serve.histogram import Histogram
 from lowbit.runtime.speculation.tally import Speculated, Tally
 
 if TYPE_CHECKING:
     from lowbit.runtime.serve.job import Job
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values by their size; counting one takes a fraction of a microsecond.
+
+    One thread counts; any may read.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending; one more bucket is above them.
+        total: sum of all values.
+    """
+
+    bounds: Sequence[float]
+    total: float = 0.0
+    _counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with empty buckets."""
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound of every bucket, with the number of values up to it."""
+        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        found, count = [], 0
+        for name, more in zip(names, self._counts, strict=True):
+            count += more
+            found.append((name, float(count)))
+        return found
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self._counts)
+
 
 FIRST_TOKEN_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -34,18 +74,18 @@ LONG_S = (120.0, 240.0, 480.0, 960.0)
 
 @dataclass(slots=True)
 class Metrics:
-    """Everything that is counted.
+    """Counts of a server since its start.
 
     Attributes:
-        prompt_tokens: of answers that have begun.
-        cached_tokens: of them, those that the cache held.
-        new_tokens: of all answers.
-        first_token: seconds from requests to first tokens.
+        prompt_tokens: prompt tokens of answers that have begun.
+        cached_tokens: of these, tokens that the cache held.
+        new_tokens: tokens of all answers.
+        first_token: seconds from a request to its first token.
         between_tokens: seconds between tokens of an answer.
-        whole: seconds from requests to the ends of their answers.
-        finished: answers by the reason for their end.
+        whole: seconds from a request to the end of its answers.
+        finished: answers by finish reason.
         responses: HTTP responses by path and status.
-        drafts: of answers that have ended, cancelled ones included.
+        drafts: drafted and accepted tokens of answers that have ended, cancelled ones included.
     """
 
     prompt_tokens: int = 0
@@ -62,9 +102,9 @@ class Metrics:
         """Count the tokens that a step brought, on the worker's thread.
 
         Args:
-            job: after the step.
-            before: its tokens before the step.
-            last_at: time of the last of them.
+            job: job after the step.
+            before: number of its tokens before the step.
+            last_at: time of the last token before the step.
         """
         new = job.count - before
         self.new_tokens += new
@@ -83,13 +123,13 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collector:
-    """Metrics as prometheus_client asks for them.
+    """Collector that prometheus_client asks for metrics.
 
     Attributes:
-        metrics: what has been counted.
-        load: gives the engine's present load.
-        model: name for the label `model_name`.
-        positions: drafts of a step at most; 0 without speculation, which then has no metrics.
+        metrics: counts of the server.
+        load: gives the engine's current load.
+        model: value of the label `model_name`.
+        positions: most drafts of a round; 0 without speculation, which then has no metrics.
     """
 
     metrics: Metrics
@@ -98,7 +138,7 @@ class Collector:
     positions: int = 0
 
     def collect(self) -> Iterator[Metric]:
-        """Everything."""
+        """All metrics."""
         found, load = self.metrics, self.load()
         yield self._gauge("num_requests_running", "Answers that are being made.", load.running)
         yield self._gauge("num_requests_waiting", "Answers that wait for room.", load.waiting)
@@ -137,7 +177,7 @@ class Collector:
             yield from self._speculation(found.drafts.speculated)
 
     def _speculation(self, found: Speculated) -> Iterator[Metric]:
-        """Drafts; those of a request are counted when it ends."""
+        """Metrics of speculation; drafts of a request are counted when it ends."""
         yield self._counter("spec_decode_num_drafts", "Rounds that verified drafts.", found.rounds)
         yield self._counter(
             "spec_decode_num_draft_tokens", "Draft tokens that were verified.", sum(found.drafted)
@@ -174,7 +214,7 @@ class Collector:
 def new_registry(
     metrics: Metrics, load: Callable[[], Load], model: str, positions: int = 0
 ) -> CollectorRegistry:
-    """A registry with these metrics and no others; arguments as in `Collector`."""
+    """A registry with these metrics alone; arguments as in `Collector`."""
     registry = CollectorRegistry()
     registry.register(Collector(metrics, load, model, positions))
     return registry

@@ -1,9 +1,9 @@
-"""Connections to clients that take part in time and within bounds; uvicorn sets none of these.
+"""Connections with limits of time and size, of which uvicorn sets none.
 
-A connection that has no request to answer owes the server headers. A connection whose send buffer
-is full owes it reading. What stands between the parts of a body, and behind it, is bounded like a
-head. While a request is answered, at most one other is parsed: the rest of what came is held as it
-is, and the connection is listened to, as a client that leaves is to be noticed.
+A client that has no request under way must send headers in time, and one whose send buffer is full
+must read in time. Bytes between and after the parts of a body are limited like a head. While a
+request is answered, at most one other is parsed; further bytes are kept unparsed, and the server
+goes on listening, so that it notices a client that leaves.
 """
 
 import asyncio
@@ -16,26 +16,26 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.limits import MOST_HEAD_BYTES
+from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
 
 log = logging.getLogger("lowbit.serve")
-PART_BYTES = 16 << 10  # that are parsed at once: bounds what one read adds behind a limit
+PART_BYTES = 16 << 10  # parsed at once, so that one read exceeds a limit by no more
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PROBE_S = 0.05
 LONGEST_PROBE_S = 5.0
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol, with limits of time and size on what clients send before an answer."""
+    """Uvicorn's protocol, with limits of the time and size of requests."""
 
     def __init__(self, *args: Any, head_s: float, stalled_s: float, **options: Any) -> None:
-        """No connection has been made.
+        """Prepare for a connection.
 
         Args:
-            args: of uvicorn's protocol.
-            head_s: seconds in which the headers of a request must have come.
-            stalled_s: seconds in which a client must take something of what is sent to it.
-            options: of uvicorn's protocol.
+            args: arguments of uvicorn's protocol.
+            head_s: seconds in which the headers of a request must come.
+            stalled_s: seconds in which a client must read some of a full send buffer.
+            options: options of uvicorn's protocol.
         """
         super().__init__(*args, **options)
         self._head_s, self._stalled_s = head_s, stalled_s
@@ -55,7 +55,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more, and tell all requests: uvicorn tells the last one."""
+        """Stop all timers and tell all requests; uvicorn tells only the last one."""
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -67,7 +67,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._stop_probing()
 
     def data_received(self, data: bytes) -> None:
-        """Wait for headers from the first byte on that belongs to no running request."""
+        """Parse bytes; start the timer for headers where no request is under way."""
         if not self._given_up:
             self._held += data
             self._parse()
@@ -79,8 +79,8 @@ class TimedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for a complete request that has no answer yet.
 
-        A client that has left answers what it is sent with a reset; one that has only ended its
-        half of the connection reads it.
+        A client that has left answers further bytes with a reset; one that has only closed its
+        half of the connection reads them.
         """
         self._ended = True
         running = self._running
@@ -90,17 +90,17 @@ class TimedProtocol(HttpToolsProtocol):
         return True
 
     def on_message_begin(self) -> None:
-        """Note a head."""
+        """Note that a head begins."""
         super().on_message_begin()
         self._place = "head"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; trailers, which come behind the body, are dropped."""
+        """Keep a header; trailers, which come after the body, are dropped."""
         if self._place == "head":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, unless it asks for another protocol: it is parsed once more then."""
+        """Start the request; one that asks for another protocol is parsed once more instead."""
         self._place, self._head_bytes = "body", 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
@@ -108,22 +108,22 @@ class TimedProtocol(HttpToolsProtocol):
             raise ValueError("the server is no proxy")
 
     def on_chunk_header(self) -> None:
-        """Count anew from the size of a chunk on."""
+        """Restart the count at the size of a chunk."""
         self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Count anew from a part of the body on."""
+        """Restart the count at a part of the body."""
         super().on_body(body)
         self._head_bytes = 0
 
     def on_message_complete(self) -> None:
-        """Note the end of a request."""
+        """Note that a request ends."""
         self._place, self._head_bytes = "between", 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin the next request, and wait for the rest of a head that has begun behind it."""
+        """Begin the next request, or wait for the rest of a head that has begun."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -135,18 +135,18 @@ class TimedProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def pause_writing(self) -> None:
-        """Wait for the client to read."""
+        """Start the timer for a client that does not read."""
         super().pause_writing()
         self._stalled_timer = self.loop.call_later(self._stalled_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Send on."""
+        """Stop the timer for a client that does not read."""
         super().resume_writing()
         self._stop_stalled_timer()
 
     @property
     def _answered(self) -> bool:
-        """True where no request has come that is not answered."""
+        """True if every request has been answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -154,7 +154,7 @@ class TimedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _parse(self) -> None:
-        """Parse what has come, until a request waits for the one before it."""
+        """Parse the bytes that have come, until a request waits for the one before it."""
         while self._held and not self.pipeline and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             part = bytes(self._held[:PART_BYTES])
@@ -169,7 +169,7 @@ class TimedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, part: bytes) -> None:
-        """Parse some bytes; the connection ends where they are no HTTP, or too much of a head."""
+        """Parse some bytes; refuse what is no HTTP, and a head that is too long."""
         self._head_bytes += len(part)
         while part:
             try:
@@ -185,10 +185,10 @@ class TimedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the {what} more than {MOST_HEAD_BYTES} bytes")
 
     def _plain_head(self) -> bytes:
-        """The head of a request that asks for another protocol, without that wish.
+        """The head of a request that asks for another protocol, without that header.
 
         Clients that try HTTP/2 send their body in HTTP/1.1 all the same, and the parser, which
-        stops behind such a head, would drop it.
+        stops after such a head, would drop it.
         """
         version = self.parser.get_http_version()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version.encode())]
@@ -205,9 +205,9 @@ class TimedProtocol(HttpToolsProtocol):
         self._probe_timer = self.loop.call_later(seconds, self._probe, seconds)
 
     def _probe(self, seconds: float) -> None:
-        """Send what every client skips before an answer; one that has left resets the connection.
+        """Send `100 Continue`, which every client skips; one that has left resets the connection.
 
-        Answers that have begun show the same by themselves, and HTTP/1.0 knows no such thing.
+        An answer that has begun shows the same by itself, and HTTP/1.0 has no such status.
         """
         self._probe_timer = None
         running = self._running
@@ -237,14 +237,14 @@ class TimedProtocol(HttpToolsProtocol):
             self._stalled_timer = None
 
     def _head_is_late(self) -> None:
-        """End the connection; with an answer if a part of a request has come."""
+        """End the connection, with an answer if a part of a request has come."""
         if self._place == "head":
             self._refuse(408, "the headers of the request do not come")
         else:
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the application, and end the connection behind earlier answers."""
+        """Answer without the application, and end the connection after earlier answers."""
         if self.transport.is_closing():
             return
         log.info("refused with %d, %s", status, message)

@@ -1,4 +1,4 @@
-"""Listens, and ends when it is told to: running requests finish first."""
+"""The uvicorn server: it listens, and ends at a signal once running requests have finished."""
 
 import asyncio
 import logging
@@ -24,15 +24,15 @@ BACKLOG = 512
 KEEP_ALIVE_S = 75
 MOST_FILES = 8192  # that the process may have open, if the system lets it
 TICK_S = 0.02
-END_S = 2.0  # for threads that prepare prompts, when the server ends
-# After so long a busy thread leaves the interpreter to one that waits: an event beside it took
-# 0.8 ms, and 5.5 with Python's own 5 ms.
+END_S = 2.0  # for threads to end, when the server ends
+# A busy thread leaves the interpreter to another after this time; an event beside the engine took
+# 0.8 ms with it, and 5.5 ms with Python's own 5 ms.
 SWITCH_S = 5e-4
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def allow_connections() -> None:
-    """Let the process hold many connections; shells often begin with 1,024 files."""
+    """Raise the limit of open files, often 1,024, so that the process can hold many connections."""
     if sys.platform == "win32":
         return
     import resource
@@ -44,10 +44,10 @@ def allow_connections() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Open a socket that listens.
 
     Raises:
-        ResourceError: the address is taken, or is not this machine's.
+        ResourceError: the address is taken, or is not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
@@ -65,21 +65,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Refuses new requests from the first signal on, and ends once no request is left.
+    """Server that refuses new requests after a signal, and ends once no request is left.
 
-    A second signal ends the process at once, whatever its threads do. So does the end of the
-    engine's thread, which is a bug.
+    A second signal ends the process at once, whatever its threads do. The end of the engine's
+    thread, which is a bug, ends the server too.
     """
 
     def __init__(
         self, app: FastAPI, service: Service, on_start: Callable[[], None] = lambda: None
     ) -> None:
-        """Nothing listens yet.
+        """Prepare to serve.
 
         Args:
-            app: answers requests.
-            service: of the app.
-            on_start: called once requests are taken.
+            app: application that answers requests.
+            service: service of the application.
+            on_start: called once requests are accepted.
         """
         settings = service.settings
         protocol: Any = partial(  # called like the class that uvicorn expects
@@ -103,18 +103,18 @@ class Server(uvicorn.Server):
         self._stalled = False  # the log says so
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take requests; the engine's thread launches kernels beside them, which takes the CPU."""
+        """Accept requests; the engine's thread and the event loop now switch more often."""
         await super().startup(sockets)
         sys.setswitchinterval(SWITCH_S)
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         sys.setswitchinterval(self._switch_s)
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after the engine's thread, ten times a second."""
+        """Check the engine's thread, ten times a second."""
         service = self._service
         if not service.worker.alive and not service.draining:
             log.error("the server ends, as the engine's thread has")
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain at the first signal, end at the second; only the main thread gets any."""
+        """Drain at the first signal, end at the second; only the main thread gets signals."""
         loop = asyncio.get_running_loop()
         try:
             for number in SIGNALS:
@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self) -> None:
-        """Refuse new requests, and end when the running ones have; at once if told twice."""
+        """Refuse new requests and end after the running ones; at once if called twice."""
         if self._service.draining:
             log.warning("ending at once")
             self.should_exit = self.force_exit = True
@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
 
 
 def _end_at_next_signal() -> None:
-    """Let the system end the process, whatever its threads do."""
+    """Restore the system's handlers, which end the process whatever its threads do."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.remove_signal_handler(number)
@@ -172,7 +172,7 @@ def _end_at_next_signal() -> None:
 
 
 def end_threads() -> bool:
-    """Wait a little for the threads of a server that has ended; False if one hangs."""
+    """Wait END_S for the threads of a server that has ended; False if one hangs."""
     deadline = time.monotonic() + END_S
     left = [thread for thread in threading.enumerate() if thread.name.startswith("lowbit-")]
     for thread in left:

@@ -1,4 +1,4 @@
-"""The model and its worker, which all endpoints share."""
+"""The service that all endpoints share: the model, its worker, its threads and counts."""
 
 import asyncio
 import time
@@ -11,20 +11,19 @@ from fastapi import Request
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.crowd import Crowd
+from lowbit.runtime.serve.answers import Answers, Mailbox
+from lowbit.runtime.serve.body import PendingBodies
 from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
 from lowbit.runtime.serve.job import Ask, Job
-from lowbit.runtime.serve.mailbox import Mailbox
+from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
-from lowbit.runtime.serve.record import Record
 from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.serve.worker import Worker
 
-THREADS = 4  # that parse bodies, render templates and encode prompts
-LIMITING_THREADS = 2  # that do the same for requests whose form is limited, which may take seconds
+THREADS = 4  # parse bodies, render templates and encode prompts
+LIMITING_THREADS = 2  # do the same for requests with a grammar, which may take seconds
 READING = 32  # requests whose bodies may be waited for, or read while the queue is full
-STALLED_S = 120.0  # for one step that answers wait for, with the first use of its kernels
+STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 Result = TypeVar("Result")
 
@@ -34,16 +33,16 @@ class Service:
     """A model that is being served.
 
     Attributes:
-        model: loaded.
-        settings: of the server.
-        worker: runs the engine; set while the server runs.
-        metrics: what has been counted.
+        model: the loaded model.
+        settings: settings of the server.
+        metrics: counts since the start.
         created: time at which the server was started, seconds since 1970.
         draining: running requests may end, new ones are refused.
-        active: requests whose answers are being made or sent.
-        executor: for work that would hold up the event loop.
-        limiting: the same for requests with a grammar: a costly one holds up none without.
-        crowd: requests whose bodies have not come.
+        active: number of requests that have not been answered.
+        executor: threads for work that would hold up the event loop.
+        limiting: threads for the same work of requests with a grammar, so that a costly one holds
+            up none without.
+        pending: requests whose bodies have not come.
     """
 
     model: Model
@@ -61,8 +60,7 @@ class Service:
             LIMITING_THREADS, thread_name_prefix="lowbit-grammar"
         )
     )
-
-    crowd: Crowd = field(default_factory=lambda: Crowd(READING))
+    pending: PendingBodies = field(default_factory=lambda: PendingBodies(READING))
 
     @property
     def worker(self) -> Worker:
@@ -85,13 +83,13 @@ class Service:
 
     @property
     def stalled(self) -> bool:
-        """True if answers have waited for one step for too long."""
+        """True if answers have waited for one step too long."""
         limit = STALLED_IN_PROMPT_S if self.model.engine.in_prompt else STALLED_S
         return self.worker.stalled_s > limit
 
     @property
     def failing(self) -> bool:
-        """True if no answers can be made now: the engine's thread has ended, or a step hangs."""
+        """True if no answers can be generated: the engine's thread has ended, or a step hangs."""
         return not self.worker.alive or self.stalled
 
     @property
@@ -114,10 +112,10 @@ class Service:
             )
 
     async def in_thread(self, work: Callable[[], Result], limited: bool = False) -> Result:
-        """Run work that would hold up the event loop.
+        """Run work in a thread, as it would hold up the event loop.
 
         Args:
-            work: to be done.
+            work: function to call.
             limited: it prepares a grammar.
 
         Raises:
@@ -130,12 +128,12 @@ class Service:
             raise of_lowbit(error) from None
 
     def begin(self, request: Request, asks: Sequence[Ask], record: Record) -> Answers:
-        """Let the engine make answers.
+        """Ask the engine for answers.
 
         Args:
-            request: that they belong to; when its client leaves, they are cancelled.
+            request: HTTP request; when its client leaves, the answers are cancelled.
             asks: one for each answer.
-            record: of the request, for the log.
+            record: facts of the request for the log.
 
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
@@ -155,7 +153,11 @@ class Service:
         return Answers(request, jobs, mailbox, record, self.settings.request_timeout_s, logs)
 
     def check_open(self, answers: int) -> None:
-        """Refuse new answers where the server cannot make them; errors as in `begin`."""
+        """Refuse new answers where the server cannot generate them; errors as in `begin`.
+
+        Args:
+            answers: number of new answers.
+        """
         if self.draining:
             raise shutting_down()
         if self.failing:
@@ -171,28 +173,28 @@ class Service:
                 f"{rows + self.settings.queue}",
             )
 
-    def check_crowd(self) -> None:
-        """Refuse a request before its body is read where too many have not been answered.
+    def check_pending(self) -> None:
+        """Refuse a request before its body is read where too many are not answered.
 
-        Those whose bodies have not come do not count: they give way, see `Crowd`.
+        Those whose bodies have not come do not count: they give way, see `PendingBodies`.
 
         Raises:
             ApiError: 429.
         """
         if (
-            self.active - len(self.crowd)
+            self.active - len(self.pending)
             > self.model.cache.sequences + self.settings.queue + READING
         ):
             raise busy(1)
 
     def _retry_after(self, waiting: int) -> int:
-        """Seconds until there may be room: what answers took so far, for those that wait."""
+        """Seconds until there may be room: the mean time of answers so far, for all that wait."""
         whole = self.metrics.whole
         each = whole.total / whole.count if whole.count else 1.0
         return max(1, min(60, round(each * waiting / self.model.cache.sequences)))
 
 
 def service_of(request: Request) -> Service:
-    """The service that a request came to."""
+    """The service of the application that got a request."""
     service: Service = request.app.state.service
     return service

@@ -1,4 +1,4 @@
-"""Everything that is decided when the server starts."""
+"""Settings that are chosen when the server starts, and fixed limits of a request."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,41 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REQUEST_TIMEOUT_S = 600.0
 HEAD_TIMEOUT_S = 30.0
 
+# Limits of one request.
+MOST_BODY_BYTES = 8 << 20  # a prompt of a million tokens takes 5 MB
+MOST_READ_BYTES = 4 * MOST_BODY_BYTES  # are read of a body that is too long, before it is refused
+THREAD_BODY_BYTES = 64 << 10  # longer bodies are parsed apart from the event loop
+MOST_MESSAGES = 4096
+MOST_PARTS = 4096  # of a message's content
+MOST_IDS = 1 << 20  # token ids of a prompt, or in one object
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 256
+MOST_CHOICES = 8  # `n`
+MOST_PROMPTS = 128  # in one request for completions
+MOST_TOOLS = 128
+MOST_CALLS = 1024  # of tools, in one turn
+MOST_GRAMMAR_CHARACTERS = 64 << 10  # of a grammar or a regular expression
+BODY_TIMEOUT_S = 30.0  # between two parts of a body
+LEAST_BODY_RATE = 16 << 10  # bytes a second that a body must keep after its first 30 s
+MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers
+
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """Settings of a server.
 
     Attributes:
-        names: of the model; requests may use any of them, answers use the first.
-        host: address that is listened on.
+        names: names of the model; requests may use any of them, answers use the first.
+        host: address to listen on.
         port: 0 takes a free one.
-        api_key: that requests must show; None asks for none.
+        api_key: key that requests must show; None asks for none.
         no_auth: requests need no key wherever they come from.
-        queue: answers that may wait while others are made.
+        queue: answers that may wait while others are generated.
         head_timeout_s: longest time for the headers of a request to come.
         request_timeout_s: longest time from a request to the end of its answer.
-        max_thinking_tokens: budget where a request names none; None sets no limit.
+        max_thinking_tokens: limit of the reasoning where a request names none; None sets no limit.
         log_prompts: write prompts and answers to the log.
-        cors_origins: of web pages in other places that may read answers; `*` is all.
+        cors_origins: origins of web pages that may read answers; `*` is all.
     """
 
     names: tuple[str, ...]
@@ -41,10 +59,10 @@ class ServeSettings:
 
 
 def check_exposure(host: str, api_key: str | None, no_auth: bool) -> None:
-    """Refuse to let a network use the server without a key, unless that is asked for.
+    """Refuse to open the server to a network without a key, unless `no_auth` asks for it.
 
     Raises:
-        RequestError: says how to go on.
+        RequestError: the host is not a loopback address.
     """
     if api_key is None and not no_auth and host not in LOOPBACK:
         raise RequestError(

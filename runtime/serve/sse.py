@@ -1,4 +1,4 @@
-"""Answers as server-sent events, written as they are made."""
+"""Streamed answers: server-sent events, sent while the answers are generated."""
 
 import asyncio
 import contextlib
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from fastapi import Response
 
-from lowbit.runtime.serve.answers import Answers, ClientLeftError
-from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.answers import Answers
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError
 from lowbit.runtime.serve.job import Update
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -31,30 +31,36 @@ class EventWriter(Protocol):
         """Events before the first update."""
 
     def write(self, updates: Sequence[Update]) -> bytes:
-        """Events of some updates."""
+        """Events for updates."""
 
     def close(self) -> bytes:
-        """Events behind the last update."""
+        """Events after the last update."""
 
     def fail(self, error: ApiError) -> bytes:
         """Events that end the stream early."""
 
 
 class EventStream(Response):
-    """A response that sends events while answers are made.
+    """A response that sends events while answers are generated.
 
-    Its headers are sent with the first update, so that a request which fails before has a status;
-    where that takes long, they go ahead, and comments keep the connection alive.
+    Headers are sent with the first update, so that a request that fails before gets an error
+    status. Where the first update takes longer than PATIENCE_S, they are sent without it, and
+    comments keep the connection alive.
     """
 
     def __init__(self, answers: Answers, writer: EventWriter) -> None:
-        """Nothing is sent yet."""
+        """Prepare the response.
+
+        Args:
+            answers: answers to send.
+            writer: writes the events of one API.
+        """
         super().__init__(None)
         self._answers, self._writer = answers, writer
         self._begun = False
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        """Send everything; ends early where the client leaves, or does not read in time."""
+        """Send the whole response; stop where the client leaves or does not read in time."""
         with self._answers as answers, contextlib.suppress(ClientLeftError, TimeoutError):
             async with asyncio.timeout(max(0.0, answers.left_s) + LAST_S):
                 try:
@@ -67,7 +73,7 @@ class EventStream(Response):
                 await self._send(send, data, more=False)
 
     async def _all_but_last(self, answers: Answers, send: Send) -> bytes:
-        """Send what comes, up to the last update; its events are returned."""
+        """Send events up to the last update; returns the events of that one."""
         updates = await self._first(send)
         data = self._writer.open()
         while True:
@@ -78,7 +84,7 @@ class EventStream(Response):
             updates, data = await answers.take(), b""
 
     async def _first(self, send: Send) -> Sequence[Update]:
-        """The first updates; the headers are sent before they are returned."""
+        """Wait for the first updates and send the headers."""
         while True:
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -90,21 +96,18 @@ class EventStream(Response):
                 await self._send(send, b": waiting\n\n")
 
     async def _begin(self, send: Send) -> None:
-        """Send the headers, once."""
+        """Send the headers, unless they have been sent."""
         if not self._begun:
             self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send some of the body; waits while the client does not read."""
+        """Send a part of the body; waits while the client does not read."""
         if data or not more:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def event(content: Any, name: str | None = None) -> bytes:
-    """One event, with a name where the API has names."""
+    """Bytes of one event; `name` where the API names its events."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {compact(content)}\n\n".encode()
-
-
-DONE = b"data: [DONE]\n\n"

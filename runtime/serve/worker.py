@@ -1,4 +1,4 @@
-"""The one thread that runs the engine's steps while anybody waits for an answer."""
+"""The thread that runs the engine's steps while anybody waits for an answer."""
 
 import asyncio
 import contextlib
@@ -22,25 +22,25 @@ STOP_S = 10.0  # for the step under way, when the server ends
 
 
 class Worker:
-    """Runs jobs together and tells the event loop what each step brought.
+    """Runs jobs together and hands their updates to the event loop after each step.
 
     An exception, of any type, ends the jobs that it concerns with an error, and is logged.
 
     Attributes:
-        loop: of the server.
-        open: jobs whose last update has not been delivered; belongs to the event loop.
-        error: why the last step failed; None while steps succeed.
+        loop: event loop of the server.
+        open: number of jobs whose last update has not been delivered; belongs to the event loop.
+        error: error of the last step; None while steps succeed.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
-        """Nothing is asked for yet; `start` starts the thread."""
+        """Prepare the thread, which `start` starts."""
         self.open = 0
         self.error: LowbitError | None = None
         self._engine, self.loop, self._metrics = engine, loop, metrics
         self._asked: SimpleQueue[Job | None] = SimpleQueue()
         self._running: list[Job] = []
         self._outbox: deque[tuple[Job, Update]] = deque()
-        self._waking = False  # the event loop has been told, and has not looked yet
+        self._waking = False  # the event loop has been woken, and has not run yet
         self._turned = time.monotonic()  # when the thread last began a turn, or to wait for a job
         self._over = False  # the thread takes no more jobs; belongs to the event loop
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
@@ -50,7 +50,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread behind the step that it runs; answers that are not complete are lost.
+        """End the thread after the step that it runs; answers that are not complete are lost.
 
         A thread that hangs is left behind after `STOP_S` seconds.
         """
@@ -66,11 +66,11 @@ class Worker:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which a step has run that answers wait for; 0 where nobody waits."""
+        """Seconds that the current step has run; 0 where nobody waits for an answer."""
         return time.monotonic() - self._turned if self.open else 0.0
 
     def begin(self, job: Job) -> None:
-        """Take up a job, on the event loop."""
+        """Hand a job to the thread; called on the event loop."""
         if self._over:
             job.mailbox.put(Update(job.index, [], [], error=_gone()))
             return
@@ -98,7 +98,7 @@ class Worker:
             self.loop.call_soon_threadsafe(self._end)
 
     def _admit(self) -> bool:
-        """Hand new jobs to the engine, waiting for one if there is nothing to do.
+        """Submit new jobs to the engine; wait for one if there is nothing to do.
 
         Returns:
             False when the thread is to end.
@@ -122,23 +122,23 @@ class Worker:
 
     def _submit(self, job: Job) -> None:
         if job.cancelled:
-            self._post(job, Update(job.index, [], [], error=_left()))
+            self._queue(job, Update(job.index, [], [], error=_left()))
             return
         try:
             job.handle = self._engine.submit(job.ask.tokens)
         except LowbitError as error:
-            self._post(job, Update(job.index, [], [], error=error))
+            self._queue(job, Update(job.index, [], [], error=error))
             return
         except BaseException as error:
             log.exception("a request could not be begun")
-            self._post(job, Update(job.index, [], [], error=_of_bug(error)))
+            self._queue(job, Update(job.index, [], [], error=_of_bug(error)))
             return
         if job.cancelled:  # meanwhile
             job.handle.cancel()
         self._running.append(job)
 
     def _step(self) -> None:
-        """Run a step; the engine ends the requests of one that fails."""
+        """Run a step; the engine ends the requests of a step that fails."""
         try:
             self._engine.step()
             self.error = None
@@ -148,25 +148,25 @@ class Worker:
             self.error = explained(error) or _of_bug(error)
 
     def _fail(self, error: LowbitError) -> None:
-        """End all jobs."""
+        """End all jobs with an error."""
         for job in self._running:
             job.cancel()
-            self._post(job, Update(job.index, [], [], error=error))
+            self._queue(job, Update(job.index, [], [], error=error))
         self._running.clear()
 
     def _collect(self) -> None:
-        """Post what the step brought."""
+        """Queue the updates of the step for the event loop."""
         done = False
         for job in self._running:
-            update = self._news(job)
+            update = self._update_of(job)
             if update is not None:
-                self._post(job, update)
+                self._queue(job, update)
                 done |= update.last
         if done:
             self._running = [job for job in self._running if job.handle is not None]
 
-    def _news(self, job: Job) -> Update | None:
-        """The news of a job, which are counted."""
+    def _update_of(self, job: Job) -> Update | None:
+        """The update of a job, if there is one; its tokens are counted."""
         try:
             before, last_at = job.count, job.last_at
             update = job.collect()
@@ -184,8 +184,8 @@ class Worker:
             job.cancel()
             return Update(job.index, [], [], error=_of_bug(error))
 
-    def _post(self, job: Job, update: Update) -> None:
-        """Keep an update for the event loop until `_wake`."""
+    def _queue(self, job: Job, update: Update) -> None:
+        """Queue an update for the event loop, which `_wake` wakes."""
         cause = None if update.error is None else update.error.__cause__
         if cause is not None and explained(cause) is None:  # a bug, such as in a mask
             log.error("an answer failed", exc_info=cause)
@@ -194,7 +194,7 @@ class Worker:
         self._outbox.append((job, update))
 
     def _wake(self) -> None:
-        """Tell the event loop of all updates at once: it would take the interpreter in between."""
+        """Wake the event loop once for all updates: it would take the interpreter in between."""
         if self._outbox and not self._waking:
             self._waking = True
             try:
@@ -203,7 +203,7 @@ class Worker:
                 self._outbox.clear()
 
     def _deliver(self) -> None:
-        """Hand out updates, on the event loop."""
+        """Hand updates to the tasks that wait; called on the event loop."""
         self._waking = False
         while self._outbox:
             job, update = self._outbox.popleft()
@@ -215,7 +215,7 @@ class Worker:
                 job.cancel()
 
     def _end(self) -> None:
-        """Fail the jobs that are left when the thread has ended, on the event loop."""
+        """Fail all jobs that are left after the thread's end; called on the event loop."""
         self._over = True
         left = self._running
         while not self._asked.empty():
@@ -228,7 +228,7 @@ class Worker:
         self._deliver()
 
     def place(self) -> str:
-        """The line that the thread runs, as a traceback shows it."""
+        """The stack of the thread, as a traceback shows it; empty if it has ended."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else "\n" + "".join(traceback.format_stack(frame)).rstrip()
 

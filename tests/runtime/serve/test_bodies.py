@@ -7,15 +7,14 @@ from typing import Any
 import pydantic_core
 import pytest
 
+from lowbit.runtime.serve.apis.chat import ChatBody
+from lowbit.runtime.serve.apis.completions import CompletionBody
+from lowbit.runtime.serve.apis.messages import MessagesBody
+from lowbit.runtime.serve.apis.responses import ResponsesBody
+from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
-from lowbit.runtime.serve.body import parse
+from lowbit.runtime.serve.body import Body, parse
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.schemas.chat import ChatBody
-from lowbit.runtime.serve.schemas.common import Body
-from lowbit.runtime.serve.schemas.completions import CompletionBody
-from lowbit.runtime.serve.schemas.messages import MessagesBody
-from lowbit.runtime.serve.schemas.responses import ResponsesBody
-from lowbit.runtime.serve.schemas.tokens import DetokenizeBody, TokenizeBody
 
 TURN = {"role": "user", "content": "Hi"}
 CHAT = {"model": "m", "messages": [TURN]}

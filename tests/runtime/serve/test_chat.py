@@ -11,10 +11,10 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from lowbit.runtime.engine.stream import Generation
-from lowbit.runtime.serve.answer_format import AnswerFormat, of_schema
-from lowbit.runtime.serve.conversation import Conversation, encode
+from lowbit.runtime.serve.apis.fields import schema_format
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.restrict import constraint_of
+from lowbit.runtime.serve.request.constraints import constraint_of
+from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, encode
 from lowbit.runtime.text.tools import read_tools
 from tests.runtime.serve.conftest import NAME, Running
 
@@ -238,7 +238,7 @@ def test_json_schema_holds(client: openai.OpenAI) -> None:
 
 def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     model, tools = server.model, read_tools(TOOLS)
-    asked = Conversation(STORY, TOOLS, format=of_schema(PLACE, "response_format"))
+    asked = Conversation(STORY, TOOLS, format=schema_format(PLACE, "response_format"))
     constraint = constraint_of(
         model, asked, model.encode("Hi", thinking=False), tools, "json", None
     )()

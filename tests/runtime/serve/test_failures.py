@@ -23,9 +23,9 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.room import Room
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.serve import service
-from lowbit.runtime.serve.chat_events import ChatEvents
+from lowbit.runtime.serve.answers import Mailbox
+from lowbit.runtime.serve.apis.chat import ChatEvents
 from lowbit.runtime.serve.job import Job, Update
-from lowbit.runtime.serve.mailbox import Mailbox
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
 from lowbit.runtime.serve.worker import Worker

@@ -118,7 +118,7 @@ def test_begun_bodies_give_way_to_others(server: Running) -> None:
             connection.sendall(head)
         responses = small.service.metrics.responses
         until(lambda: responses["/v1/completions", 408] == 8)
-        assert len(small.service.crowd) == READING
+        assert len(small.service.pending) == READING
         body = {**LONG, "max_tokens": 1, "stream": False}
         for _ in range(3):  # whole bodies take nobody's place
             with raw_request(small, body) as connection:

@@ -9,8 +9,13 @@ import httpx2
 import pytest
 
 from lowbit.runtime.serve.job import End
-from lowbit.runtime.serve.logs import MOST_WAITING_BYTES, Line, ThreadedHandler
-from lowbit.runtime.serve.record import MOST_ERROR_CHARACTERS, Record
+from lowbit.runtime.serve.logs import (
+    MOST_ERROR_CHARACTERS,
+    MOST_WAITING_BYTES,
+    Line,
+    Record,
+    ThreadedHandler,
+)
 from tests.runtime.serve.conftest import NAME, Running, until
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.runtime.serve.limits import MOST_HEAD_BYTES
+from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
 from tests.runtime.serve.conftest import NAME, Running, running, until
 from tests.runtime.serve.test_load import LONG, busy
 

@@ -9,9 +9,9 @@ import pytest
 from fastapi import Request
 
 from lowbit.runtime.serve import body
-from lowbit.runtime.serve.crowd import Crowd
+from lowbit.runtime.serve.body import PendingBodies
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.limits import MOST_HEAD_BYTES
+from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
 from tests.runtime.serve.conftest import Running, running, until
 
 HEAD_S = 0.05
@@ -83,5 +83,5 @@ def test_a_body_byte_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
     request = Request({"type": "http", "headers": []}, receive)
     with pytest.raises(ApiError, match="does not come") as error:
-        asyncio.run(body._read(request, Crowd(1)))
+        asyncio.run(body._read(request, PendingBodies(1)))
     assert error.value.status == 408

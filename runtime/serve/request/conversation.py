@@ -1,4 +1,4 @@
-"""A conversation to be answered, whichever API it came through."""
+"""A conversation to be answered, the same for every API, and its prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,11 +7,28 @@ from typing import Any, Literal
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answer_format import AnswerFormat
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.text.chat import render_marked
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
+FormatKind = Literal["json_object", "json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Format that the content of an answer must have.
+
+    Attributes:
+        kind: kind of format.
+        schema: JSON schema, for `json_schema`.
+        text: expression or grammar, for `regex` and `lark`.
+        param: field of the request that asks for it.
+    """
+
+    kind: FormatKind
+    schema: Any = None
+    text: str = ""
+    param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +38,7 @@ class ToolChoice:
     Attributes:
         mode: `auto` leaves it to the model, `none` forbids calls, `required` asks for at least
             one, `named` for a certain one.
-        name: of the tool, for `named`.
+        name: tool to call, for `named`.
     """
 
     mode: ChoiceMode = "auto"
@@ -30,17 +47,17 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, and everything that shapes the answer beside sampling.
+    """Messages, and everything that shapes the answer except sampling.
 
     Attributes:
-        messages: as OpenAI's chats have them.
-        tools: likewise.
-        choice: of tools.
+        messages: messages as OpenAI's chats have them.
+        tools: tools as OpenAI's chats have them.
+        choice: calls that the answer may or must have.
         parallel: an answer may have several calls.
-        format: of the answer's content.
-        thinking: switch of the template; None leaves it to the template.
-        template_arguments: others.
-        budget: tokens of reasoning at most; None for the server's own limit.
+        format: format of the answer's content.
+        thinking: `enable_thinking` of the chat template; None leaves it to the template.
+        template_arguments: other arguments of the chat template.
+        budget: most tokens of reasoning; None for the server's own limit.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -54,12 +71,12 @@ class Conversation:
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
-        """Tools that the model is told of."""
+        """Tools that the prompt tells the model of."""
         return () if self.choice.mode == "none" else self.tools
 
     @property
     def limited(self) -> bool:
-        """True if the answer follows a grammar: of its content, or of calls."""
+        """True if a grammar limits the answer: its content or its calls."""
         if self.format is not None:
             return True
         strict = any(tool.get("function", tool).get("strict") for tool in self.offered)
@@ -70,7 +87,7 @@ def encode(model: Model, conversation: Conversation) -> list[int]:
     """Token ids of the prompt.
 
     Raises:
-        RequestError, ApiError: a conversation that cannot be rendered, or is too long.
+        RequestError, ApiError: the conversation cannot be rendered, or is too long.
         CheckpointError: the template or the tokenizer is broken.
     """
     template = model.template
@@ -95,5 +112,5 @@ def encode(model: Model, conversation: Conversation) -> list[int]:
 
 
 def can_switch_thinking(model: Model) -> bool:
-    """True if the template knows the switch."""
+    """True if the chat template knows `enable_thinking`."""
     return model.template is not None and THINKING in model.template.source

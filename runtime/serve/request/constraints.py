@@ -1,13 +1,12 @@
-"""Constraints of an answer: its form, the calls that it must have, the end of its reasoning."""
+"""Constraints of an answer: its format, the calls that it must have, the end of its reasoning."""
 
 import json
 from collections.abc import Callable, Sequence
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answer_format import AnswerFormat
-from lowbit.runtime.serve.conversation import Conversation
 from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation
 from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
@@ -15,18 +14,18 @@ from lowbit.runtime.text.reasoning import begin_of
 from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
-NewConstraint = Callable[[], Constraint | None]  # for one answer
+NewConstraint = Callable[[], Constraint | None]  # makes that of one answer
 
 
 def no_constraint() -> None:
-    """Any token may come."""
+    """The constraint of an answer in which any token may come: None."""
 
 
-def constraint_of_format(model: Model, format: AnswerFormat | None) -> NewConstraint:
-    """Constraints for text that continues a prompt.
+def constraint_of_text(model: Model, format: AnswerFormat | None) -> NewConstraint:
+    """Constraint for text that continues a prompt.
 
     Raises:
-        ApiError: a schema, expression or grammar that cannot be used.
+        ApiError: the schema, expression or grammar cannot be used.
     """
     if format is None:
         return no_constraint
@@ -41,18 +40,18 @@ def constraint_of(
     form: CallForm | None,
     budget: int | None,
 ) -> NewConstraint:
-    """Constraints for the answer to a conversation.
+    """Constraint for the answer to a conversation.
 
     Args:
-        model: that answers.
-        conversation: to be answered.
-        ids: of its prompt.
-        tools: of the conversation.
-        form: of calls.
-        budget: tokens of reasoning at most; None sets no limit.
+        model: model that answers.
+        conversation: conversation to be answered.
+        ids: token ids of the prompt.
+        tools: tools of the conversation.
+        form: form of calls.
+        budget: most tokens of reasoning; None sets no limit.
 
     Raises:
-        ApiError: a schema or grammar that cannot be used, or two that exclude each other.
+        ApiError: a schema or grammar cannot be used, or two exclude each other.
     """
     grammar: Grammar | StrictCalls | None = None
     if conversation.choice.mode in ("required", "named"):
@@ -72,7 +71,7 @@ def constraint_of(
 
 
 def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:
-    """The grammar of a form; errors as in `constraint_of_format`."""
+    """The grammar of a format; errors as in `constraint_of_text`."""
     grammars = model.grammars
     try:
         match format.kind:
@@ -95,7 +94,7 @@ def _grammar_of_either(
     tools: tuple[Tool, ...],
     form: CallForm | None,
 ) -> Grammar:
-    """The grammar of an answer that has either calls or a form."""
+    """The grammar of an answer that has either calls or a format."""
     if format.kind not in ("json_object", "json_schema") or form is None:
         raise invalid(f"`{format.param}` excludes `tools`", format.param)
     grammar_of_format(model, format)  # names what is wrong with the schema alone
@@ -130,7 +129,7 @@ def _grammar_of_calls(
 def _grammar_of_strict(
     model: Model, tools: tuple[Tool, ...], form: CallForm
 ) -> Grammar | StrictCalls:
-    """The grammar of an answer that may have calls; strict tools get arguments by their schema."""
+    """The grammar of an answer that may have calls; strict tools follow their schema."""
     tokenizer = model.tokenizer
     opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
     try:

@@ -1,41 +1,117 @@
-"""Events of a streamed response, as OpenAI sends them."""
+"""The object of /v1/responses, and the events of a streamed one."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lowbit.runtime.serve.chat_events import joined
+from lowbit.runtime.serve.answers import Collected
+from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usage_of
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.identity import new_id
 from lowbit.runtime.serve.job import AnswerToken, End, Update
-from lowbit.runtime.serve.logprobs import of_chat
-from lowbit.runtime.serve.response_object import (
-    ResponseObject,
-    call_item,
-    message_item,
-    reasoning_item,
-    text_part,
-)
 from lowbit.runtime.serve.sse import event
 from lowbit.runtime.text.reasoning import Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tool_calls import Event, ToolCallStart
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The response object; all but the answer is known from the start.
+
+    Attributes:
+        begun: the object while the answer is generated.
+        prompt_tokens: length of the prompt.
+    """
+
+    begun: dict[str, Any]
+    prompt_tokens: int
+
+    def ended(self, output: list[dict[str, Any]], end: End) -> dict[str, Any]:
+        """The object with its answer."""
+        complete = end.reason != "length"
+        return self.begun | {
+            "completed_at": int(time.time()) if complete else None,
+            "status": "completed" if complete else "incomplete",
+            "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+            "output": output,
+            "usage": usage_of(self.prompt_tokens, [end]).responses(),
+        }
+
+    def failed(self, message: str) -> dict[str, Any]:
+        """The object of an answer that failed."""
+        error = {"code": "server_error", "message": message}
+        return self.begun | {"status": "failed", "error": error}
+
+
+def output_of(one: Collected, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Output items of an answer."""
+    if one.reasoning:
+        yield reasoning_item(new_id("rs_"), one.reasoning)
+    if one.content or not one.calls:
+        status = "incomplete" if one.end.reason == "length" else "completed"
+        part = text_part(one.content, tokenizer, one.tokens)
+        yield message_item(new_id("msg_"), [part], status)
+    for call in one.calls:
+        yield call_item(new_id("fc_"), call.id, call.name, call.arguments, "completed")
+
+
+def reasoning_item(id: str, text: str) -> dict[str, Any]:
+    """An item with reasoning; without content if the text is empty, as it begins."""
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"type": "reasoning", "id": id, "summary": [], "content": content}
+
+
+def message_item(id: str, parts: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    """An item with the text of the answer."""
+    return {
+        "type": "message",
+        "id": id,
+        "status": status,
+        "role": "assistant",
+        "content": parts,
+    }
+
+
+def text_part(
+    text: str, tokenizer: Tokenizer, tokens: Sequence[AnswerToken] = ()
+) -> dict[str, Any]:
+    """The text of a message item."""
+    return {
+        "type": "output_text",
+        "text": text,
+        "annotations": [],
+        "logprobs": chat_logprobs(tokenizer, tokens),
+    }
+
+
+def call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+    """An item with a call."""
+    return {
+        "type": "function_call",
+        "id": id,
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": status,
+    }
+
 
 ItemKind = Literal["reasoning", "message", "function_call"]
 
 
 @dataclass(slots=True)
 class OpenItem:
-    """An output item that is being written.
+    """An output item that is not complete.
 
     Attributes:
-        kind: of item.
-        id: of the item.
-        text: so far; arguments of a call.
-        call_id: of a call.
-        name: of the function.
+        kind: kind of item.
+        id: id of the item.
+        text: text so far, or arguments of a call so far.
+        call_id: id of the call, for a call.
+        name: function to call, for a call.
         complete: false for a call whose arguments are not all there.
-        tokens: of the text, where log-probabilities are wanted.
+        tokens: tokens of the text, where the request asks for log-probabilities.
     """
 
     kind: ItemKind
@@ -48,10 +124,15 @@ class OpenItem:
 
 
 class ResponseEvents:
-    """Writes the events of one response."""
+    """Writes the events of a streamed response."""
 
     def __init__(self, made: ResponseObject, tokenizer: Tokenizer) -> None:
-        """Nothing is written yet."""
+        """Start before the first event.
+
+        Args:
+            made: the response object.
+            tokenizer: tokenizer of the model.
+        """
         self._made, self._tokenizer = made, tokenizer
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -59,14 +140,14 @@ class ResponseEvents:
         self._end = End("length")
 
     def open(self) -> bytes:
-        """The response as it begins."""
-        begun = self._made.begun()
+        """Events with the response as it begins."""
+        begun = self._made.begun
         return self._event("response.created", response=begun) + self._event(
             "response.in_progress", response=begun
         )
 
     def write(self, updates: Sequence[Update]) -> bytes:
-        """Events of new text and calls."""
+        """Events for new text and calls."""
         data = b""
         for update in updates:
             tokens = [token for token in update.tokens if not token.reasoning]
@@ -77,7 +158,7 @@ class ResponseEvents:
         return data
 
     def close(self) -> bytes:
-        """The end of the last item and of the response."""
+        """Events that end the last item and the response."""
         data = b""
         if self._item is None and not self._output:
             data += self._open(OpenItem("message", new_id("msg_")))
@@ -86,7 +167,7 @@ class ResponseEvents:
         return data + self._event(f"response.{made['status']}", response=made)
 
     def fail(self, error: ApiError) -> bytes:
-        """The response as it failed."""
+        """The event with the failed response."""
         return self._event("response.failed", response=self._made.failed(error.message))
 
     def _found(self, found: Event, tokens: list[AnswerToken]) -> bytes:
@@ -103,7 +184,7 @@ class ResponseEvents:
         return self._text(found.fragment, [])
 
     def _switch(self, kind: ItemKind) -> bytes:
-        """Begin an item, unless one of its kind is open."""
+        """Open an item, unless one of its kind is open."""
         if self._item is not None and self._item.kind == kind:
             return b""
         prefix = "rs_" if kind == "reasoning" else "msg_"
@@ -127,7 +208,7 @@ class ResponseEvents:
             return self._event("response.function_call_arguments.delta", delta=text)
         if item.kind == "reasoning":
             return self._event("response.reasoning_text.delta", content_index=0, delta=text)
-        logprobs = of_chat(self._tokenizer, tokens)
+        logprobs = chat_logprobs(self._tokenizer, tokens)
         tokens.clear()  # they belong to the first text of the update
         return self._event(
             "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
@@ -144,7 +225,7 @@ class ResponseEvents:
         elif item.kind == "reasoning":
             data = self._event("response.reasoning_text.done", content_index=0, text=item.text)
         else:
-            logprobs = of_chat(self._tokenizer, item.tokens)
+            logprobs = chat_logprobs(self._tokenizer, item.tokens)
             data = self._event(
                 "response.output_text.done", content_index=0, text=item.text, logprobs=logprobs
             )
@@ -171,7 +252,7 @@ class ResponseEvents:
         return message_item(item.id, parts, status)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """An event, numbered, with the place of the item that it belongs to."""
+        """A numbered event, with the place of the item that it belongs to."""
         place: dict[str, Any] = {}
         if self._item is not None and "response" not in fields:
             place["output_index"] = len(self._output)

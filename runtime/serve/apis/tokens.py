@@ -1,18 +1,49 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 
 from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.body import read_body
-from lowbit.runtime.serve.conversation import Conversation, encode
+from lowbit.runtime.serve.apis.chat import ChatTools, Messages
+from lowbit.runtime.serve.apis.common import documented, token_text
+from lowbit.runtime.serve.apis.fields import NEUTRAL
+from lowbit.runtime.serve.body import ModelBody
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.logprobs import token_text
-from lowbit.runtime.serve.openapi import documented
-from lowbit.runtime.serve.schemas.tokens import DetokenizeBody, TokenizeBody
+from lowbit.runtime.serve.request.conversation import Conversation, encode
+from lowbit.runtime.serve.request.prepare import read_request
 from lowbit.runtime.serve.service import service_of
+from lowbit.runtime.serve.settings import MOST_IDS
+
+
+class TokenizeBody(ModelBody):
+    """A text, or messages that the chat template makes one."""
+
+    NEUTRAL = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: ChatTools | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either `prompt` or `messages`")
+        return self
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class DetokenizeBody(ModelBody):
+    """Token ids."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_IDS)]
+
 
 router = APIRouter()
 
@@ -20,9 +51,7 @@ router = APIRouter()
 @router.post("/tokenize", **documented(TokenizeBody, "tokens"))
 async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
-    service = service_of(request)
-    body = await read_body(request, TokenizeBody, service.executor, service.crowd)
-    service.check_model(body.model)
+    service, body = await read_request(request, TokenizeBody)
     ids = await service.in_thread(lambda: _encode(service.model, body))
     found: dict[str, Any] = {
         "count": len(ids),
@@ -47,9 +76,7 @@ def _encode(model: Model, body: TokenizeBody) -> list[int]:
 @router.post("/detokenize", **documented(DetokenizeBody, "tokens"))
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of token ids, names of special tokens included."""
-    service = service_of(request)
-    body = await read_body(request, DetokenizeBody, service.executor, service.crowd)
-    service.check_model(body.model)
+    service, body = await read_request(request, DetokenizeBody)
     tokenizer = service.model.tokenizer
     if max(body.tokens, default=0) >= tokenizer.vocabulary:
         raise invalid(f"token ids must be between 0 and {tokenizer.vocabulary - 1}", "tokens")

@@ -1,4 +1,4 @@
-"""GET /, the page that talks to the model, and /report, how good the model is."""
+"""GET /, the chat page, and /report, the quality report of the model."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# A report is one file that shows what a model wrote: styles and pictures of its own, no scripts.
+# A report is one file that shows what a model wrote: its own styles and pictures, no scripts.
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; sandbox"

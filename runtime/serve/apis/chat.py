@@ -1,0 +1,344 @@
+"""POST /v1/chat/completions: OpenAI's chats."""
+
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.answers import Collected, collect
+from lowbit.runtime.serve.apis.common import (
+    ChunkWriter,
+    DirectRoute,
+    chat_logprobs,
+    documented,
+    joined,
+    new_id,
+    usage_of,
+)
+from lowbit.runtime.serve.apis.fields import (
+    NEUTRAL,
+    TURNS,
+    FormatFields,
+    SamplingBody,
+    Text,
+    answer_options,
+    format_of,
+)
+from lowbit.runtime.serve.body import Body, RequestBody
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.job import Update
+from lowbit.runtime.serve.request.conversation import Conversation, ToolChoice, can_switch_thinking
+from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation
+from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS
+from lowbit.runtime.serve.sse import EventStream
+from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tool_calls import Event, ToolCallStart
+
+
+class Function(Body):
+    """`tools[].function`."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Body):
+    """One of `tools`."""
+
+    HARMLESS = frozenset({"cache_control"})
+    type: Literal["function"]
+    function: Function
+    cache_control: Any = None
+
+
+ChatTools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
+class FunctionName(Body):
+    """The function of a named choice."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """`tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Body):
+    """`tool_calls[].function` of an earlier turn."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier turn."""
+
+    HARMLESS = frozenset({"index", "id", "provider_specific_fields", "cache_control"})
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    provider_specific_fields: Any = None
+    cache_control: Any = None
+
+
+Tokens = Annotated[int, Field(ge=0)]
+
+
+class SystemMessage(Body):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    content: Text
+    name: str | None = None
+
+
+class UserMessage(Body):
+    """A turn of the user."""
+
+    role: Literal["user"]
+    content: Text
+    name: str | None = None
+
+
+Calls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)]
+
+
+class AssistantMessage(Body):
+    """A turn of the model, as responses hold it."""
+
+    HARMLESS = frozenset({"refusal", "annotations", "provider_specific_fields", "audio"})
+    role: Literal["assistant"]
+    content: Text | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Calls | None = None
+    annotations: Any = None
+    provider_specific_fields: Any = None
+
+
+class ToolMessage(Body):
+    """The result of a tool."""
+
+    role: Literal["tool"]
+    content: Text
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+
+
+class ChatBody(SamplingBody, FormatFields):
+    """The whole body."""
+
+    HARMLESS = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier"),
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+            *("prediction", "cache_salt", "verbosity"),
+            *RequestBody.HARMLESS,
+        }
+    )
+    NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: ChatTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Tokens | None = None
+    thinking_token_budget: Tokens | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    prediction: Any = None
+    cache_salt: Any = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+router = APIRouter(route_class=DirectRoute)
+
+
+@router.post("/v1/chat/completions", **documented(ChatBody, "chat"))
+async def create(request: Request) -> Response:
+    """Answer a conversation."""
+    opened = await open_conversation(request, ChatBody, conversation_of, _options)
+    body, tokenizer, answers = opened.body, opened.model.tokenizer, opened.answers
+    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model}
+    if body.stream:
+        return EventStream(answers, ChatEvents(head, body, tokenizer, opened.prompt_tokens))
+    found = await collect(answers)
+    return JSONResponse(
+        {
+            **head,
+            "object": "chat.completion",
+            "choices": [_choice(one, i, body, tokenizer) for i, one in enumerate(found)],
+            "usage": usage_of(opened.prompt_tokens, (one.end for one in found)).openai(),
+        }
+    )
+
+
+def conversation_of(model: Model, body: ChatBody) -> Conversation:
+    """The conversation of a body.
+
+    Raises:
+        ApiError: fields that exclude each other.
+    """
+    budgets = [body.thinking_budget, body.thinking_token_budget]
+    return Conversation(
+        messages=[each.plain() for each in body.messages],
+        tools=[each.plain() for each in body.tools or ()],
+        choice=_choice_of_tools(body),
+        parallel=body.parallel_tool_calls is not False,
+        format=format_of(body),
+        thinking=_thinking(model, body),
+        template_arguments=body.chat_template_kwargs or {},
+        budget=next((each for each in budgets if each is not None), None),
+    )
+
+
+def _choice_of_tools(body: ChatBody) -> ToolChoice:
+    given = body.tool_choice
+    if isinstance(given, NamedChoice):
+        return ToolChoice("named", given.function.name)
+    return ToolChoice(given or "auto")
+
+
+def _thinking(model: Model, body: ChatBody) -> bool | None:
+    """`enable_thinking` of the template; None leaves it to the template or to its arguments."""
+    if body.enable_thinking is not None:
+        return body.enable_thinking
+    if body.reasoning_effort is None or not can_switch_thinking(model):
+        return None
+    if "enable_thinking" in (body.chat_template_kwargs or {}):
+        return None
+    return body.reasoning_effort != "none"
+
+
+def _options(body: ChatBody) -> AnswerOptions:
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("`top_logprobs` needs `logprobs`", "top_logprobs")
+    if body.max_tokens == 0:
+        raise invalid("`max_tokens` must be at least 1", "max_tokens")
+    most = body.max_completion_tokens or body.max_tokens
+    return answer_options(body, most, (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def _choice(one: Collected, index: int, body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": one.content or (None if one.calls else ""),
+        "refusal": None,
+        "annotations": [],
+    }
+    if one.reasoning:
+        message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
+    if one.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in one.calls
+        ]
+    content = chat_logprobs(tokenizer, one.tokens) if body.logprobs else None
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": None if content is None else {"content": content, "refusal": None},
+        "finish_reason": one.end.chat_reason,
+    }
+
+
+class ChatEvents(ChunkWriter):
+    """Writes the chunks of a streamed chat."""
+
+    def __init__(
+        self, head: dict[str, Any], body: ChatBody, tokenizer: Tokenizer, prompt_tokens: int
+    ) -> None:
+        """Prepare the parts that all chunks share; arguments as in `ChunkWriter`."""
+        super().__init__({**head, "object": "chat.completion.chunk"}, body, prompt_tokens)
+        self._tokenizer, self._choices = tokenizer, body.count
+        self._logprobs = bool(body.logprobs)
+
+    def open(self) -> bytes:
+        """A chunk with the role for every choice."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, delta) for index in range(self._choices))
+
+    def update(self, update: Update) -> bytes:
+        """Chunks with text, with reasoning apart from content, and with calls."""
+        data = b""
+        tokens = chat_logprobs(self._tokenizer, update.tokens) if self._logprobs else []
+        for found in joined(update.events):
+            delta = _delta(found)
+            if "content" in delta and tokens:
+                data += self._chunk(update.index, delta, logprobs=tokens)
+                tokens = []
+            else:
+                data += self._chunk(update.index, delta)
+        if tokens:  # their text is held back
+            data += self._chunk(update.index, {"content": ""}, logprobs=tokens)
+        if update.end is not None:
+            self.count(update.end)
+            data += self._chunk(update.index, {}, update.end.chat_reason)
+        return data
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: list[dict[str, Any]] | None = None,
+    ) -> bytes:
+        return self.chunk(
+            {
+                "index": index,
+                "delta": delta,
+                "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+                "finish_reason": finish,
+            }
+        )
+
+
+def _delta(found: Event) -> dict[str, Any]:
+    if isinstance(found, Piece):
+        if found.reasoning:
+            return {"reasoning": found.text, "reasoning_content": found.text}
+        return {"content": found.text}
+    call: dict[str, Any] = {"index": found.index}
+    if isinstance(found, ToolCallStart):
+        function = {"name": found.name, "arguments": ""}
+        call |= {"id": found.id, "type": "function", "function": function}
+    else:
+        call["function"] = {"arguments": found.fragment}
+    return {"tool_calls": [call]}

@@ -1,0 +1,240 @@
+"""Parts that several APIs share: routes and their documents, token counts, log-probabilities."""
+
+import json
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from lowbit.runtime.serve.apis.fields import SamplingBody
+from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.job import AnswerToken, End, Update
+from lowbit.runtime.serve.sse import compact, event
+from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.tokenizer import Tokenizer, bytes_to_text
+from lowbit.runtime.text.tool_calls import Event
+
+DONE = b"data: [DONE]\n\n"
+PLACE = "#/components/schemas/{model}"
+ERRORS = {
+    400: "The request cannot be served as it stands.",
+    401: "No valid API key.",
+    404: "Another model.",
+    408: "The body does not come.",
+    413: "Too long a body.",
+    429: "The queue is full; see Retry-After.",
+    500: "The server failed.",
+    503: "The server is shutting down.",
+    504: "The answer takes too long.",
+}
+
+
+def documented(schema: type[BaseModel], tag: str) -> dict[str, Any]:
+    """Arguments of a route that state the schema of its body, which FastAPI does not read."""
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=schema.__name__)}}}
+    return {
+        "tags": [tag],
+        "response_model": None,
+        "responses": {status: {"description": text} for status, text in ERRORS.items()},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+def with_schemas(document: dict[str, Any], *schemas: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI document with the schemas of bodies added."""
+    known = document.setdefault("components", {}).setdefault("schemas", {})
+    for schema in schemas:
+        found = schema.model_json_schema(ref_template=PLACE)
+        known |= found.pop("$defs", {})
+        known[schema.__name__] = found
+    return document
+
+
+class DirectRoute(APIRoute):
+    """A route that calls its endpoint with the request alone and returns its response.
+
+    FastAPI's own route looks for a body and dependencies, a quarter of its time for a request.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return endpoint
+
+
+def new_id(prefix: str) -> str:
+    """A random id, such as `chatcmpl-0f3a...`."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request.
+
+    Attributes:
+        prompt: tokens of all prompts.
+        cached: prompt tokens that the cache held.
+        new: tokens of all answers.
+        reasoning: new tokens that are reasoning.
+    """
+
+    prompt: int
+    cached: int
+    new: int
+    reasoning: int
+
+    def openai(self) -> dict[str, Any]:
+        """`usage` of chat and completions."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.new,
+            "total_tokens": self.prompt + self.new,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """`usage` of messages, whose input tokens are those that the cache did not hold."""
+        return {
+            "input_tokens": self.prompt - self.cached,
+            "output_tokens": self.new,
+            "cache_read_input_tokens": self.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_creation": None,
+            "inference_geo": None,
+            "output_tokens_details": {"thinking_tokens": self.reasoning},
+            "server_tool_use": None,
+            "service_tier": "standard",
+        }
+
+    def responses(self) -> dict[str, Any]:
+        """`usage` of responses."""
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.new,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.new,
+        }
+
+
+def usage_of(prompt_tokens: int, ends: Iterable[End]) -> Usage:
+    """Token counts of a request whose answers have ended."""
+    found = list(ends)
+    return Usage(
+        prompt=prompt_tokens,
+        cached=min(prompt_tokens, max((end.cached_tokens for end in found), default=0)),
+        new=sum(end.new_tokens for end in found),
+        reasoning=sum(end.reasoning_tokens for end in found),
+    )
+
+
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot write
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[AnswerToken]) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat, without the tokens of the reasoning."""
+    return [
+        {
+            **_token(tokenizer, token.id, token.found.chosen),
+            "top_logprobs": [_token(tokenizer, id, value) for id, value in token.found.top],
+        }
+        for token in tokens
+        if not token.reasoning
+    ]
+
+
+def token_text(tokenizer: Tokenizer, id: int) -> str:
+    """Text of a single token, or its name where it is special."""
+    return bytes_to_text(tokenizer.token_bytes(id)) or tokenizer.text.hub.id_to_token(id) or ""
+
+
+def finite(value: float) -> float:
+    """The value, or LEAST for minus infinity."""
+    return max(value, LEAST)
+
+
+def _token(tokenizer: Tokenizer, id: int, value: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(id)
+    return {
+        "token": token_text(tokenizer, id),
+        "logprob": finite(value),
+        "bytes": list(data),
+    }
+
+
+class ChunkWriter(ABC):
+    """Writes the chunks of a streamed chat or completion, as OpenAI's API has them."""
+
+    def __init__(self, head: dict[str, Any], body: SamplingBody, prompt_tokens: int) -> None:
+        """Prepare the parts that all chunks share.
+
+        Args:
+            head: fields of every chunk.
+            body: body of the request.
+            prompt_tokens: length of all prompts.
+        """
+        self._head = f"data: {json.dumps(head, separators=(',', ':'))[:-1]}"
+        self._prompt_tokens = prompt_tokens
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._tail = ',"usage":null}\n\n' if self._with_usage else "}\n\n"
+        self._ends: list[End] = []
+
+    def open(self) -> bytes:
+        """Chunks before the first update: none."""
+        return b""
+
+    def write(self, updates: Sequence[Update]) -> bytes:
+        """Chunks for updates."""
+        return b"".join([self.update(update) for update in updates])
+
+    @abstractmethod
+    def update(self, update: Update) -> bytes:
+        """Chunks for one update."""
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """A chunk with one choice."""
+        return f'{self._head},"choices":[{compact(choice)}]{self._tail}'.encode()
+
+    def count(self, end: End) -> None:
+        """Keep the end of an answer for the usage."""
+        self._ends.append(end)
+
+    def close(self) -> bytes:
+        """The chunk with the usage, if the request asks for it, and the end of the stream."""
+        if not self._with_usage:
+            return DONE
+        usage = usage_of(self._prompt_tokens, self._ends).openai()
+        return f'{self._head},"choices":[],"usage":{json.dumps(usage)}}}\n\n'.encode() + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """The error and the end of the stream."""
+        return event(error.openai()) + DONE
+
+
+def joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Join neighbouring pieces of one kind; all other events stay as they are."""
+    if len(events) == 1:
+        yield events[0]
+        return
+    held: Piece | None = None
+    for found in events:
+        if not isinstance(found, Piece):
+            if held is not None:
+                yield held
+                held = None
+            yield found
+        elif held is not None and held.reasoning == found.reasoning:
+            held = Piece(held.text + found.text, found.reasoning)
+        else:
+            if held is not None:
+                yield held
+            held = found
+    if held is not None:
+        yield held

@@ -1,0 +1,348 @@
+"""Fields that several bodies share, and what they ask of an answer."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lowbit.runtime.serve.body import AnswerBody, Body
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.request.conversation import AnswerFormat
+from lowbit.runtime.serve.request.prepare import AnswerOptions
+from lowbit.runtime.serve.settings import (
+    MOST_CHOICES,
+    MOST_GRAMMAR_CHARACTERS,
+    MOST_IDS,
+    MOST_PARTS,
+    MOST_STOP_CHARACTERS,
+    MOST_STOPS,
+)
+
+StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
+Stops = Annotated[StopList, BeforeValidator(_as_list)]
+
+
+def _numbers(value: object) -> object:
+    """Refuse the first value that is no number; pydantic would list all of them."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(each, bool) or not isinstance(each, int | float):
+                raise ValueError(f"the bias of `{key[:40]}` is no number")
+    return value
+
+
+Biases = Annotated[dict[str, float], Field(max_length=MOST_IDS), BeforeValidator(_numbers)]
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    HARMLESS = frozenset({"include_obfuscation"})
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingBody(AnswerBody):
+    """Fields by which tokens are chosen; those left out are the model's own."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stops | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Biases | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    user: Any = None
+
+    @property
+    def count(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def answer_options(
+    body: SamplingBody, max_new_tokens: int | None, logprobs: int | None
+) -> AnswerOptions:
+    """Options of OpenAI's chats and completions.
+
+    Args:
+        body: body of the request.
+        max_new_tokens: None for as many as the context holds.
+        logprobs: number of likeliest tokens to report for each token; None reports none.
+    """
+    return AnswerOptions(
+        sampling={name: getattr(body, name) for name in SAMPLING},
+        max_new_tokens=max_new_tokens,
+        stops=tuple(body.stop or ()),
+        stop_ids=tuple(body.stop_token_ids or ()),
+        ignore_stops=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+class TextPart(Body):
+    """A part of a message; a model of text reads no other."""
+
+    HARMLESS = frozenset({"cache_control", "annotations"})
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    annotations: Any = None
+
+
+def named_types(*known: str) -> BeforeValidator:
+    """Validator that refuses parts of other types by their type, not by the fields they lack."""
+
+    def check(value: object) -> object:
+        for part in value[:MOST_PARTS] if isinstance(value, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in known:
+                names = ", ".join(f"`{name}`" for name in known)
+                raise ValueError(f"type `{kind[:40]}` is not supported, only {names}")
+        return value
+
+    return BeforeValidator(check)
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)]
+Text = Annotated[str | TextParts, named_types("text")]
+
+
+def text_of(content: "str | list[TextPart] | None") -> str:
+    """Content of a message as one string."""
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
+
+
+# Values that other clients send for fields that they do not use, and that change nothing here; any
+# other value is refused by the field's name. First those of samplers and of output, at the values
+# that switch them off: fields of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI and OpenRouter.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "dry_allowed_length": (2,),
+    "dry_base": (1.75,),
+    "dry_multiplier": (0,),
+    "dry_penalty_last_n": (-1,),
+    "dynatemp_exponent": (1,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "enable_search": (False,),
+    "grammar": ("",),
+    "id_slot": (-1,),
+    "images": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ([],),
+    "lora": ([],),
+    "min_keep": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "mirostat_eta": (0.1,),
+    "mirostat_tau": (5,),
+    "mm_processor_kwargs": ({},),
+    "models": ([],),
+    "n_discard": (0,),
+    "n_keep": (0,),
+    "n_probs": (0,),
+    "options": ({},),
+    "penalize_nl": (False,),
+    "plugins": ([],),
+    "post_sampling_probs": (False,),
+    "priority": (0,),
+    "provider": ({},),
+    "raw": (False,),
+    "response_fields": ([],),
+    "return_full_text": (False,),
+    "return_hidden_states": (False,),
+    "return_progress": (False,),
+    "return_token_ids": (False,),
+    "return_tokens": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "safe_prompt": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "t_max_predict_ms": (0,),
+    "tfs_z": (1,),
+    "timings_per_token": (False,),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "transforms": ([],),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermark": (False,),
+    "xtc_probability": (0,),
+    "xtc_threshold": (0.1,),
+}
+
+# Fields of chats alone, at what a chat does anyway.
+TURNS: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "background": (False,),
+    "continue_final_message": (False,),
+    "deferred": (False,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
+
+# Fields of OpenAI's other APIs, at what /v1/responses and /v1/messages do anyway.
+PLAIN: dict[str, tuple[object, ...]] = {
+    "ignore_eos": (False,),
+    "logit_bias": ({}, []),
+    "logprobs": (False,),
+    "n": (1,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+}
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
+Choice = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=256)]
+JsonSchema = dict[str, Any]
+
+
+class NamedSchema(Body):
+    """`response_format.json_schema`."""
+
+    HARMLESS = frozenset({"name", "description", "strict"})
+    name: str | None = None
+    description: str | None = None
+    json_schema: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`, as vLLM has it: one of its fields."""
+
+    json_schema: JsonSchema | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class FormatFields(Body):
+    """Fields of which one may limit the form of an answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
+
+def format_of(fields: FormatFields) -> AnswerFormat | None:
+    """The format that a body asks for; None if it asks for none.
+
+    Raises:
+        ApiError: it asks for several.
+    """
+    given = [
+        *_of_response_format(fields.response_format),
+        *_guided(
+            fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar
+        ),
+        *_of_structured(fields.structured_outputs),
+    ]
+    if len(given) > 1:
+        names = " and ".join(f"`{each.param}`" for each in given)
+        raise invalid(f"{names} exclude each other", given[1].param)
+    return given[0] if given else None
+
+
+def schema_format(schema: Any, param: str) -> AnswerFormat:
+    """The format of JSON under a schema."""
+    return AnswerFormat("json_schema", schema, param=param)
+
+
+def _of_response_format(given: ResponseFormat | None) -> list[AnswerFormat]:
+    if isinstance(given, JsonObjectFormat):
+        return [AnswerFormat("json_object")]
+    if isinstance(given, JsonSchemaFormat):
+        schema = given.json_schema.json_schema
+        if schema is None:
+            return [AnswerFormat("json_object")]
+        return [schema_format(schema, "response_format.json_schema.schema")]
+    return []
+
+
+def _of_structured(given: StructuredOutputs | None) -> list[AnswerFormat]:
+    if given is None:
+        return []
+    found = _guided(given.json_schema, given.regex, given.choice, given.grammar)
+    return [*found, AnswerFormat("json_object")] if given.json_object else found
+
+
+def _guided(
+    schema: Any, regex: str | None, choice: Sequence[str] | None, grammar: str | None
+) -> list[AnswerFormat]:
+    """Formats that vLLM's fields ask for."""
+    found = []
+    if schema is not None:
+        found.append(schema_format(schema, "guided_json"))
+    if regex is not None:
+        found.append(AnswerFormat("regex", text=regex, param="guided_regex"))
+    if choice is not None:
+        text = "|".join(re.escape(each) for each in choice)
+        found.append(AnswerFormat("regex", text=text, param="guided_choice"))
+    if grammar is not None:
+        found.append(AnswerFormat("lark", text=grammar, param="guided_grammar"))
+    return found

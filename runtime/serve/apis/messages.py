@@ -1,0 +1,439 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BeforeValidator, Field
+
+from lowbit.runtime.engine.model import Model
+from lowbit.runtime.serve.answers import Collected, collect
+from lowbit.runtime.serve.apis.common import DirectRoute, documented, joined, new_id, usage_of
+from lowbit.runtime.serve.apis.fields import (
+    NEUTRAL,
+    PLAIN,
+    TURNS,
+    StopList,
+    TextPart,
+    TextParts,
+    named_types,
+    schema_format,
+    text_of,
+)
+from lowbit.runtime.serve.body import AnswerBody, Body, RequestBody
+from lowbit.runtime.serve.errors import ApiError, invalid
+from lowbit.runtime.serve.job import End, Update
+from lowbit.runtime.serve.logs import record_of
+from lowbit.runtime.serve.request.conversation import (
+    Conversation,
+    ToolChoice,
+    can_switch_thinking,
+    encode,
+)
+from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation, read_request
+from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from lowbit.runtime.serve.sse import EventStream, event
+from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.tool_calls import Event, ToolCallStart
+
+CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+class ToolUse(Body):
+    """A call of an earlier turn."""
+
+    HARMLESS = frozenset({"cache_control", "caller"})
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+
+
+class ToolResult(Body):
+    """The result of a tool."""
+
+    HARMLESS = frozenset({"cache_control", "is_error"})
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[TextParts, named_types("text")] | None = None
+    is_error: bool | None = None
+    cache_control: Any = None
+
+
+class Thinking(Body):
+    """Reasoning of an earlier turn."""
+
+    HARMLESS = frozenset({"signature"})
+    type: Literal["thinking"]
+    thinking: str
+    signature: Any = None
+
+
+class RedactedThinking(Body):
+    """Reasoning that nobody can read."""
+
+    HARMLESS = frozenset({"data"})
+    type: Literal["redacted_thinking"]
+    data: Any = None
+
+
+Block = Annotated[
+    TextPart | ToolUse | ToolResult | Thinking | RedactedThinking, Field(discriminator="type")
+]
+BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS)]
+Blocks = Annotated[BlockList, named_types(*CONTENT_TYPES)]
+TextBlocks = Annotated[TextParts, named_types("text")]
+
+
+class Turn(Body):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class CustomTool(Body):
+    """A tool of the client's."""
+
+    HARMLESS = frozenset(
+        {"cache_control", "defer_loading", "allowed_callers", "input_examples"}
+    ) | {"eager_input_streaming"}
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: Any = None
+    strict: bool | None = None
+    defer_loading: Any = None
+    allowed_callers: Any = None
+    input_examples: Any = None
+    eager_input_streaming: Any = None
+
+
+class Choice(Body):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Body):
+    """`thinking`."""
+
+    HARMLESS = frozenset({"display"})
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Any = None
+
+
+class SchemaFormat(Body):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """`output_config`."""
+
+    HARMLESS = frozenset({"effort"})
+    effort: Any = None
+    format: SchemaFormat | None = None
+
+
+def _custom_only(value: object) -> object:
+    """Name the type of a tool that runs on Anthropic's servers."""
+    for tool in value[:MOST_TOOLS] if isinstance(value, list) else []:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(f"tools of type `{kind[:40]}` are not supported, only `custom`")
+    return value
+
+
+ToolList = Annotated[list[CustomTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+Tools = Annotated[ToolList, BeforeValidator(_custom_only)]
+
+
+class CountBody(RequestBody):
+    """Everything that the prompt is made of."""
+
+    HARMLESS = frozenset(
+        {
+            *("cache_control", "context_management", "diagnostics", "speed", "inference_geo"),
+            *("user_profile_id", "workspace_id"),
+            *RequestBody.HARMLESS,
+        }
+    )
+    NEUTRAL = NEUTRAL | TURNS | PLAIN | {"mcp_servers": ([],)}
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    system: str | TextBlocks | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+
+class MessagesBody(CountBody, AnswerBody):
+    """The whole body."""
+
+    HARMLESS = CountBody.HARMLESS | {"metadata", "service_tier"}
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: StopList | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: Any = None
+    service_tier: Any = None
+
+
+router = APIRouter(route_class=DirectRoute)
+DIRECT = {"type": "direct"}  # the model called the tool itself
+
+
+@router.post("/v1/messages", **documented(MessagesBody, "messages"))
+async def create(request: Request) -> Response:
+    """Answer a conversation."""
+    opened = await open_conversation(request, MessagesBody, conversation_of, _options)
+    body, answers, prompt_tokens = opened.body, opened.answers, opened.prompt_tokens
+    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model}
+    if body.stream:
+        return EventStream(answers, MessageEvents(head, prompt_tokens))
+    [one] = await collect(answers)
+    return JSONResponse(
+        {
+            **head,
+            "content": list(_content(one)),
+            "stop_reason": one.end.message_reason,
+            "stop_sequence": one.end.stop,
+            "stop_details": None,
+            "container": None,
+            "usage": usage_of(prompt_tokens, [one.end]).anthropic(),
+        }
+    )
+
+
+@router.post("/v1/messages/count_tokens", **documented(CountBody, "messages"))
+async def count_tokens(request: Request) -> Response:
+    """Tokens of the prompt."""
+    service, body = await read_request(request, CountBody)
+    record_of(request).ignored = body.ignored()
+    model = service.model
+    ids = await service.in_thread(lambda: encode(model, conversation_of(model, body)))
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+def conversation_of(model: Model, body: CountBody) -> Conversation:
+    """The conversation of a body.
+
+    Raises:
+        ApiError: `tool_choice` lacks a name.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": text_of(body.system)})
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        else:
+            messages += _messages_of(turn.role, turn.content)
+    config = body.output_config.format if body.output_config is not None else None
+    thinking = body.thinking
+    on = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+    choice = body.tool_choice
+    return Conversation(
+        messages=messages,
+        tools=[
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    **({"description": tool.description} if tool.description else {}),
+                    "parameters": tool.input_schema,
+                    **({"strict": True} if tool.strict else {}),
+                },
+            }
+            for tool in body.tools or ()
+        ],
+        choice=_choice_of(choice),
+        parallel=not (choice is not None and choice.disable_parallel_tool_use),
+        format=None
+        if config is None
+        else schema_format(config.json_schema, "output_config.format"),
+        thinking=on if can_switch_thinking(model) else None,
+        budget=None if thinking is None else thinking.budget_tokens,
+    )
+
+
+def _choice_of(given: Choice | None) -> ToolChoice:
+    if given is None:
+        return ToolChoice()
+    if given.type == "tool":
+        if given.name is None:
+            raise invalid("`tool_choice.name` is missing", "tool_choice.name")
+        return ToolChoice("named", given.name)
+    return ToolChoice("required" if given.type == "any" else given.type)
+
+
+def _messages_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
+    """A turn as OpenAI's chats have it; results of tools become turns of their own before it."""
+    text, reasoning, calls = "", "", []
+    for block in blocks:
+        if isinstance(block, TextPart):
+            text += block.text
+        elif isinstance(block, Thinking):
+            reasoning += block.thinking
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResult):
+            content = text_of(block.content)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    if role == "assistant":
+        found: dict[str, Any] = {"role": role, "content": text}
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = calls
+        yield found
+    elif text or all(not isinstance(block, ToolResult) for block in blocks):
+        yield {"role": role, "content": text}
+
+
+def _options(body: MessagesBody) -> AnswerOptions:
+    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    return AnswerOptions(sampling, body.max_tokens, tuple(body.stop_sequences or ()))
+
+
+def _content(one: Collected) -> Iterator[dict[str, Any]]:
+    """Content blocks of an answer."""
+    if one.reasoning:
+        yield {"type": "thinking", "thinking": one.reasoning, "signature": ""}
+    if one.content or not one.calls:
+        yield {"type": "text", "text": one.content, "citations": None}
+    for call in one.calls:
+        yield {
+            "type": "tool_use",
+            "id": call.id,
+            "name": call.name,
+            "input": json.loads(call.arguments or "{}"),
+            "caller": DIRECT,
+        }
+
+
+BlockKind = Literal["text", "thinking", "tool_use"]
+
+
+class MessageEvents:
+    """Writes the events of a streamed message: a block for reasoning, one for text, one a call."""
+
+    def __init__(self, head: dict[str, Any], prompt_tokens: int) -> None:
+        """Start before the first event.
+
+        Args:
+            head: fields of the message.
+            prompt_tokens: length of the prompt.
+        """
+        self._head, self._prompt_tokens = head, prompt_tokens
+        self._kind: BlockKind | None = None  # of the open block
+        self._index = -1
+        self._begun = False
+        self._end = End("length")
+
+    def open(self) -> bytes:
+        """No event: the message begins with the first update, which knows the cached tokens."""
+        return b""
+
+    def write(self, updates: Sequence[Update]) -> bytes:
+        """Events for new text and calls."""
+        data = b""
+        for update in updates:
+            if not self._begun:
+                data += self._start(update.cached_tokens)
+            for found in joined(update.events):
+                data += self._event(found)
+            if update.end is not None:
+                self._end = update.end
+        return data
+
+    def close(self) -> bytes:
+        """Events that end the last block and the message."""
+        data = b"" if self._index >= 0 else self._open("text", {"type": "text", "text": ""})
+        data += self._close_block()
+        delta = {
+            "stop_reason": self._end.message_reason,
+            "stop_sequence": self._end.stop,
+            "stop_details": None,
+            "container": None,
+        }
+        usage = usage_of(self._prompt_tokens, [self._end]).anthropic()
+        content = {"type": "message_delta", "delta": delta, "usage": usage}
+        data += event(content, "message_delta")
+        return data + event({"type": "message_stop"}, "message_stop")
+
+    def fail(self, error: ApiError) -> bytes:
+        """The event with the error."""
+        return event(error.anthropic(), "error")
+
+    def _start(self, cached: int) -> bytes:
+        self._begun = True
+        begun = End("length", cached_tokens=cached)
+        message = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
+            "usage": usage_of(self._prompt_tokens, [begun]).anthropic(),
+        }
+        return event({"type": "message_start", "message": message}, "message_start")
+
+    def _event(self, found: Event) -> bytes:
+        if isinstance(found, Piece):
+            if found.reasoning:
+                thinking = {"type": "thinking", "thinking": "", "signature": ""}
+                data = self._open("thinking", thinking)
+                return data + self._delta({"type": "thinking_delta", "thinking": found.text})
+            data = self._open("text", {"type": "text", "text": ""})
+            return data + self._delta({"type": "text_delta", "text": found.text})
+        if isinstance(found, ToolCallStart):
+            data = self._close_block()
+            block: dict[str, Any] = {"id": found.id, "name": found.name, "input": {}}
+            block |= {"type": "tool_use", "caller": {"type": "direct"}}
+            return data + self._open("tool_use", block)
+        return self._delta({"type": "input_json_delta", "partial_json": found.fragment})
+
+    def _open(self, kind: BlockKind, block: dict[str, Any]) -> bytes:
+        """Open a block, unless one of its kind is open."""
+        if self._kind == kind:
+            return b""
+        data = self._close_block()
+        self._kind, self._index = kind, self._index + 1
+        content = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return data + event(content, "content_block_start")
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        content = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return event(content, "content_block_delta")
+
+    def _close_block(self) -> bytes:
+        if self._kind is None:
+            return b""
+        data = b""
+        if self._kind == "thinking":
+            data = self._delta({"type": "signature_delta", "signature": ""})
+        self._kind = None
+        content = {"type": "content_block_stop", "index": self._index}
+        return data + event(content, "content_block_stop")

@@ -1,1 +1,0 @@
-"""Endpoints, a file for each family of addresses."""

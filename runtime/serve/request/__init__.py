@@ -1,0 +1,1 @@
+"""The steps that turn a request's body into work for the engine."""
