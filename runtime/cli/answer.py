@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from lowbit.formats.printable import PROSE, printable
-from lowbit.runtime.conversation.listen import showing
+from lowbit.runtime.conversation.respond import showing
 
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.wrap import Wrapper
-    from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation, Stream
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.reasoning import Piece
@@ -131,10 +130,10 @@ def summary(generation: "Generation") -> str:
     return ", ".join(parts)
 
 
-def sampling_of(model: "Model", options: dict[str, Any]) -> "SamplingParams":
-    """Sampling parameters: the model's defaults, each replaced by its option if that is given."""
+def sampling_of(defaults: "SamplingParams", options: dict[str, Any]) -> "SamplingParams":
+    """A model's sampling parameters, each replaced by its option if that is given."""
     given = {name: value for name, value in options.items() if value is not None}
-    return replace(model.defaults, **given)
+    return replace(defaults, **given)
 
 
 def _channel(stream: TextIO, write: Callable[[str], None], wrap: bool) -> Channel:

@@ -33,12 +33,13 @@ from lowbit.runtime.cli.schema_file import read_schema
 from lowbit.runtime.engine.load_options import LoadOptions
 
 if TYPE_CHECKING:
+    from lowbit.runtime.conversation.chat_model import ChatModel
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
     from lowbit.runtime.conversation.state import Chat
-    from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
 
+Schema = dict[str, Any] | None
 Ask = Callable[["Chat"], "Slash | str | None"]
 
 
@@ -105,25 +106,23 @@ def chat(
     from lowbit.runtime.conversation.turns import Conversation
 
     schema = None if json_schema is None else read_schema(json_schema)
+    model: ChatModel
     if url is not None:
         if options != LoadOptions(max_sequences=1):
             raise click.UsageError(
                 "--url takes no option for loading a model: the server has done it."
             )
-        model = _remote(url, api_key, name)
-        name = model.name  # type: ignore[attr-defined]
+        model, name = _remote(url, api_key, name, schema)
     elif name is not None:
-        model = load_model(name, options)
-        note_plain(model)
+        model = _loaded(name, options, schema)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
     talk = Chat(
         model=model,
         name=name,
-        sampling=sampling_of(model, sampling),
+        sampling=sampling_of(model.defaults, sampling),
         thinking=thinking,
         max_thinking_tokens=max_thinking_tokens,
-        grammar=None if schema is None else model.grammars.json_schema(schema),
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         conversation=Conversation(system),
@@ -140,11 +139,20 @@ def chat(
         raise failure
 
 
-def _remote(url: str, key: str | None, name: str | None) -> "Model":
-    """A server's model, which has all that a chat asks of a loaded one."""
-    from lowbit.runtime.serve.remote import open_remote
+def _loaded(name: str, options: LoadOptions, schema: Schema) -> "ChatModel":
+    from lowbit.runtime.conversation.chat_model import LoadedModel
 
-    return open_remote(url, key, name)  # type: ignore[return-value]
+    model = load_model(name, options)
+    note_plain(model)
+    return LoadedModel(model, None if schema is None else model.grammars.json_schema(schema))
+
+
+def _remote(url: str, key: str | None, name: str | None, schema: Schema) -> "tuple[ChatModel, str]":
+    """A server's model, and its name."""
+    from lowbit.runtime.conversation.remote import open_remote
+
+    model = open_remote(url, key, name, schema)
+    return model, model.name
 
 
 def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseException | None]":

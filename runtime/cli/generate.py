@@ -144,7 +144,7 @@ def generate(
     model = load(1)
     stream = model.stream(
         text if raw else Conversation(system).prompt(text),
-        sampling=sampling_of(model, sampling),
+        sampling=sampling_of(model.defaults, sampling),
         max_new_tokens=max_new_tokens,
         stop=stop,
         thinking=thinking,

@@ -102,7 +102,7 @@ def _request(model: "Model", line: PromptLine, system: str | None) -> "Request |
     try:
         return model.request(
             model.encode(prompt, thinking=settings.thinking, raw=settings.raw),  # type: ignore[arg-type]
-            sampling=sampling_of(model, dict(settings.sampling)),
+            sampling=sampling_of(model.defaults, dict(settings.sampling)),
             max_new_tokens=settings.max_new_tokens,
             stop=settings.stop,
             raw=settings.raw,

@@ -1,20 +1,43 @@
 """One step of a chat: carry out a command, or have a message answered."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.conversation.commands import Outcome, Slash, run_command
 from lowbit.runtime.conversation.keyboard import Interrupt, watched
-from lowbit.runtime.conversation.listen import AnswerView, showing
 from lowbit.runtime.conversation.state import Chat, begin_answer, with_room
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
-    from lowbit.runtime.engine.stream import Generation, Stream
+    from lowbit.runtime.conversation.chat_model import AnswerStream
+    from lowbit.runtime.engine.stream import Generation
+    from lowbit.runtime.text.reasoning import Piece
+
+
+class AnswerView(Protocol):
+    """Shows one answer."""
+
+    def show(self, piece: "Piece") -> None:
+        """Show a piece."""
+
+    def end(self) -> None:
+        """Show the text held back, and finish the answer's last line."""
+
+
+@contextmanager
+def showing(stream: "AnswerStream", view: AnswerView) -> Iterator[None]:
+    """Close the stream and end the view after an answer, an error, or Ctrl-C."""
+    try:
+        yield
+    finally:
+        try:
+            stream.close()
+        finally:
+            view.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +101,8 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outc
     seen = before
     try:
         with view.listening(), watched() as interrupt:
-            seen, ids = with_room(chat, before, question)
-            stream = begin_answer(chat, ids)
+            seen, prompt = with_room(chat, before, question)
+            stream = begin_answer(chat, prompt)
             if seen.dropped > before.dropped:
                 view.note(_dropped(seen.dropped - before.dropped, chat.model.context))
             made = _listen(stream, parts, interrupt, view)
@@ -110,7 +133,7 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outc
 
 
 def _listen(
-    stream: "Stream", parts: list[str], interrupt: Interrupt, view: View
+    stream: "AnswerStream", parts: list[str], interrupt: Interrupt, view: View
 ) -> "Generation | None":
     """Show an answer and collect its text in `parts`; None where Ctrl-C stopped it.
 

@@ -1,4 +1,4 @@
-"""State of a chat: the model, its settings, and the conversation."""
+"""State of a chat: the model, the settings, and the conversation."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +10,10 @@ from lowbit.runtime.conversation.turns import Conversation, fitted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.stream import Generation, Stream
+    from lowbit.runtime.conversation.chat_model import AnswerStream, ChatModel, ChatPrompt
+    from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.chat import Message
-    from lowbit.runtime.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Chat:
         name: of the model, as it was asked for.
         thinking: None leaves it to the template.
         max_thinking_tokens: longest reasoning before an answer; None for no limit.
-        grammar: of every answer; None for any text.
         max_new_tokens: longest answer; None for as many tokens as the context holds.
         stop: strings that end an answer.
         last: the newest answer's tokens and timings.
@@ -33,12 +31,11 @@ class Chat:
         file: saved to or loaded from last.
     """
 
-    model: "Model"
+    model: "ChatModel"
     name: str
     sampling: "SamplingParams"
     thinking: bool | None = None
     max_thinking_tokens: int | None = None
-    grammar: "Grammar | None" = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     conversation: Conversation = field(default_factory=Conversation)
@@ -54,7 +51,7 @@ def check_model(chat: Chat) -> None:
         RequestError: no chat template, or one that refuses the system message or the thinking.
         CheckpointError: the template is damaged.
     """
-    if chat.model.template is None:
+    if not chat.model.has_template:
         raise RequestError(
             f"`{chat.name}` has no chat template, so it cannot chat",
             hint="lowbit-run generate --raw lets it continue a text",
@@ -69,49 +66,44 @@ def check_thinking(chat: Chat, thinking: bool | None) -> None:
         RequestError: the template has no thinking switch, or refuses the system message.
         CheckpointError: the template is damaged.
     """
-    chat.model.encode(chat.conversation.prompt("Hi"), thinking=thinking)
+    chat.model.encode(chat.conversation.prompt("Hi"), thinking)
 
 
 def with_room(
     chat: Chat, conversation: Conversation, question: str
-) -> tuple[Conversation, list[int]]:
+) -> "tuple[Conversation, ChatPrompt]":
     """Drop the oldest turns where the context demands it.
 
     Returns:
-        The conversation, and the token ids of the prompt that ends with the question.
+        The conversation, and the prompt that ends with the question.
 
     Raises:
         RequestError: the question is much longer than the context, or the template refuses it.
         CheckpointError: the tokenizer or the template is damaged.
     """
-    encoded: dict[int, list[int]] = {}  # by the number of messages
+    encoded: dict[int, ChatPrompt] = {}  # by the number of messages
 
     def count_tokens(messages: "Sequence[Message]") -> int:
         try:
-            ids = encoded[len(messages)] = chat.model.encode(messages, thinking=chat.thinking)
+            prompt = encoded[len(messages)] = chat.model.encode(messages, chat.thinking)
         except RequestError:  # too long; any other reason is met again below
             return chat.model.context + 1
-        return len(ids)
+        return len(prompt.ids)
 
     seen = fitted(conversation, question, count_tokens, chat.model.context, chat.max_new_tokens)
     messages = seen.prompt(question)
-    ids = encoded.get(len(messages))
-    return seen, chat.model.encode(messages, thinking=chat.thinking) if ids is None else ids
+    prompt = encoded.get(len(messages))
+    return seen, chat.model.encode(messages, chat.thinking) if prompt is None else prompt
 
 
-def begin_answer(chat: Chat, ids: "Sequence[int]") -> "Stream":
-    """Set up the answer to a prompt; nothing runs before its first piece.
-
-    Raises:
-        RequestError: the prompt does not fit the context.
-    """
-    return chat.model.stream_ids(
-        ids,
+def begin_answer(chat: Chat, prompt: "ChatPrompt") -> "AnswerStream":
+    """Set up the answer to a prompt, as the settings say; errors as in `ChatModel.stream`."""
+    return chat.model.stream(
+        prompt,
         sampling=chat.sampling,
         max_new_tokens=chat.max_new_tokens,
         stop=chat.stop,
         max_thinking_tokens=chat.max_thinking_tokens,
-        grammar=chat.grammar,
     )
 
 
@@ -128,6 +120,6 @@ def used_tokens(chat: Chat) -> int | None:
     if conversation.dropped == len(conversation.turns):
         return 0
     try:
-        return min(len(chat.model.encode(conversation.seen(), thinking=chat.thinking)), context)
+        return min(len(chat.model.encode(conversation.seen(), chat.thinking).ids), context)
     except LowbitError:
         return None

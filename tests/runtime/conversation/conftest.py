@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.conversation.respond import View
 from lowbit.runtime.conversation.state import Chat
-from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.chat import Message
@@ -35,31 +35,32 @@ class ScriptedModel:
 
     context: int = 200
     switch: bool = True
-    template: str | None = "template"
+    has_template: bool = True
+    defaults: SamplingParams = field(default_factory=SamplingParams)
     answers: list[Answer] = field(default_factory=list)
     asked: list[list[Message]] = field(default_factory=list)
     encoded: list[tuple[list[Message], bool | None]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+    def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> ChatPrompt:
         if thinking is not None and not self.switch:
             raise RequestError("thinking cannot be switched")
         if not messages:
             raise RequestError("the conversation is empty")
         self.encoded.append((list(messages), thinking))
-        # The first token leads `stream_ids` back to the messages.
-        return [len(self.encoded) - 1] * sum(len(message["content"]) + 2 for message in messages)
+        ids = [0] * sum(len(message["content"]) + 2 for message in messages)
+        return ChatPrompt(messages, thinking, ids)
 
-    def stream_ids(self, prompt: Sequence[int], **options: Any) -> ScriptedStream:
-        if len(prompt) > self.context:
-            raise RequestError(f"the prompt has {len(prompt)} tokens, the context {self.context}")
-        messages, thinking = self.encoded[prompt[0]]
-        self.asked.append(messages)
-        self.options = options | {"thinking": thinking}
+    def stream(self, prompt: ChatPrompt, **options: Any) -> ScriptedStream:
+        count = len(prompt.ids)
+        if count > self.context:
+            raise RequestError(f"the prompt has {count} tokens, the context {self.context}")
+        self.asked.append(list(prompt.messages))
+        self.options = options | {"thinking": prompt.thinking}
         answer = self.answers.pop(0) if self.answers else ["fine"]
         text = "".join(part for part in answer if isinstance(part, str))
-        timings = Timings(len(prompt), 0, 0.1, 0.1, 10.0)
-        made = Generation(tuple(prompt), (0,) * len(text), "", text, "stop", 1, timings)
+        timings = Timings(count, 0, 0.1, 0.1, 10.0)
+        made = Generation(tuple(prompt.ids), (0,) * len(text), "", text, "stop", 1, timings)
         return ScriptedStream(made, self._pieces(answer))
 
     def _pieces(self, answer: Answer) -> Iterator[Piece]:
@@ -105,6 +106,6 @@ def new_chat() -> NewChat:
 
     def make(*answers: Answer, **fields: Any) -> tuple[Chat, ScriptedModel]:
         model = ScriptedModel(answers=list(answers), **fields)
-        return Chat(cast(Model, model), "some/model", SamplingParams(temperature=0.5)), model
+        return Chat(model, "some/model", SamplingParams(temperature=0.5)), model
 
     return make

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import lowbit.runtime as lowbit
+from lowbit.runtime.conversation.chat_model import LoadedModel
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.state import Chat, used_tokens
@@ -19,7 +20,7 @@ def new_chat(name: str, context: int = 512, seed: int | None = None) -> Chat:
     model = lowbit.load(MODELS / name, device="cpu", context=context)
     hot = lowbit.SamplingParams(temperature=0.9, top_k=30, seed=seed)
     talk = Conversation("You tell stories to children.")
-    return Chat(model, name, hot, max_new_tokens=24, conversation=talk)
+    return Chat(LoadedModel(model), name, hot, max_new_tokens=24, conversation=talk)
 
 
 def say(chat: Chat, *entries: Slash | str) -> tuple[Chat, Shown]:
@@ -70,8 +71,9 @@ def test_a_repeated_question_takes_the_steps_of_last_time() -> None:
 def test_scoring_between_two_retries_loses_nothing() -> None:
     chat, shown = say(new_chat("tiny-qwen3"), "Tell me a story.", "Go on.", Slash("set", "seed 3"))
     chat, before = say(chat, Slash("retry"))
-    chat.model.logits(shown.finished[-1].prompt_token_ids)
-    chat.model.logits(shown.finished[0].prompt_token_ids[::-1])
+    assert isinstance(chat.model, LoadedModel)
+    chat.model.model.logits(shown.finished[-1].prompt_token_ids)
+    chat.model.model.logits(shown.finished[0].prompt_token_ids[::-1])
     _, after = say(chat, Slash("retry"))
     one, other = before.finished[0], after.finished[0]
     assert other.timings.reused_tokens == one.timings.reused_tokens > 0

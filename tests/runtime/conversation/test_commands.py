@@ -210,7 +210,7 @@ def test_stats_say_what_is_in_use(new_chat: NewChat) -> None:
     chat, model = new_chat()
     assert run(chat, "/stats").notes[0] == "context: 0 of 200 tokens (0%), 0 turns"
     chat = replace(chat, conversation=Conversation("s", TWO, dropped=1))
-    used = len(model.encode(chat.conversation.seen()))
+    used = len(model.encode(chat.conversation.seen()).ids)
     first = f"context: {used} of 200 tokens ({used / 200:.0%}), 2 turns, 1 of them dropped"
     assert run(chat, "/stats").notes[0] == first
     assert run(chat, "/exit").done

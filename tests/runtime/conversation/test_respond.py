@@ -119,7 +119,7 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(new_chat: NewChat, sh
         chat = step(chat, shown.view(), f"question {number:2}")
         assert model.asked[-1][0]["content"] == "system"
         assert model.asked[-1][-1]["content"] == f"question {number:2}"
-        assert len(model.encode(model.asked[-1])) <= 300
+        assert len(model.encode(model.asked[-1]).ids) <= 300
     assert [len(chat.conversation.turns), shown.errors] == [60, []]
     assert shown.notes[0].startswith("dropped the ")
     dropped = sum(int(note.split()[2]) for note in shown.notes)
@@ -137,7 +137,7 @@ def test_a_turn_encodes_its_prompt_once(new_chat: NewChat, shown: Shown) -> None
         last = shown.finished[-1]
         assert used == len(last.prompt_token_ids) + len(last.token_ids)
     chat = step(chat, shown.view(), UNDO)
-    assert used_tokens(chat) == len(model.encode(chat.conversation.seen()))
+    assert used_tokens(chat) == len(model.encode(chat.conversation.seen()).ids)
 
 
 def test_an_answer_after_a_drop_begins_with_a_prompt_that_was_counted(
@@ -183,13 +183,13 @@ def test_a_question_that_does_not_fit_is_an_error(new_chat: NewChat, shown: Show
 
 def test_answers_that_were_cut_say_why(new_chat: NewChat, shown: Shown) -> None:
     chat, model = new_chat(["much text"])
-    stream_ids = model.stream_ids
+    stream = model.stream
 
     def cut(*args: object, **options: object) -> object:
-        made = stream_ids(*args, **options)  # type: ignore[arg-type]
+        made = stream(*args, **options)  # type: ignore[arg-type]
         return replace(made, generation=replace(made.generation, finish_reason="length"))
 
-    model.stream_ids = cut  # type: ignore[method-assign, assignment]
+    model.stream = cut  # type: ignore[method-assign, assignment]
     step(chat, shown.view(), "Talk")
     assert shown.notes == [
         "cut: the context of 200 tokens is full; the next question drops the oldest turns, "
@@ -228,7 +228,7 @@ def test_any_sequence_keeps_the_conversation_whole(
             said = (*before.turns, Turn(entry, after.turns[-1].answer)) if after.turns else ()
             assert (after.turns, after.unanswered) in ((said, None), (before.turns, entry))
         for messages in model.asked[asked:]:
-            assert len(model.encode(messages)) <= context
+            assert len(model.encode(messages).ids) <= context
             roles = [message["role"] for message in messages if message["role"] != "system"]
             assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
         assert all(turn.question and turn.answer for turn in after.turns)
