@@ -14,6 +14,7 @@ from lowbit.runtime.conversation.remote import RemoteModel, open_remote
 from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.state import Chat, begin_answer
 from lowbit.runtime.text.chat import Message
+from lowbit.runtime.text.reasoning import Piece
 from tests.runtime.conversation.conftest import Shown
 from tests.runtime.serve.conftest import NAME, Running, running, tool_model, until
 
@@ -171,17 +172,11 @@ def test_reasoning_comments_and_events_without_text() -> None:
 
     chat = Chat(answering(handle), "x", GREEDY, stop=("x",), max_thinking_tokens=5)
     stream = begin_answer(chat, ChatPrompt(QUESTION, True, [1] * 9))
-    assert [(piece.text, piece.reasoning) for piece in stream.pieces] == [
-        ("hm", True),
-        ("é", False),
-    ]
+    assert list(stream.pieces) == [Piece("hm", True), Piece("é", False)]
     made = stream.generation
     assert (made.reasoning, made.text, made.finish_reason) == ("hm", "é", "stop")
-    assert (len(made.token_ids), made.timings.prompt_tokens, made.timings.reused_tokens) == (
-        3,
-        9,
-        4,
-    )
+    assert len(made.token_ids) == 3
+    assert (made.timings.prompt_tokens, made.timings.reused_tokens) == (9, 4)
     sent = asked[0]
     assert sent["chat_template_kwargs"] == {"enable_thinking": True}
     assert (sent["stop"], sent["thinking_budget"]) == (["x"], 5)
