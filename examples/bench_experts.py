@@ -28,7 +28,7 @@ from lowbit.runtime.kernels.experts.down import experts_down
 from lowbit.runtime.kernels.experts.gate_up import experts_gate_up
 from lowbit.runtime.kernels.experts.route import Routes, experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
-from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv
+from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.weights.experts import ExpertWeights
 

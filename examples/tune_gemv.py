@@ -31,7 +31,7 @@ from lowbit.runtime.engine.graphs import aside
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear import gemv
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 
 POSITION = 100

@@ -25,8 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.linear.columns import TOP_WEIGHT
-from lowbit.runtime.kernels.linear.digit_planes import digits_of
+from lowbit.runtime.kernels.linear.digits import digits_of
+from lowbit.runtime.kernels.linear.products import TOP_WEIGHT
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.copies import commit_copies, copy4, wait_copies
 from lowbit.runtime.kernels.ptx.memory import (

@@ -19,7 +19,8 @@ from lowbit.runtime.kernels.delta.prefill import delta_prefill
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
-from lowbit.runtime.kernels.linear.dense_gemv import FEW_TOKENS, dense_gemv
+from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS
+from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
 from lowbit.runtime.kernels.linear.widen import gemm, gemm_swiglu
@@ -101,7 +102,7 @@ def norm_linear(
     added = None if bias is None else bias[None]
     if isinstance(w, TiledLinear):
         return _product(x, w, norm, eps, added)
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= DENSE_TOKENS:
         return dense_gemv(x, w.weight, norm=norm, eps=eps, added=added)
     return functional.linear(rms_norm(x, norm, eps), w.weight, bias)
 
@@ -110,7 +111,7 @@ def linear(x: Tensor, w: GpuLinear) -> Tensor:
     """`x @ w.T`; see `Ops.linear`."""
     if isinstance(w, TiledLinear):
         return _product(x, w)
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= DENSE_TOKENS:
         return dense_gemv(x, w.weight)
     return functional.linear(x, w.weight)
 
@@ -119,7 +120,7 @@ def norm_linears(
     x: Tensor, norm: Tensor, eps: float, w: GpuLinear, small: GpuLinear
 ) -> tuple[Tensor, Tensor]:
     """`norm_linear` of two weights; see `Ops.norm_linears`."""
-    few = x.shape[0] <= FEW_TOKENS
+    few = x.shape[0] <= DENSE_TOKENS
     if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
@@ -132,7 +133,7 @@ def norm_logits(x: Tensor, norm: Tensor, eps: float, w: GpuLinear) -> Tensor:
     """
     if isinstance(w, TiledLinear):
         return _product(x, w, norm, eps, dtype=torch.float32)
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= DENSE_TOKENS:
         return dense_gemv(x, w.weight, norm=norm, eps=eps, dtype=torch.float32)
     return functional.linear(rms_norm(x, norm, eps), w.weight).float()
 
@@ -150,7 +151,7 @@ def linear_add(x: Tensor, w: GpuLinear, residual: Tensor) -> Tensor:
     """`residual + x @ w.T`; see `Ops.linear_add`."""
     if isinstance(w, TiledLinear):
         return _product(x, w, added=residual)
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= DENSE_TOKENS:
         return dense_gemv(x, w.weight, added=residual)
     return residual + functional.linear(x, w.weight)
 

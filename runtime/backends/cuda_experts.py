@@ -11,7 +11,7 @@ from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv
+from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.weights.experts import ExpertWeights

@@ -12,7 +12,7 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.linear.dense_gemv import FEW_TOKENS
+from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
@@ -136,9 +136,9 @@ MANY = cuda.GEMV_TOKENS
 @pytest.mark.parametrize(
     ("kind", "M"),
     [
-        pytest.param(kind, M, marks=() if kind == "dense" and M > FEW_TOKENS else GPU)
+        pytest.param(kind, M, marks=() if kind == "dense" and M > DENSE_TOKENS else GPU)
         for kind in ("dense", "int4", "int8")
-        for M in (1, 3, FEW_TOKENS, FEW_TOKENS + 1, 32, 33, MANY, MANY + 1)
+        for M in (1, 3, DENSE_TOKENS, DENSE_TOKENS + 1, 32, 33, MANY, MANY + 1)
     ],
 )
 def test_linears_of_any_number_of_tokens(kind: str, M: int) -> None:

@@ -36,7 +36,7 @@ from lowbit.runtime.kernels.launch.device import (
     register_cap,
     run,
 )
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.step import Step

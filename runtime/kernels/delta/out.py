@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.step import Step
 

@@ -36,16 +36,19 @@ from lowbit.runtime.kernels.launch.experts import (
     experts_down_launch,
     experts_down_launches,
 )
-from lowbit.runtime.kernels.linear.columns import (
+from lowbit.runtime.kernels.linear.digits import stage_tokens
+from lowbit.runtime.kernels.linear.products import (
     column_of,
-    multiply_digits,
-    sums_of_tokens,
+    load_steps,
+    multiply_steps,
+    store_result,
+    store_sums,
+    sum_of_parts,
+    tile_addresses,
     unit_of,
+    zero_sums,
 )
-from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes, stage_tokens
-from lowbit.runtime.kernels.linear.gemv_kernel import store_result, store_sums, tile_addresses
-from lowbit.runtime.kernels.linear.stage import BLOCK_K, sum_of_parts, turns_of
-from lowbit.runtime.kernels.linear.steps import load_steps
+from lowbit.runtime.kernels.linear.program import BLOCK_K, packed, staged_digits
 from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -64,14 +67,12 @@ SUM_BYTES = gl.constexpr(64)  # of 16 rows
 def _experts_down_kernel(
     act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    ROUNDS: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr,
-    LARGE: gl.constexpr,
-    X_BYTES: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    W: gl.constexpr, X: gl.constexpr, R: gl.constexpr, ROUNDS: gl.constexpr, WARPS: gl.constexpr,
+    SHARED: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """TURNS: in which warps stage act. X_BYTES: of shared memory that its digits take."""
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
+    """R: tiles of a round."""
+    STEPS: gl.constexpr = W.STEPS
     UNITS: gl.constexpr = SLOTS * STEPS
     OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
     ITEMS: gl.constexpr = ROUNDS * R
@@ -105,8 +106,7 @@ def _experts_down_kernel(
         experts = experts + (expert,)
         loaded = loaded + (
             _load_unit(
-                words_ptr, scales_ptr, expert, tiles, first_tile, unit % STEPS, lane, K, G, BITS,
-                SCALES, R,
+                words_ptr, scales_ptr, expert, tiles, first_tile, unit % STEPS, lane, R, W
             ),
         )  # fmt: skip
     if numbers_ptr is not None:
@@ -128,10 +128,10 @@ def _experts_down_kernel(
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
         act_ptr + token.to(gl.int64) * (SLOTS * WIDTH), (), None, buffer, warp, lane, none, 1, 0.0,
-        False, False, SLOTS * WIDTH, WARPS, 1, TURNS, BITS, 0, PLANE, 0,
+        0, W.BITS, WARPS, X,
     )  # fmt: skip
     barrier()
-    sums_at = buffer + X_BYTES
+    sums_at = buffer + X.SQUARES
     for turn in gl.static_range(ROUNDS):
         next_loaded = ()
         for i in gl.static_range(OWN):
@@ -141,17 +141,17 @@ def _experts_down_kernel(
                 next_loaded = next_loaded + (
                     _load_unit(
                         words_ptr, scales_ptr, experts[i], tiles, first_tile + (turn + 1) * R,
-                        own_unit % STEPS, lane, K, G, BITS, SCALES, R,
+                        own_unit % STEPS, lane, R, W,
                     ),
                 )  # fmt: skip
             _multiply_unit(
                 loaded[i], buffer, own_unit, lane, none,
                 sums_at + turn * (R * UNITS * SUM_BYTES) + (unit * 8 + g) * 8,
-                (t == 0) & (unit < UNITS), WIDTH, K, G, BITS, SCALES, R, STEPS, UNITS, PLANE,
+                (t == 0) & (unit < UNITS), WIDTH, R, UNITS, W, X,
             )  # fmt: skip
         loaded = next_loaded
     barrier()
-    factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         at = sums_at + (gl.minimum(item, ITEMS - 1) * (UNITS * 8) + g) * 8
@@ -164,23 +164,20 @@ def _experts_down_kernel(
         store_result(
             y_ptr, low * factor, high * factor,
             (added[first // WARPS * 2], added[first // WARPS * 2 + 1]), first_tile + item, g,
-            token + zero, (t == 0) & (item < ITEMS), N, False, True,
+            token + zero, (t == 0) & (item < ITEMS), N, False,
         )  # fmt: skip
 
 
 @gluon.jit
 def _load_unit(
-    words_ptr, scales_ptr, expert, tiles, tile, step, lane, K: gl.constexpr, G: gl.constexpr,
-    BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
+    words_ptr, scales_ptr, expert, tiles, tile, step, lane, R: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """Words and raw scales of one step of an expert, of R tiles; past the last its again."""
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
-    GROUPS: gl.constexpr = (K + G - 1) // G
-    words, scales = tile_addresses(
-        words_ptr, scales_ptr, expert * tiles + tile, (expert + 1) * tiles, step, lane, STEPS,
-        GROUPS, SCALES, R,
-    )  # fmt: skip
-    return load_steps(words, scales, step, 0, G, BITS, K, R, 1, STEPS, SCALES)
+    at = tile_addresses(
+        words_ptr, scales_ptr, expert * tiles + tile, (expert + 1) * tiles, step, lane, R, W
+    )
+    STEPS: gl.constexpr = W.STEPS
+    return load_steps(at, step, 0, 1, STEPS, W)
 
 
 @gluon.jit
@@ -191,21 +188,19 @@ def _address(pointer, zero):
 @gluon.jit
 def _multiply_unit(
     loaded, buffer, unit, lane, none, sums_at, held,
-    WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr,
-    PLANE: gl.constexpr,
+    WIDTH: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """One step of one expert times its slot, for all tiles; leaves their sums UNITS apart."""
+    STEPS: gl.constexpr = W.STEPS
     slot = unit // STEPS
     step = unit % STEPS
-    digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE)
-    digits += slot * WIDTH + step * (8 // BITS * 64)  # 64 k are 64 bytes of a plane
-    units = buffer + 3 * PLANE + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
+    digits = buffer + column_of(lane, X)
+    digits += slot * WIDTH + step * (8 // W.BITS * 64)  # 64 k are 64 bytes of a plane
+    units = buffer + X.UNITS + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
-    acc = multiply_digits(
-        sums_of_tokens(none, R, 1), loaded[0], loaded[1], digits, units, step, mixed, 0, 1, G,
-        BITS, K, R, STEPS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
-    )  # fmt: skip
+    acc = multiply_steps(
+        zero_sums(none, R, 1), loaded, digits, units, step, mixed, 0, 1, STEPS, W, X
+    )
     for r in gl.static_range(R):
         store_sums(acc[r], sums_at + r * (UNITS * SUM_BYTES), held, True)
 
@@ -256,18 +251,13 @@ def experts_down(
         CHOSEN=chosen,
         SLOTS=slots,
         WIDTH=width,
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        SCALES=SCALES[w.scales.dtype],
+        W=packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
+        X=staged_digits(slots * width),
         R=launch.tiles,
         ROUNDS=launch.rounds,
         WARPS=launch.warps,
-        TURNS=turns_of(slots * width, launch.warps, 1),
         SHARED=declaration(size) if size <= STATIC_SHARED else "",
         LARGE=0 if size <= STATIC_SHARED else large_size(size),
-        X_BYTES=digit_bytes(slots * width),
-        PLANE=plane_bytes(slots * width),
         PDL=pdl,
         EARLY=launch.early,
         AHEAD=launch.ahead,
@@ -289,4 +279,4 @@ def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:
 def _needed(inner: int, slots: int, steps: int, launch: ExpertsDownLaunch) -> int:
     """Shared memory of a program: digits of all slots, and sums of all units."""
     sums = launch.tiles * launch.rounds * slots * steps * 64
-    return digit_bytes(slots * padded_width(inner)) + sums
+    return staged_digits(slots * padded_width(inner)).SQUARES + sums

@@ -25,18 +25,18 @@ from lowbit.runtime.kernels.launch.experts import (
     experts_gate_up_launch,
     experts_gate_up_launches,
 )
-from lowbit.runtime.kernels.linear.columns import column_of, unit_of
-from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes, stage_tokens
+from lowbit.runtime.kernels.linear.digits import stage_tokens
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, staged_bytes
-from lowbit.runtime.kernels.linear.gemv_kernel import multiply_round, tile_addresses
-from lowbit.runtime.kernels.linear.stage import (
-    BLOCK_K,
-    load_gains,
-    norm_factor,
+from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
+from lowbit.runtime.kernels.linear.products import (
+    column_of,
+    load_steps,
+    multiply_round,
     sum_of_parts,
-    total_of,
+    tile_addresses,
+    unit_of,
 )
-from lowbit.runtime.kernels.linear.steps import load_steps
+from lowbit.runtime.kernels.linear.program import gain_turns, packed, staged_digits
 from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
 from lowbit.runtime.kernels.ptx.memory import barrier, declaration, shared_buffer
 from lowbit.runtime.kernels.ptx.mma import threads
@@ -53,21 +53,17 @@ def padded_width(inner: int) -> int:
 def _experts_gate_up_kernel(
     x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
     EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, INNER: gl.constexpr,
-    WIDTH: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, WARPS: gl.constexpr,
-    ABREAST: gl.constexpr, ROUNDS: gl.constexpr, SHARED: gl.constexpr, X_BYTES: gl.constexpr,
-    DIGITS: gl.constexpr, PLANE: gl.constexpr, PDL: gl.constexpr,
+    WIDTH: gl.constexpr, W: gl.constexpr, X: gl.constexpr, LAUNCH: gl.constexpr,
+    SHARED: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """X_BYTES: of shared memory that x takes, DIGITS without its squares."""
-    FP32: gl.constexpr = gain_ptr.dtype.element_ty == gl.float32
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
-    GROUPS: gl.constexpr = (K + G - 1) // G
-    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    """SUMS: to the sums of warps in shared memory."""
+    TILES: gl.constexpr = LAUNCH.tiles
+    WARPS: gl.constexpr = LAUNCH.warps
+    ABREAST: gl.constexpr = LAUNCH.abreast
+    ROUNDS: gl.constexpr = LAUNCH.rounds
     PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
-    S: gl.constexpr = (STEPS + PARTS - 1) // PARTS
-    TURNS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
-    PERIOD: gl.constexpr = BLOCKS // min(BLOCKS & -BLOCKS, WARPS)  # of the gains
-    ITEMS: gl.constexpr = ROUNDS * ABREAST * R
+    AHEAD: gl.constexpr = min(LAUNCH.steps, (W.STEPS + PARTS - 1) // PARTS)
+    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES
     warp, lane, zero, none = threads(WARPS)
     buffer = shared_buffer(SHARED) + zero
     g = lane // 4
@@ -76,7 +72,7 @@ def _experts_gate_up_kernel(
     token = gl.program_id(1) // SLOTS
     slot = gl.program_id(1) % SLOTS
     first_tile = gl.program_id(0) * ITEMS
-    gains = load_gains(gain_ptr, warp, lane, K, WARPS, 1, PERIOD if PERIOD < TURNS else TURNS)
+    gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, 1, WARPS), WARPS, X)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -87,40 +83,34 @@ def _experts_gate_up_kernel(
         scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
         numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
         expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
-    own_tile = expert * tiles + first_tile + warp // PARTS * R
-    words, scales = tile_addresses(
-        words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, STEPS, GROUPS, SCALES, R
-    )  # fmt: skip
-    loaded, raw = load_steps(
-        words, scales, part, 0, G, BITS, K, R, C if C < S else S, PARTS, SCALES
-    )  # fmt: skip
+    own_tile = expert * tiles + first_tile + warp // PARTS * TILES
+    at = tile_addresses(words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, TILES, W)
+    loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
     stage_tokens(
-        x_ptr + token.to(gl.int64) * K, gains, None, buffer, warp, lane, none, 1, eps,
-        True, FP32, K, WARPS, 1, TURNS, BITS, 0, PLANE, DIGITS,
+        x_ptr + token.to(gl.int64) * W.K, gains, None, buffer, warp, lane, none, 1, eps, 0, W.BITS,
+        WARPS, X,
     )  # fmt: skip
     barrier()
-    factor = none + (1.0 if BITS == 8 else 0.0625)  # digits meet 16 times the code
-    factor *= norm_factor(total_of(buffer + DIGITS, lane, none, K), eps, K)
-    digits = buffer + column_of(lane, 1, PLANE, 3 * PLANE) + part * (8 // BITS * 64)
-    units = buffer + 3 * PLANE + unit_of(lane, 1)
+    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+    digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    units = buffer + X.UNITS + unit_of(lane, 1)
+    own = (part, gl.where(t % 2 == 0, 256, 0), t == 0, g)
     for turn in gl.static_range(ROUNDS):
-        next_words, next_scales = tile_addresses(
-            words_ptr, scales_ptr, own_tile + (turn + 1) * (ABREAST * R), (expert + 1) * tiles,
-            part, lane, STEPS, GROUPS, SCALES, R,
+        next_at = tile_addresses(
+            words_ptr, scales_ptr, own_tile + (turn + 1) * (ABREAST * TILES), (expert + 1) * tiles,
+            part, lane, TILES, W,
         )  # fmt: skip
-        loaded, raw = multiply_round(
-            loaded, raw, words, scales, next_words, next_scales, digits, units, part,
-            gl.where(t % 2 == 0, 256, 0), t == 0, turn * ABREAST + warp // PARTS, g,
-            buffer + X_BYTES, none, G, BITS, K, R, C, PARTS, SCALES, 1, True, 64, PLANE, 3 * PLANE,
-            HELD, turn + 1 < ROUNDS,
+        loaded = multiply_round(
+            loaded, at, next_at, digits, units, own, turn * ABREAST + warp // PARTS, buffer + SUMS,
+            none, turn + 1 < ROUNDS, AHEAD, PARTS, W, X,
         )  # fmt: skip
-        words = next_words
-        scales = next_scales
+        at = next_at
     barrier()
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
-        at = buffer + X_BYTES + (gl.minimum(item, ITEMS - 1) * (PARTS * HELD) + g) * 8
-        y = sum_of_parts(at, none, PARTS, HELD, 1)  # a row of gate and the same of up
+        here = buffer + SUMS + (gl.minimum(item, ITEMS - 1) * (PARTS * HELD) + g) * 8
+        y = sum_of_parts(here, none, PARTS, HELD, 1)  # a row of gate and the same of up
         gate = y[0] * factor
         act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
         n = (first_tile + item) * 8 + g
@@ -170,7 +160,7 @@ def experts_gate_up(
     act = torch.empty((M, slots, width), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_kernel,
-        (-(-width // (8 * launch.tiles * launch.abreast * launch.rounds)), M * slots),
+        (-(-width // (8 * launch.program_tiles)), M * slots),
         x,
         norm,
         scores,
@@ -185,19 +175,11 @@ def experts_gate_up(
         SLOTS=slots,
         INNER=inner,
         WIDTH=width,
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        SCALES=SCALES[w.scales.dtype],
-        R=launch.tiles,
-        C=launch.steps,
-        WARPS=launch.warps,
-        ABREAST=launch.abreast,
-        ROUNDS=launch.rounds,
+        W=packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
+        X=staged_digits(w.K),
+        LAUNCH=launch,
         SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
-        X_BYTES=staged_bytes(w.K, 1, True),
-        DIGITS=digit_bytes(w.K),
-        PLANE=plane_bytes(w.K),
+        SUMS=staged_bytes(w.K, 1, True),
         PDL=pdl,
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),

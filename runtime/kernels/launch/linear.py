@@ -13,7 +13,7 @@ class GemvLaunch:
     """Share of one GEMV program.
 
     Attributes:
-        tiles: of 16 rows.
+        tiles: of 16 rows, that a warp multiplies together.
         steps: of each tile that a warp has in flight at a time.
         warps: of a program; those of one tile share its steps.
         early: whether the next kernel may start before this one has its input.
@@ -42,6 +42,11 @@ class GemvLaunch:
     def parts(self) -> int:
         """Warps that share a tile."""
         return self.warps // self.abreast * self.split
+
+    @property
+    def program_tiles(self) -> int:
+        """Tiles of a program."""
+        return self.tiles * self.abreast * self.rounds
 
 
 # (bits, tiles, steps): the linears of real models, as measured in whole decode steps.

@@ -14,6 +14,9 @@ Plan    a program takes tiles over the whole of K, or several share them; the wa
         summed in the order of k: so its result has the same bits in any company
 """
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,17 +29,21 @@ from lowbit.runtime.kernels.launch.device import (
     shared_limit,
 )
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.linear.dense_rows import rows_bytes
-from lowbit.runtime.kernels.linear.digit_planes import digit_bytes, plane_bytes
+from lowbit.runtime.kernels.launch.tokens import GEMV_TOKENS
+from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
-from lowbit.runtime.kernels.linear.gemv_kernel import gemv_kernel
+from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
+from lowbit.runtime.kernels.linear.gemv_several import gemv_several_kernel
 from lowbit.runtime.kernels.linear.join import join, sums_of
-from lowbit.runtime.kernels.linear.stage import blocks_of
+from lowbit.runtime.kernels.linear.program import (
+    Digits,
+    Packed,
+    global_digits,
+    packed,
+    staged_digits,
+)
 from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
 from lowbit.runtime.kernels.ptx.memory import declaration, large_size
-
-MOST_TOKENS = 32  # of a launch
-NARROW = 80  # registers of a thread, all of which products take
 
 
 def gemv_ref(
@@ -89,11 +96,11 @@ def gemv(
     if squares is not None and norm is not None:
         raise ValueError("squares of heads and the gain of a norm over all of x")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
-    if B <= MOST_TOKENS:
+    if B <= GEMV_TOKENS:
         _launch(x, w, norm, eps, added, y, squares)
         return y
-    for first in range(0, B, MOST_TOKENS):
-        part = slice(first, first + MOST_TOKENS)
+    for first in range(0, B, GEMV_TOKENS):
+        part = slice(first, first + GEMV_TOKENS)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         of_heads = None if squares is None else squares[part]
         _launch(x[part], w, norm, eps, of_part, y[part], of_heads)
@@ -120,6 +127,41 @@ def gemv_and_rows(
     return y, rows_y
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GemvPlan:
+    """A GEMV's constants; made once, so compared by identity (see `program`).
+
+    Attributes:
+        W: the weight.
+        X: places of the digits.
+        LAUNCH: share of a program.
+        PAIRED: whether rows are those of gate and up in turn, which become their SwiGLU.
+        HEAD: elements of x that are normed by one of the sums of squares, where those are given.
+        ADDED_ROWS: whether each token has its own row of what is added, not all the same.
+        ROWS: dense rows beside the tiles.
+        ROW_PROGRAMS: the first programs, which multiply those: they take longest.
+        DENSE: constants of those.
+        SHARED: declaration of shared memory, or empty for LARGE.
+        LARGE: bytes of shared memory that are more than a kernel can declare, or 0.
+        SUMS: to the sums of warps in shared memory.
+        PDL: whether the kernel takes part in programmatic launch.
+    """
+
+    W: Packed
+    X: Digits
+    LAUNCH: GemvLaunch
+    PAIRED: bool
+    HEAD: int
+    ADDED_ROWS: bool
+    ROWS: int
+    ROW_PROGRAMS: int
+    DENSE: Rows
+    SHARED: str
+    LARGE: int
+    SUMS: int
+    PDL: bool
+
+
 def _launch(
     x: Tensor,
     w: TiledLinear,
@@ -131,30 +173,36 @@ def _launch(
     rows: Tensor | None = None,
     rows_y: Tensor | None = None,
 ) -> None:
-    B = x.shape[0]
+    B, normed, pdl = x.shape[0], norm is not None, programmatic_launch(x)
+    fixed = (
+        (w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
+        normed,
+        w.paired,
+        0 if squares is None else squares.shape[1],
+        added is not None and added.shape[0] > 1,
+        0 if rows is None else rows.shape[0],
+        pdl,
+        shared_limit(x),
+    )
     tokens = power_of_two(B)
     launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
-    pdl = programmatic_launch(x)
-    normed = norm is not None
-    needed = shared_bytes(w.K, launch, tokens, normed)
-    split = launch.split
-    staged = launch.staged and split == 1 and needed <= shared_limit(x)
-    planes = None
-    if not staged:
-        planes = digits(x, w.bits, tokens, norm=norm, squares=squares, eps=eps)
+    plan = _plan(launch, tokens, *fixed)
+    if tokens == 1 and not plan.X.STAGED:  # which several tokens need not be
+        launch = gemv_launch(w.bits, w.tiles, w.steps, 2, w.paired)
+        plan = _plan(launch, 2, *fixed)
+    tokens = plan.X.TOKENS
+    planes = sums = None
+    if not plan.X.STAGED:
+        planes = digits(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
         squares = None
-        needed = sums_bytes(launch, tokens) if split == 1 else 16
-    ROWS = 0 if rows is None else rows.shape[0]
-    if ROWS:
-        needed = max(needed, rows_bytes(tokens, w.K if tokens == 1 else 0))
-    size = max(launch.shared << 10 if pdl else 0, needed)
-    of_program = launch.tiles * launch.abreast * launch.rounds
-    sums = None if split == 1 else sums_of(w, tokens, launch.parts, of_program)
+    if launch.split > 1:
+        sums = sums_of(w, tokens, launch.parts, launch.program_tiles)
+    one = tokens == 1
     run(
-        gemv_kernel,
-        (-(-w.tiles // of_program) + -(-ROWS // 16), split),
+        gemv_one_kernel if one else gemv_several_kernel,
+        (-(-w.tiles // launch.program_tiles) + plan.ROW_PROGRAMS, launch.split),
         x,
-        planes,
+        *(() if one else (planes,)),
         norm,
         squares,
         w.words,
@@ -163,53 +211,68 @@ def _launch(
         rows,
         y,
         rows_y,
-        sums,
-        B,
+        *(() if one else (sums, B)),
         w.N,
         w.tiles,
-        0 if added is None or added.shape[0] == 1 else w.N,
         eps,
-        SWIGLU=w.paired,
-        TOKENS=tokens,
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        SCALES=SCALES[w.scales.dtype],
-        HEAD=0 if squares is None else w.K // squares.shape[1],
-        ROWS=ROWS,
-        R=launch.tiles,
-        C=launch.steps,
-        WARPS=launch.warps,
-        ABREAST=launch.abreast,
-        ROUNDS=launch.rounds,
-        SPLIT=split,
-        SHARED=declaration(size) if size <= STATIC_SHARED else "",
-        LARGE=0 if size <= STATIC_SHARED else large_size(size),
-        X_BYTES=staged_bytes(w.K, tokens, normed) if staged else 0,
-        DIGITS=digit_bytes(w.K, tokens),
-        PLANE=plane_bytes(w.K),
-        NARROW=launch.registers is not None and launch.registers <= NARROW,
-        PDL=pdl,
-        EARLY=launch.early,
+        PLAN=plan,
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
     if sums is not None and planes is not None:
-        join(sums, planes, w, y, added, tokens, launch.parts, normed)
+        join(sums, planes, w, y, added, plan.X, launch.parts, normed)
+
+
+@cache
+def _plan(
+    launch: GemvLaunch,
+    tokens: int,
+    codes: tuple[int, int, int, str],
+    normed: bool,
+    paired: bool,
+    heads: int,
+    added_rows: bool,
+    rows: int,
+    pdl: bool,
+    limit: int,
+) -> GemvPlan:
+    W = packed(*codes)
+    needed = shared_bytes(W.K, launch, tokens, normed)
+    staged = launch.staged and launch.split == 1 and needed <= limit
+    if not staged:
+        needed = sums_bytes(launch, tokens) if launch.split == 1 else 16
+    dense = rows_of(W.K, tokens, launch.warps, tokens == 1 and W.K % 256 == 0, pdl, launch.early)
+    if rows:
+        needed = max(needed, rows_bytes(tokens, W.K if tokens == 1 else 0))
+    size = max(launch.shared << 10 if pdl else 0, needed)
+    return GemvPlan(
+        W,
+        X=staged_digits(W.K, tokens) if staged else global_digits(W.K, tokens),
+        LAUNCH=launch,
+        PAIRED=paired,
+        HEAD=W.K // heads if heads and staged else 0,
+        ADDED_ROWS=added_rows,
+        ROWS=rows,
+        ROW_PROGRAMS=-(-rows // 16),
+        DENSE=dense,
+        SHARED=declaration(size) if size <= STATIC_SHARED else "",
+        LARGE=0 if size <= STATIC_SHARED else large_size(size),
+        SUMS=staged_bytes(W.K, tokens, normed) if staged else 0,
+        PDL=pdl,
+    )
 
 
 def staged_bytes(K: int, tokens: int, normed: bool) -> int:
     """Shared memory for digits, squares of blocks and factors."""
-    squares = tokens * blocks_of(K) * 32 + -(-tokens // 4) * 16 if normed else 0
-    return digit_bytes(K, tokens) + squares
+    places = staged_digits(K, tokens)
+    return places.FACTORS + -(-tokens // 4) * 16 if normed else places.SQUARES
 
 
 def sums_bytes(launch: GemvLaunch, tokens: int) -> int:
     """Shared memory for the sums of each warp."""
-    of_tile = 64 if tokens == 1 else 64 * tokens
-    return launch.warps * launch.tiles * launch.rounds * of_tile
+    return launch.warps * launch.tiles * launch.rounds * 64 * tokens
 
 
 def shared_bytes(K: int, launch: GemvLaunch, tokens: int, normed: bool) -> int:

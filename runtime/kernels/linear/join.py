@@ -7,8 +7,6 @@ Plan    a warp takes 16 rows and 8 tokens, and adds the parts in order, as a pro
         all of them
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -16,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.kernels.linear.gemv_kernel import given_factor, store_result
-from lowbit.runtime.kernels.linear.stage import BLOCK_K
+from lowbit.runtime.kernels.linear.digits import given_factor
+from lowbit.runtime.kernels.linear.products import store_result
+from lowbit.runtime.kernels.linear.program import Digits
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.ptx.memory import load16
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
@@ -36,12 +35,11 @@ def sums_of(w: TiledLinear, tokens: int, parts: int, overhang: int) -> Tensor:
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles", "added_stride"])
 def _gemv_join_kernel(
-    sums_ptr, planes_ptr, added_ptr, y_ptr, B, N, tiles, added_stride,
-    SWIGLU: gl.constexpr, NORM: gl.constexpr, TOKENS: gl.constexpr, K: gl.constexpr,
-    BITS: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    sums_ptr, digits_ptr, added_ptr, y_ptr, B, N, tiles, added_stride,
+    PAIRED: gl.constexpr, NORM: gl.constexpr, BITS: gl.constexpr, PARTS: gl.constexpr,
+    X: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    NT: gl.constexpr = TOKENS // 8
-    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    NT: gl.constexpr = X.TOKENS // 8
     warp, lane, _, none = threads(WARPS)
     item = gl.program_id(0) * WARPS + warp
     tile = item // NT
@@ -76,13 +74,13 @@ def _gemv_join_kernel(
         b = first + column
         own = factor
         if NORM:
-            own = factor * given_factor(planes_ptr, b, K, BLOCKS, TOKENS)
-        more = (none, none)
+            own = factor * given_factor(digits_ptr, b, X)
+        more = ()
         if added_ptr is not None:
             more = (added[column], added[2 + column])
         store_result(
             y_ptr, y[column] * own, y[2 + column] * own, more, tile, g, b, inside & (b < B), N,
-            SWIGLU, added_ptr is not None,
+            PAIRED,
         )  # fmt: skip
 
 
@@ -92,7 +90,7 @@ def join(
     w: TiledLinear,
     y: Tensor,
     added: Tensor | None,
-    tokens: int,
+    places: Digits,
     parts: int,
     normed: bool,
 ) -> None:
@@ -104,15 +102,14 @@ def join(
         w: [N, K].
         y: bfloat16 or float32.
         added: [B, N] or [1, N], added in FP32 before the one rounding.
-        tokens: that there is room for.
+        places: of the digits.
         parts: of a tile's steps.
         normed: whether x is.
     """
     pdl = programmatic_launch(y)
-    constants: dict[str, Any] = {"SWIGLU": w.paired, "NORM": normed, "TOKENS": tokens}
     run(
         _gemv_join_kernel,
-        (-(-w.tiles * (tokens // 8) // WARPS),),
+        (-(-w.tiles * (places.TOKENS // 8) // WARPS),),
         sums,
         planes,
         added,
@@ -121,10 +118,11 @@ def join(
         w.N,
         w.tiles,
         0 if added is None or added.shape[0] == 1 else w.N,
-        **constants,
-        K=w.K,
+        PAIRED=w.paired,
+        NORM=normed,
         BITS=w.bits,
         PARTS=parts,
+        X=places,
         WARPS=WARPS,
         PDL=pdl,
         num_warps=WARPS,

@@ -42,7 +42,16 @@ MODELS = {
 }
 VOCABULARY = 151936
 
-DECODE = {"gemv", "dense_gemv", "attention", "attention_join", "recurrence", "embed", "rms_norm"}
+DECODE = {
+    "gemv_one",
+    "gemv_several",
+    "dense_gemv",
+    "attention",
+    "attention_join",
+    "recurrence",
+    "embed",
+    "rms_norm",
+}
 DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
@@ -228,7 +237,7 @@ def delta_nets(full: bool) -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token, several and many, and for a prompt."""
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.linear.gemv import gemv
-    from lowbit.runtime.kernels.linear.stage import SQUARES
+    from lowbit.runtime.kernels.linear.norm import SQUARES
     from lowbit.runtime.state.delta import DeltaWeights, new_slots
     from lowbit.runtime.weights.linear import DenseLinear
 
@@ -332,6 +341,8 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     whole = "NORMED" in arguments and arguments["SPLITS"] == 1
     whole |= arguments.get("numbers_ptr") is not None
     tokens: int = max(arguments.get("TOKENS", 1), arguments.get("TOGETHER", 1))
+    if "PLAN" in arguments:
+        tokens = arguments["PLAN"].X.TOKENS
     return 17 if whole else tokens
 
 
@@ -371,7 +382,7 @@ def machine_code(capability: int) -> dict[str, Usage]:
     found: dict[str, Usage] = {}
     for name, launch in recorded(capability):
         found[name] = compiled(launch, capability)
-        if launch.name == "gemv" and found[name]["registers"] > 64 and STARVED not in found:
+        if launch.name == "gemv_one" and found[name]["registers"] > 64 and STARVED not in found:
             found[STARVED] = compiled(launch, capability, maxnreg=32)
     return found
 

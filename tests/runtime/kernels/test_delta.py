@@ -10,7 +10,7 @@ from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_ref
 from lowbit.runtime.kernels.delta.out import norm_heads, norm_heads_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.step import NO_SLOT
 from tests.runtime.kernels.delta_layers import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv, dense_gemv_ref
+from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.weights.linear import DenseLinear
 
 Randn = Callable[..., Tensor]

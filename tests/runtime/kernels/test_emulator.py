@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.linear import dense_gemv as dense_module
+from lowbit.runtime.kernels.linear import dense as dense_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
-from lowbit.runtime.kernels.linear.dense_gemv import dense_gemv, dense_gemv_ref
+from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from tests.runtime.kernels.emulator import Copies, Memory, lanes, leaves, run_kernel

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows, gemv_ref
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 
 pytestmark = pytest.mark.gpu

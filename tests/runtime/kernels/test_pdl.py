@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.launch.experts import experts_down_launch
 from lowbit.runtime.kernels.launch.linear import gemv_launch
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.gemv import gemv
-from lowbit.runtime.kernels.linear.stage import SQUARES
+from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.rope import Rope

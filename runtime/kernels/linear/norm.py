@@ -1,4 +1,4 @@
-"""Device functions of the GEMV: x times the gain of a norm, sums of squares, factors of heads.
+"""Device functions of a linear's norm: x times the gain, sums of squares, factors.
 
 Blocks of 256 elements are what a warp takes at a time, a chunk of 8 a lane. What is computed of a
 block does not depend on how many warps there are or how many tokens: so a token's sum of squares,
@@ -8,7 +8,8 @@ which is the sum of its blocks in order, has the same bits in any company.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.ptx.memory import load16, load_shared4, load_shared8, load_shared16
+from lowbit.runtime.kernels.linear.program import SQUARES_BYTES
+from lowbit.runtime.kernels.ptx.memory import load16, load_shared4
 from lowbit.runtime.kernels.ptx.mma import (
     across,
     as_float,
@@ -20,21 +21,14 @@ from lowbit.runtime.kernels.ptx.mma import (
 )
 
 SQUARES = 4  # parts of the sum of a head's squares, which are one load
-BLOCK_K = gl.constexpr(256)  # elements that a warp takes at a time
-SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of each row of the diagonal
-
-
-def blocks_of(K: int) -> int:
-    """Blocks of 256 elements that a token's K elements begin."""
-    return -(-K // 256)
 
 
 @gluon.jit
-def place(turn: gl.constexpr, warp, K: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr):
+def place(turn: gl.constexpr, warp, WARPS: gl.constexpr, X: gl.constexpr):
     """The token and the block that a warp takes in one of its turns."""
-    BLOCKS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS: gl.constexpr = X.BLOCKS
     n = turn * WARPS + warp
-    if TOKENS == 1:
+    if X.TOKENS == 1:
         token = warp * 0
         block = n
     elif BLOCKS % WARPS == 0:
@@ -46,32 +40,26 @@ def place(turn: gl.constexpr, warp, K: gl.constexpr, WARPS: gl.constexpr, TOKENS
     return token, block
 
 
-def turns_of(K: int, warps: int, tokens: int) -> int:
-    """Turns in which so many warps take all blocks of all tokens."""
-    return -(-tokens * blocks_of(K) // warps)
-
-
 @gluon.jit
 def load_gains(
-    gain_ptr, warp, lane, K: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
-    PERIOD: gl.constexpr,
+    gain_ptr, warp, lane, TURNS: gl.constexpr, WARPS: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
-    """Gains of the chunks that this thread stages in its first PERIOD turns, as stored.
+    """Gains of the chunks that this thread stages in its first TURNS turns, as stored.
 
-    Nothing waits for them here. After PERIOD turns the same blocks come again.
+    Nothing waits for them here. The turns after `gain_turns` have the same ones again.
     """
     gains = ()
     if gain_ptr is not None:
-        for turn in gl.static_range(PERIOD):
-            _, block = place(turn, warp, K, WARPS, TOKENS)
-            chunk = gl.minimum(block * 32 + lane, K // 8 - 1).to(gl.int64)
+        for turn in gl.static_range(TURNS):
+            _, block = place(turn, warp, WARPS, X)
+            chunk = gl.minimum(block * 32 + lane, X.K // 8 - 1).to(gl.int64)
             gains = gains + (chunk_gains(gain_ptr, chunk),)
     return gains
 
 
 @gluon.jit
 def chunk_gains(gain_ptr, chunk):
-    """Gains of a chunk, as stored."""
+    """Gains of a chunk, as stored: four words of two in BF16, or eight in FP32."""
     if gain_ptr.dtype.element_ty == gl.float32:
         base = gain_ptr.to(gl.int64, bitcast=True) + chunk * 32
         gains = load16(base) + load16(base + 16)
@@ -95,11 +83,11 @@ def norm_factor(square, eps, K: gl.constexpr):
 
 
 @gluon.jit
-def times_gains(words, gains, FP32: gl.constexpr):
+def times_gains(words, gains):
     """Eight elements times their gains, each product rounded once."""
     out = ()
     for j in gl.static_range(4):
-        if FP32:
+        if len(gains) == 8:
             low = low_half(words[j]) * as_float(gains[2 * j])
             out = out + (bf16_pair(low, high_half(words[j]) * as_float(gains[2 * j + 1])),)
         else:
@@ -123,34 +111,12 @@ def diagonal(sums, lane):
 
 
 @gluon.jit
-def total_of(at, lane, none, K: gl.constexpr):
+def total_of(at, lane, none, X: gl.constexpr):
     """The sum of squares of a token, in every lane, from those of its blocks in shared memory."""
     total = none
-    for block in gl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+    BLOCKS: gl.constexpr = X.BLOCKS
+    for block in gl.static_range(BLOCKS):
         total += load_shared4(at + lane // 4 * 4, block * SQUARES_BYTES)
     for i in gl.static_range(2, 5):
         total += across(total, 1 << i)
     return total
-
-
-@gluon.jit
-def sum_of_parts(
-    at, none, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
-    """The sums of all warps that share a tile, in order: 2 * COLUMNS of this lane."""
-    if COLUMNS == 1:
-        y = (none, none)
-        for p in gl.static_range(PARTS):
-            v = load_shared8(at + p * (HELD * 8))
-            y = (y[0] + as_float(v[0]), y[1] + as_float(v[1]))
-    else:
-        y = (none, none, none, none)
-        for p in gl.static_range(PARTS):
-            v = load_shared16(at + p * (HELD * 16))
-            y = (
-                y[0] + as_float(v[0]),
-                y[1] + as_float(v[1]),
-                y[2] + as_float(v[2]),  # type: ignore[misc]
-                y[3] + as_float(v[3]),  # type: ignore[misc]
-            )
-    return y

@@ -1,0 +1,123 @@
+"""The kernel of `gemv` for one token, and for the dense rows beside it.
+
+Every program makes x digits in its shared memory, in three of the eight columns of a product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.linear.dense import multiply_rows
+from lowbit.runtime.kernels.linear.digits import stage_tokens
+from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
+from lowbit.runtime.kernels.linear.products import (
+    column_of,
+    load_steps,
+    multiply_round,
+    store_result,
+    sum_of_parts,
+    tile_addresses,
+    unit_of,
+)
+from lowbit.runtime.kernels.linear.program import gain_turns
+from lowbit.runtime.kernels.ptx.memory import barrier, large_shared_buffer, shared_buffer
+from lowbit.runtime.kernels.ptx.mma import threads
+
+NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm beside the products
+
+
+@gluon.jit(do_not_specialize=["N", "tiles"])
+def gemv_one_kernel(
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr, y_ptr,
+    rows_y_ptr, N, tiles, eps, PLAN: gl.constexpr,
+):  # fmt: skip
+    """See `gemv`; PLAN is a `GemvPlan`."""
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    SHARED: gl.constexpr = PLAN.SHARED
+    DENSE: gl.constexpr = PLAN.DENSE
+    FIRST: gl.constexpr = PLAN.ROW_PROGRAMS
+    if PLAN.PDL and PLAN.LAUNCH.early:
+        gdc_launch_dependents()
+    warp, lane, zero, none = threads(WARPS)
+    if PLAN.LARGE > 0:
+        buffer = large_shared_buffer(N < 0, PLAN.LARGE, WARPS) + zero
+    else:
+        buffer = shared_buffer(SHARED) + zero
+    if FIRST > 0 and gl.program_id(0) < FIRST:
+        multiply_rows(
+            x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, (warp, lane, none), 1, PLAN.ROWS,
+            0, eps, DENSE,
+        )  # fmt: skip
+    else:
+        _multiply_tiles(
+            x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
+            eps, buffer, warp, lane, none, PLAN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(
+    x_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles, eps,
+    buffer, warp, lane, none, PLAN: gl.constexpr,
+):  # fmt: skip
+    """One program's tiles of the packed weight."""
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = PLAN.LAUNCH.tiles
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
+    OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS  # steps of a warp
+    AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
+    NORM: gl.constexpr = gain_ptr is not None
+    LATE: gl.constexpr = PLAN.LAUNCH.registers is not None and PLAN.LAUNCH.registers <= NARROW
+    g = lane // 4
+    held = lane % 4 == 0
+    part = warp % PARTS
+    first_tile = (gl.program_id(0) - PLAN.ROW_PROGRAMS) * (ABREAST * TILES)
+    at = tile_addresses(
+        words_ptr, scales_ptr, first_tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
+    )
+    loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
+    gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, 1, WARPS), WARPS, X)
+    if PLAN.PDL:
+        gdc_wait()
+        if not PLAN.LAUNCH.early:
+            gdc_launch_dependents()
+    ITEMS: gl.constexpr = ABREAST * TILES  # of 16 rows
+    added = ()
+    if added_ptr is not None:
+        for first in gl.static_range(0, ITEMS, WARPS):
+            for half in gl.static_range(2):
+                n = (first_tile + (first + warp)) * 16 + half * 8 + g
+                added = added + (gl.load(added_ptr + gl.minimum(n, N - 1)).to(gl.float32),)
+    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    stage_tokens(
+        x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS, WARPS,
+        X,
+    )  # fmt: skip
+    barrier()
+    if NORM and not LATE:  # before the products, which hide it
+        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+    units = buffer + X.UNITS + unit_of(lane, 1)
+    digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    sums_at = buffer + PLAN.SUMS
+    mixed = gl.where(lane % 4 % 2 == 0, 256, 0)
+    multiply_round(
+        loaded, at, at, digits, units, (part, mixed, held, g), warp // PARTS, sums_at, none, False,
+        AHEAD, PARTS, W, X,
+    )  # fmt: skip
+    if NORM and LATE:
+        factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
+    barrier()
+    for first in gl.static_range(0, ITEMS, WARPS):
+        item = first + warp
+        here = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * 8 + g) * 8
+        y = sum_of_parts(here, none, PARTS, 8, 1)  # rows g and g + 8
+        more = ()
+        if added_ptr is not None:
+            more = (added[first // WARPS * 2], added[first // WARPS * 2 + 1])
+        store_result(
+            y_ptr, y[0] * factor, y[1] * factor, more, first_tile + item, g, lane * 0,
+            held & (item < ITEMS), N, PLAN.PAIRED,
+        )  # fmt: skip

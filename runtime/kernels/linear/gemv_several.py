@@ -1,0 +1,257 @@
+"""The kernel of `gemv` for several tokens, and for the dense rows beside it.
+
+Every program makes all tokens digits in its shared memory, or finds those that `digits` has left in
+global memory. A program takes its tiles in rounds: so x becomes digits once for many of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowbit.runtime.kernels.linear.dense import multiply_rows
+from lowbit.runtime.kernels.linear.digits import given_factor, stage_tokens
+from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
+from lowbit.runtime.kernels.linear.products import (
+    column_of,
+    halved,
+    leave_sums,
+    load_steps,
+    multiply_rest,
+    multiply_steps,
+    results_of,
+    store_result,
+    sum_of_parts,
+    tile_addresses,
+    unit_of,
+    zero_sums,
+)
+from lowbit.runtime.kernels.linear.program import BLOCK_K, SQUARES_BYTES, gain_turns
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    large_shared_buffer,
+    load_shared4,
+    shared_buffer,
+    store_shared4,
+)
+from lowbit.runtime.kernels.ptx.mma import threads
+
+
+@gluon.jit(do_not_specialize=["B", "N", "tiles"])
+def gemv_several_kernel(
+    x_ptr, digits_ptr, gain_ptr, head_squares_ptr, words_ptr, scales_ptr, added_ptr, rows_ptr,
+    y_ptr, rows_y_ptr, sums_ptr, B, N, tiles, eps, PLAN: gl.constexpr,
+):  # fmt: skip
+    """See `gemv`; PLAN is a `GemvPlan`.
+
+    digits_ptr: of the kernel `digits`, where x is not staged.
+
+    sums_ptr: for `join`, where several programs share a tile.
+    """
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    SHARED: gl.constexpr = PLAN.SHARED
+    DENSE: gl.constexpr = PLAN.DENSE
+    FIRST: gl.constexpr = PLAN.ROW_PROGRAMS
+    if PLAN.PDL and PLAN.LAUNCH.early:
+        gdc_launch_dependents()
+    warp, lane, zero, none = threads(WARPS)
+    if PLAN.LARGE > 0:
+        buffer = large_shared_buffer(N < 0, PLAN.LARGE, WARPS) + zero
+    else:
+        buffer = shared_buffer(SHARED) + zero
+    if FIRST > 0 and gl.program_id(0) < FIRST:
+        if PLAN.LAUNCH.split == 1 or gl.program_id(1) == 0:
+            multiply_rows(
+                x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, (warp, lane, none), B,
+                PLAN.ROWS, 0, eps, DENSE,
+            )  # fmt: skip
+        elif PLAN.PDL:
+            gdc_wait()
+    else:
+        _multiply_tiles(
+            (x_ptr, digits_ptr, gain_ptr, head_squares_ptr), (words_ptr, scales_ptr), added_ptr,
+            y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, none, PLAN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(
+    x_ptrs, weight_ptrs, added_ptr, y_ptr, sums_ptr, B, N, tiles, eps, buffer, warp, lane, none,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """One program's tiles of the packed weight."""
+    x_ptr, digits_ptr, gain_ptr, head_squares_ptr = x_ptrs
+    words_ptr, scales_ptr = weight_ptrs
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = PLAN.LAUNCH.tiles
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
+    SPLIT: gl.constexpr = PLAN.LAUNCH.split
+    EACH: gl.constexpr = WARPS // ABREAST  # warps of a program that share a tile
+    PARTS: gl.constexpr = EACH * SPLIT  # of a tile's steps
+    OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS  # steps of a warp
+    AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
+    NORM: gl.constexpr = gain_ptr is not None
+    g = lane // 4
+    t = lane % 4
+    part = warp % EACH
+    if SPLIT > 1:
+        part += gl.program_id(1) * EACH
+    first_tile = (gl.program_id(0) - PLAN.ROW_PROGRAMS) * (ROUNDS * ABREAST * TILES)
+    at = tile_addresses(
+        words_ptr, scales_ptr, first_tile + warp // EACH * TILES, tiles, part, lane, TILES, W
+    )
+    loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
+    gains = ()
+    if X.STAGED:
+        TURNS: gl.constexpr = gain_turns(X.BLOCKS, X.TOKENS, WARPS)
+        gains = load_gains(gain_ptr, warp, lane, TURNS, WARPS, X)
+    if PLAN.PDL:
+        gdc_wait()
+        if not PLAN.LAUNCH.early:
+            gdc_launch_dependents()
+
+    # An item is 16 rows and the tokens of a lane's sums: two in turn, or two side by side.
+    HALVED: gl.constexpr = halved(X.TOKENS)
+    LANES: gl.constexpr = results_of(X.TOKENS)[0]  # with results
+    COLUMNS: gl.constexpr = results_of(X.TOKENS)[1]  # tokens of a lane
+    NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
+    ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES * NT
+    held = lane >= 0
+    slot = lane
+    token = 2 * t
+    if HALVED:
+        held = t % 2 == 0
+        slot = lane // 2
+        token = t // 2
+    added = ()
+    if added_ptr is not None:
+        for first in gl.static_range(0, ITEMS, WARPS):
+            for i in gl.static_range(2 * COLUMNS):
+                n = (first_tile + (first + warp) // NT) * 16 + i // COLUMNS * 8 + g
+                n = gl.minimum(n, N - 1)
+                if PLAN.ADDED_ROWS:
+                    b = (first + warp) % NT * (2 if HALVED else 8) + token + i % COLUMNS
+                    n += gl.minimum(b, B - 1) * N
+                added = added + (gl.load(added_ptr + n).to(gl.float32),)
+    factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    if SPLIT > 1:
+        sums_at = sums_ptr.to(gl.int64, bitcast=True) + first_tile * (NT * PARTS * LANES * 16)
+    else:
+        sums_at = buffer + PLAN.SUMS
+    digits = buffer
+    if X.STAGED:
+        stage_tokens(
+            x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, B, eps, PLAN.HEAD, W.BITS,
+            WARPS, X,
+        )  # fmt: skip
+        barrier()
+        if NORM:
+            _leave_factors(buffer, warp, lane, none, eps, WARPS, X)
+    else:
+        digits = digits_ptr.to(gl.int64, bitcast=True)
+    units = digits + X.UNITS + unit_of(lane, X.TOKENS)
+    digits = digits + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
+    mixed = gl.where(t % 2 == 0, 256, 0)
+    own = (part, mixed, held, slot)
+    if ROUNDS == 1:
+        loaded = _multiply_round(
+            loaded, at, at, digits, units, own, warp // EACH, sums_at, none, False, AHEAD, PARTS,
+            W, X,
+        )  # fmt: skip
+    else:
+        for turn in range(ROUNDS):
+            tile = gl.minimum(turn + 1, ROUNDS - 1) * ABREAST + warp // EACH
+            next_at = tile_addresses(
+                words_ptr, scales_ptr, first_tile + tile * TILES, tiles, part, lane, TILES, W
+            )
+            loaded = _multiply_round(
+                loaded, at, next_at, digits, units, own, turn * ABREAST + warp // EACH, sums_at,
+                none, True, AHEAD, PARTS, W, X,
+            )  # fmt: skip
+            at = next_at
+    barrier()
+    for first in gl.static_range(0, ITEMS if SPLIT == 1 else 0, WARPS):
+        item = first + warp
+        here = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * LANES + slot) * (8 * COLUMNS)
+        y = sum_of_parts(here, none, PARTS, LANES, COLUMNS)  # rows g, then rows g + 8
+        for column in gl.static_range(COLUMNS):
+            b = item % NT * (2 if HALVED else 8) + token + column
+            stored = held & (item < ITEMS) & (b < B)
+            own_factor = factor
+            if NORM and not X.STAGED:
+                own_factor = factor * given_factor(digits_ptr, b, X)
+            elif NORM:
+                own_factor = factor * load_shared4(buffer + X.FACTORS + b * 4)
+            more = ()
+            if added_ptr is not None:
+                more = (
+                    added[first // WARPS * 2 * COLUMNS + column],
+                    added[(first // WARPS * 2 + 1) * COLUMNS + column],
+                )
+            store_result(
+                y_ptr, y[column] * own_factor, y[COLUMNS + column] * own_factor, more,
+                first_tile + item // NT, g, b, stored, N, PLAN.PAIRED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _leave_factors(
+    buffer, warp, lane, none, eps, WARPS: gl.constexpr, X: gl.constexpr
+):  # fmt: skip
+    """Put the factor of each token's norm behind the sums of squares."""
+    for turn in gl.static_range((X.TOKENS + WARPS - 1) // WARPS):
+        b = gl.minimum(turn * WARPS + warp, X.TOKENS - 1)
+        at = buffer + X.SQUARES + b * (X.BLOCKS * SQUARES_BYTES)
+        total = total_of(at, lane, none, X)
+        store_shared4(buffer + X.FACTORS + b * 4, norm_factor(total, eps, X.K), lane == 0)
+
+
+@gluon.jit
+def _multiply_round(
+    loaded, at, next_at, digits, units, own, share, sums_at, none, NEXT: gl.constexpr,
+    AHEAD: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """`multiply_round` of several tokens, with a loop where every turn is like the others.
+
+    What the compiler would load early of an unrolled one does not fit into registers. Steps that
+    only some warps have follow.
+    """
+    OWN: gl.constexpr = (W.STEPS + PARTS - 1) // PARTS
+    STEP_K: gl.constexpr = 512 // W.BITS
+    TURN_K: gl.constexpr = AHEAD * PARTS * STEP_K
+    EVEN: gl.constexpr = TURN_K % BLOCK_K == 0 and TURN_K % W.G == 0 and W.K % STEP_K == 0
+    ALL: gl.constexpr = W.STEPS % PARTS == 0 and OWN % AHEAD == 0  # are in the loop
+    MOST: gl.constexpr = OWN // AHEAD if ALL else W.STEPS // PARTS // AHEAD - 1
+    TURNS: gl.constexpr = MOST if X.TOKENS >= 4 and EVEN and OWN > AHEAD else 0
+    GROUP_BYTES: gl.constexpr = 64 if W.SCALES == "fp32" else 32
+    acc = zero_sums(none, len(at[0]), X.TOKENS)
+    if TURNS > 0:
+        words, scales = at
+        next_words, next_scales = next_at
+        for turn in range(TURNS):
+            words_at = ()
+            scales_at = ()
+            for r in gl.static_range(len(words)):
+                own_words = words[r] + (turn + 1) * (AHEAD * PARTS * 1024)
+                own_scales = scales[r] + (turn + 1) * (TURN_K // W.G * GROUP_BYTES)
+                if ALL:
+                    last = turn + 1 + own[0] * 0 == TURNS
+                    own_words = gl.where(last, next_words[r], own_words)
+                    own_scales = gl.where(last, next_scales[r], own_scales)
+                words_at = words_at + (own_words,)
+                scales_at = scales_at + (own_scales,)
+            next_loaded = load_steps((words_at, scales_at), own[0], 0, AHEAD, PARTS, W)
+            acc = multiply_steps(
+                acc, loaded, digits + turn * (TURN_K // 64 * X.NEXT),
+                units + turn * (TURN_K // BLOCK_K * X.TOKENS * 4), own[0], own[1], 0, AHEAD, PARTS,
+                W, X,
+            )  # fmt: skip
+            loaded = next_loaded
+    acc, loaded = multiply_rest(
+        acc, loaded, at, next_at, digits, units, own, TURNS * AHEAD if TURNS > 0 else 0, NEXT,
+        AHEAD, PARTS, W, X,
+    )  # fmt: skip
+    leave_sums(acc, own, share, sums_at, PARTS, X)
+    return loaded

@@ -1,0 +1,114 @@
+"""Constants that kernels of packed weights get in one piece: the weight, and x as digits.
+
+Kernels read their fields as numbers (`W.K`). What follows from others is a field too, for Triton
+finds compiled kernels by the text of their constants, which must change with a formula here. Each
+is made once, by a cached function, and so compared by identity, which is quick.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK_K = gl.constexpr(256)  # columns that share a unit: a warp makes them digits at a time
+SQUARES_BYTES = gl.constexpr(32)  # of a block: one sum of squares for each row of a diagonal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A packed weight, but for its number of rows.
+
+    Attributes:
+        K: columns.
+        G: columns that share a scale.
+        BITS: of a code, 4 or 8.
+        SCALES: `bf16`, `fp16` or `fp32`.
+        STEPS: of a row; a step is 16 words of each row of a tile, 512 / BITS columns.
+        GROUPS: of a row.
+    """
+
+    K: int
+    G: int
+    BITS: int
+    SCALES: str
+    STEPS: int
+    GROUPS: int
+
+
+@cache
+def packed(K: int, G: int, bits: int, scales: str) -> Packed:
+    """Constants of a weight with K columns in groups of G."""
+    return Packed(K, G, bits, scales, STEPS=-(-K * bits // 512), GROUPS=-(-K // G))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digits:
+    """Places of x as digits: bytes from one thing to the next.
+
+    Attributes:
+        K: elements of a token.
+        TOKENS: that there is room for, a power of two.
+        STAGED: whether they lie in a program's shared memory, one token after another; else in
+            global memory, where every 64 columns of all planes and tokens lie side by side.
+        NEXT: to the next 64 columns of a plane.
+        PLANE: to a token's next plane.
+        TOKEN: to the next token.
+        UNITS: to the units, for each block those of all tokens.
+        BLOCKS: of 256 elements of a token.
+        SQUARES: to the sums of squares of all blocks, where staged; the end of the units.
+        FACTORS: to the factors of the norm.
+    """
+
+    K: int
+    TOKENS: int
+    STAGED: bool
+    NEXT: int
+    PLANE: int
+    TOKEN: int
+    UNITS: int
+    BLOCKS: int
+    SQUARES: int
+    FACTORS: int
+
+
+@cache
+def staged_digits(K: int, tokens: int = 1) -> Digits:
+    """Digits in the shared memory of a program.
+
+    Planes are whole steps and 64 bytes apart, so that the next one begins in other banks.
+    """
+    blocks = blocks_of(K)
+    plane = -(-K // 128) * 128 + 64
+    units = tokens * 3 * plane
+    squares = units + -(-blocks * tokens // 4) * 16
+    factors = squares + tokens * blocks * SQUARES_BYTES.value
+    return Digits(K, tokens, True, 64, plane, 3 * plane, units, blocks, squares, factors)
+
+
+@cache
+def global_digits(K: int, tokens: int) -> Digits:
+    """Digits in global memory, as the kernel `digits` leaves them."""
+    blocks = blocks_of(K)
+    units = -(-K // 128) * 384 * tokens
+    factors = units + blocks * tokens * 4
+    return Digits(K, tokens, False, 192 * tokens, 64 * tokens, 64, units, blocks, factors, factors)
+
+
+@gluon.constexpr_function
+def blocks_of(K):
+    """Blocks of 256 elements that a token's K elements begin."""
+    return -(-K // 256)
+
+
+@gluon.constexpr_function
+def turns_of(blocks, warps):
+    """Turns in which so many warps take all blocks."""
+    return -(-blocks // warps)
+
+
+@gluon.constexpr_function
+def gain_turns(blocks, tokens, warps):
+    """Turns after which a warp takes the same blocks of another token, or has taken all."""
+    period = blocks // min(blocks & -blocks, warps)
+    return min(period, -(-blocks * tokens // warps))
