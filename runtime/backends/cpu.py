@@ -5,8 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.runtime.backends.cpu_experts import mixture
-from lowbit.runtime.backends.cpu_linear import CpuLinear
-from lowbit.runtime.backends.cpu_linear import linear as linear
+from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
 from lowbit.runtime.backends.delta_rule import delta_net as delta_net
 from lowbit.runtime.state.choice import choose as choose
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
@@ -23,35 +22,32 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     return table[ids]
 
 
-def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, w: CpuLinear, bias: Tensor | None = None
+def product(
+    x: Tensor,
+    w: CpuLinear,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+    swiglu: bool = False,
+    logits: bool = False,
 ) -> Tensor:
-    """`rms_norm(x) * norm @ w.T + bias`: [M, K] to [M, N]."""
-    y = linear(rms_norm(x, norm, eps), w)
-    return y if bias is None else y + bias
+    """`added + rms_norm(x) @ w.T`; see `Ops.product`."""
+    y = linear(x if norm is None else rms_norm(x, norm, eps), w)
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = functional.silu(gate) * up
+    if added is not None:
+        y = added + y
+    return y.float() if logits else y
 
 
-def norm_linears(
-    x: Tensor, norm: Tensor, eps: float, w: CpuLinear, small: CpuLinear
+def two_products(
+    x: Tensor, w: CpuLinear, small: CpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`norm_linear` of two weights; see `Ops.norm_linears`."""
-    return norm_linear(x, norm, eps, w), norm_linear(x, norm, eps, small)
-
-
-def norm_logits(x: Tensor, norm: Tensor, eps: float, w: CpuLinear) -> Tensor:
-    """`rms_norm(x) * norm @ w.T` of a head: [M, K] to [M, V] float32."""
-    return norm_linear(x, norm, eps, w).float()
-
-
-def norm_swiglu(x: Tensor, norm: Tensor, eps: float, gate_up: CpuLinear) -> Tensor:
-    """`silu(gate) * up` of the normed x: [M, K] to [M, N / 2]; gate is the first N / 2 rows."""
-    gate, up = linear(rms_norm(x, norm, eps), gate_up).chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-def linear_add(x: Tensor, w: CpuLinear, residual: Tensor) -> Tensor:
-    """`residual + x @ w.T`: [M, N]."""
-    return residual + linear(x, w)
+    """`product` of two weights for the same normed x; see `Ops.two_products`."""
+    h = rms_norm(x, norm, eps)
+    return linear(h, w), linear(h, small)
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
@@ -223,7 +219,7 @@ def delta_linear(
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    return linear_add(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, residual)
+    return product(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, added=residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

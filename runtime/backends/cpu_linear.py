@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
+from lowbit.runtime.kernels.launch.tokens import CPU_PACKED_TOKENS
 from lowbit.runtime.state.step import EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
@@ -34,7 +35,6 @@ PLANE_ROWS = 16  # the INT4 product takes N that are multiples
 INT8_COLUMNS = 32  # the INT8 product reads past the end of K where it is not a multiple of 16
 CHUNK_ROWS = 256  # unpacked at a time at load: they stay in cache; a multiple of all BLOCK_ROWS
 BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}  # rows in a block of the INT4 product, by CPU capability
-FEW_TOKENS = 80  # times planes, up to which the INT4 product is faster than dequantizing first
 FEW_ROWS = 1024  # of a dense weight, up to which it stays in cache from one token to the next
 CHUNK_WEIGHTS = 1 << 19  # dequantized at a time for many tokens: 1 MB in BF16
 
@@ -139,7 +139,7 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
             w.power.update(dict.fromkeys(w.modules, x.float().square().mean(0)))
         return functional.linear(x, w.read())
     rows = _block_rows()
-    many = len(x) * w.planes > FEW_TOKENS
+    many = len(x) * w.planes > CPU_PACKED_TOKENS
     if many and rows is not None and len(w.blocks) % rows == 0:
         return _linear_of_many_tokens(x, w, rows)
     wide = x if w.planes == 1 else torch.cat((x, x), dim=1)

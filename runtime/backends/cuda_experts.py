@@ -11,6 +11,7 @@ from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.launch.tokens import EXPERTS_TOKENS
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
@@ -18,7 +19,6 @@ from lowbit.runtime.weights.experts import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
 MOST_SHARED = 96 << 10  # bytes of a program that every card has
-FEW_TOKENS = 64  # each computed as if it were alone; more are taken expert by expert
 
 
 def check_experts(experts: Experts, hidden: int) -> None:
@@ -49,7 +49,7 @@ def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinea
     """`x` plus what the experts make of the normed x; see `Ops.moe`."""
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     chosen, shared = experts.chosen, experts.shared
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= EXPERTS_TOKENS:
         scores = dense_gemv(x, experts.router, norm=norm, eps=eps, dtype=torch.float32)
         routes = None if x.shape[0] == 1 else experts_route(scores, chosen, shared)
         act = experts_gate_up(x, norm, eps, scores, routes, gate_up, chosen, shared)

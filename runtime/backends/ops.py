@@ -30,30 +30,38 @@ class Ops(Protocol[W]):
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * norm`: [M, K] to [M, K]."""
 
-    def linear(self, x: Tensor, w: W) -> Tensor:
-        """`x @ w.T`: [M, K] to [M, N]."""
-
-    def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: W, bias: Tensor | None = None
+    def product(
+        self,
+        x: Tensor,
+        w: W,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        added: Tensor | None = None,
+        swiglu: bool = False,
+        logits: bool = False,
     ) -> Tensor:
-        """`rms_norm(x) * norm @ w.T + bias`: [M, K] to [M, N]; bias is [N] in x's dtype.
+        """`added + rms_norm(x) @ w.T`, a linear layer and what stands around it.
 
         A gain in FP32 is applied in FP32; one in the model's dtype to the rounded `rms_norm(x)`.
+
+        Args:
+            x: [M, K].
+            w: [N, K].
+            norm: [K] gain of the RMS norm; None leaves x as it is.
+            eps: of the norm.
+            added: residual [M, N] or bias [N].
+            swiglu: `silu(gate) * up`; gate is the first N / 2 rows of w. Without `added`.
+            logits: float32, not rounded where the kernel allows.
+
+        Returns:
+            [M, N], or [M, N / 2] of gate and up; a new tensor.
         """
 
-    def norm_linears(
-        self, x: Tensor, norm: Tensor, eps: float, w: W, small: W
+    def two_products(
+        self, x: Tensor, w: W, small: W, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`norm_linear` of two weights for the same x, the second of few rows."""
-
-    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, w: W) -> Tensor:
-        """The same for a head: [M, K] to [M, V] float32, not rounded where the kernel allows."""
-
-    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: W) -> Tensor:
-        """`silu(gate) * up` of the normed x: [M, K] to [M, N / 2]; gate is the first N / 2 rows."""
-
-    def linear_add(self, x: Tensor, w: W, residual: Tensor) -> Tensor:
-        """`residual + x @ w.T`: [M, N]; a new tensor or residual itself, updated."""
+        """`product` of two weights for the same normed x, the second of few rows."""
 
     def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:
         """`x` plus what a mixture of experts makes of the normed x, h.
@@ -119,9 +127,9 @@ class Ops(Protocol[W]):
         w: W,
         residual: Tensor,
     ) -> Tensor:
-        """Gated DeltaNet after its first linears, and `linear_add` of what it gives.
+        """Gated DeltaNet after its first linears, then the output linear added to the residual.
 
-        That is convolution, gates, delta rule and gated norm, then the output linear.
+        That is convolution, gates, delta rule, gated norm, and `product`.
 
         Args:
             qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaWeights.conv`), then z.

@@ -69,7 +69,13 @@ class Blocks:
         x = ops.embed(torch.tensor(ids), decoder.embedding)
         hidden = self.drafter.hidden(x, self.pages, self._step(sequences))
         some = hidden.view(B, size, -1)[:, 1 : 1 + k].flatten(0, 1)  # [B * k, h]
-        logits = ops.norm_logits(some, self.drafter.norm, eps, decoder.head)  # type: ignore[arg-type]
+        logits = ops.product(
+            some,
+            decoder.head,  # type: ignore[arg-type]
+            norm=self.drafter.norm,
+            eps=eps,
+            logits=True,
+        )
         before = [Span(each.row, each.last, k) for each in sequences]
         rows, positions = torch.tensor(rows_and_positions(before), dtype=torch.int32)
         tokens = torch.empty(B * k, dtype=torch.int64)

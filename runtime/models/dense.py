@@ -72,11 +72,11 @@ class Dense(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(ids, self.embedding)  # [M, h]
         for index, layer in enumerate(self.layers):
-            qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
+            qkv = ops.product(x, layer.qkv, norm=layer.input_norm, eps=eps, added=layer.qkv_bias)
             mixed = ops.attention(
                 qkv, layer.q_norm, layer.k_norm, eps, self.rope, state.pages, step, index
             )  # [M, Hq * D]
-            x = ops.linear_add(mixed, layer.o, x)
+            x = ops.product(mixed, layer.o, added=x)
             x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
             if taps is not None:
                 taps.take(index, x)
@@ -84,7 +84,9 @@ class Dense(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
+        return self.ops.product(
+            hidden, self.head, norm=self.norm, eps=self.config.rms_norm_eps, logits=True
+        )
 
 
 def build(

@@ -70,9 +70,9 @@ class DFlash(Generic[W]):
             step: sequence and position of every token.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        context = ops.rms_norm(ops.linear(taps, self.fc), self.hidden_norm, eps)  # [M, h]
+        context = ops.rms_norm(ops.product(taps, self.fc), self.hidden_norm, eps)  # [M, h]
         for index, layer in enumerate(self.layers):
-            kv = ops.linear(context, layer.kv)
+            kv = ops.product(context, layer.kv)
             ops.write_context(kv, layer.k_norm, eps, self.rope, pages, step, index)
 
     def hidden(self, x: Tensor, pages: KVPages, step: Step) -> Tensor:
@@ -88,11 +88,12 @@ class DFlash(Generic[W]):
         """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
-            q, kv = ops.norm_linears(x, layer.input_norm, eps, layer.q, layer.kv)
+            q, kv = ops.two_products(x, layer.q, layer.kv, layer.input_norm, eps)
             gains = layer.q_norm, layer.k_norm
             sight = config.windows[index], config.causal[index]
             mixed = ops.attend_block(q, kv, gains, eps, self.rope, pages, step, index, *sight)
-            x = run_mlp(ops, ops.linear_add(mixed, layer.o, x), layer.post_norm, eps, layer.mlp)
+            x = ops.product(mixed, layer.o, added=x)
+            x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
         return x
 
 

@@ -17,8 +17,8 @@ def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Te
     """`x` plus what the MLP, or the experts, make of the normed x: [M, h] to [M, h]."""
     if isinstance(mlp, ExpertWeights):
         return ops.moe(x, norm, eps, mlp)
-    act = ops.norm_swiglu(x, norm, eps, mlp.gate_up)  # [M, I]
-    return ops.linear_add(act, mlp.down, x)
+    act = ops.product(x, mlp.gate_up, norm=norm, eps=eps, swiglu=True)  # [M, I]
+    return ops.product(act, mlp.down, added=x)
 
 
 def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:

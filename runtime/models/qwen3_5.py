@@ -124,7 +124,9 @@ class Qwen35(Generic[W]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32."""
-        return self.ops.norm_logits(hidden, self.norm, self.config.rms_norm_eps, self.head)
+        return self.ops.product(
+            hidden, self.head, norm=self.norm, eps=self.config.rms_norm_eps, logits=True
+        )
 
     def _with_mixer(
         self,
@@ -137,16 +139,16 @@ class Qwen35(Generic[W]):
         """`x` plus what a mixer adds to it: [M, h]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
-            qkvz, ba = ops.norm_linears(x, norm, eps, mixer.qkvz, mixer.ba)
+            qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, norm, eps)
             return ops.delta_linear(
                 qkvz, ba, mixer.weights, eps, state.slots, step, mixer.index, mixer.out, x
             )
-        qkv = ops.norm_linear(x, norm, eps, mixer.qkv)
+        qkv = ops.product(x, mixer.qkv, norm=norm, eps=eps)
         index = mixer.index
         mixed = ops.attention(
             qkv, mixer.q_norm, mixer.k_norm, eps, self.rope, state.pages, step, index, gated=True
         )
-        return ops.linear_add(mixed, mixer.out, x)
+        return ops.product(mixed, mixer.out, added=x)
 
 
 def build(

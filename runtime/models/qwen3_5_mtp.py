@@ -79,7 +79,7 @@ class MtpHead(Generic[W]):
         trunk, ops, eps = self.trunk, self.trunk.ops, self.trunk.config.rms_norm_eps
         gains = self.embedding_norm, self.norm if own else trunk.norm, self.hidden_norm
         joined = ops.head_input(ids, trunk.embedding, x, gains, eps)
-        return trunk.run_layer(ops.linear(joined, self.fc), self.layer, state, step)
+        return trunk.run_layer(ops.product(joined, self.fc), self.layer, state, step)
 
     def choose(
         self,
@@ -104,7 +104,7 @@ class MtpHead(Generic[W]):
         if self.rows is None or sampler.shape.adjusted:  # these look at each token of the model
             ops.choose(self.logits(hidden), sampler, rows, positions, token, places)
             return
-        some = ops.norm_logits(hidden, self.norm, eps, self.rows.head)
+        some = ops.product(hidden, self.rows.head, norm=self.norm, eps=eps, logits=True)
         ids = self.rows.ids  # ascending, so that of equal logits the lower token is chosen
         ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, places)
         token.copy_(ops.embed(token, ids[:, None])[:, 0])
@@ -112,9 +112,10 @@ class MtpHead(Generic[W]):
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [M, h] to [M, V] float32; tokens that are no drafts get -inf."""
         trunk, eps = self.trunk, self.trunk.config.rms_norm_eps
+        head = trunk.head if self.rows is None else self.rows.head
+        some = trunk.ops.product(hidden, head, norm=self.norm, eps=eps, logits=True)
         if self.rows is None:
-            return trunk.ops.norm_logits(hidden, self.norm, eps, trunk.head)
-        some = trunk.ops.norm_logits(hidden, self.norm, eps, self.rows.head)
+            return some
         shape = len(hidden), trunk.config.vocab_size
         logits = torch.full(shape, -torch.inf, dtype=some.dtype, device=some.device)
         return logits.index_copy_(1, self.rows.ids, some)

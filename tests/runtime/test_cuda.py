@@ -12,7 +12,7 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS
+from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
@@ -130,7 +130,7 @@ def test_chunks_follow_each_other(kind: str) -> None:
     torch.testing.assert_close(parts.pages.k, whole.pages.k, rtol=0.1, atol=0.1)
 
 
-MANY = cuda.GEMV_TOKENS
+MANY = PACKED_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,14 @@ def test_linears_of_any_number_of_tokens(kind: str, M: int) -> None:
     w, gate_up = linear(kind, 50, 96), linear(kind, 100, 96, paired=True)
     normed = rms_norm_ref(x, norm, EPS)
     biased = normed @ weight_of(w).T + bias.double()
-    assert relative_error(cuda.norm_linear(x, norm, EPS, w, bias), biased) < ERROR
-    assert relative_error(cuda.norm_linear(x, norm, EPS, w), biased - bias.double()) < ERROR
+    assert relative_error(cuda.product(x, w, norm=norm, eps=EPS, added=bias), biased) < ERROR
+    assert relative_error(cuda.product(x, w, norm=norm, eps=EPS), biased - bias.double()) < ERROR
     added = x.double() @ weight_of(w).T + residual.double()
-    assert relative_error(cuda.linear_add(x, w, residual), added) < ERROR
+    assert relative_error(cuda.product(x, w, added=residual), added) < ERROR
     gate, up = (normed @ weight_of(gate_up).T).chunk(2, dim=1)
-    assert relative_error(cuda.norm_swiglu(x, norm, EPS, gate_up), silu(gate) * up) < ERROR
-    logits = cuda.norm_logits(x, norm, EPS, w)
+    act = cuda.product(x, gate_up, norm=norm, eps=EPS, swiglu=True)
+    assert relative_error(act, silu(gate) * up) < ERROR
+    logits = cuda.product(x, w, norm=norm, eps=EPS, logits=True)
     assert logits.dtype == torch.float32
     assert relative_error(logits, normed @ weight_of(w).T) < ERROR
 
@@ -163,9 +164,9 @@ def test_linears_of_any_number_of_tokens(kind: str, M: int) -> None:
 @pytest.mark.parametrize("M", [1, 3, MANY + 1])
 def test_logits_are_not_rounded(M: int) -> None:
     x, norm, w = randn(M, 64), randn(64), cuda.prepare(packed(33, 64, 8, 32))
-    y = cuda.norm_logits(x, norm, EPS, w)
+    y = cuda.product(x, w, norm=norm, eps=EPS, logits=True)
     assert bool((y != y.bfloat16().float()).any())
-    rounded = cuda.norm_linear(x, norm, EPS, w).float()
+    rounded = cuda.product(x, w, norm=norm, eps=EPS).float()
     assert bool(((y - rounded).abs() <= 2.0**-7 * y.abs()).all())
 
 

@@ -24,12 +24,12 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.attention.rotate import rotated
 from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.tokens import PROMPT_TOKENS
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
 
 LOG2E = math.log2(math.e)
-FEW_TOKENS = 128
 BLOCK_M = 16  # tokens of a program
 
 
@@ -189,7 +189,7 @@ def attention_prefill(
         num_warps=1,
         enable_fp_fusion=True,
     )
-    if M <= FEW_TOKENS:
+    if M <= PROMPT_TOKENS:
         few = torch.empty_like(q)
         run(
             _attend_kernel,

@@ -4,7 +4,7 @@
     y[b] = x[b] + sum_s out[b * slots + s]
 
 Plan    pairs are put in the order of their experts (`experts_order`) and multiplied in blocks
-        (`experts_products`), MOST_TOKENS tokens at a time. A token's slots are then summed in
+        (`experts_products`), EXPERTS_CHUNK tokens at a time. A token's slots are then summed in
         order, with the residual in FP32
 """
 
@@ -19,8 +19,8 @@ from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM
+from lowbit.runtime.kernels.launch.tokens import EXPERTS_CHUNK
 
-MOST_TOKENS = 1024
 BLOCK = 1024  # columns of a sum
 
 
@@ -59,8 +59,8 @@ def experts_gemm(
         [M, K] in x's dtype.
     """
     y = torch.empty_like(x)
-    for first in range(0, x.shape[0], MOST_TOKENS):
-        part = slice(first, first + MOST_TOKENS)
+    for first in range(0, x.shape[0], EXPERTS_CHUNK):
+        part = slice(first, first + EXPERTS_CHUNK)
         routes = experts_route(scores[part], chosen, shared)
         order, ends = by_expert(routes.numbers, len(gate_up))
         blocks = blocks_of(order, ends, EXPERTS_GEMM.rows)

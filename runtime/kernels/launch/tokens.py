@@ -1,10 +1,8 @@
-"""Token thresholds: how many tokens make a step few or many, for whoever computes something of it.
+"""Token thresholds: how many tokens make a step few or many, for whoever computes a part of it.
 
-A step of up to EXACT_TOKENS tokens promises each the bits that it has in a step of its own. All
-other numbers here are speed alone, measured on an H200 (LOG.md) but for the CPU's.
+Measured on an H200 (LOG.md), but for the CPU's. Up to EXACT_TOKENS (`state.step`) every way has the
+same bits for a token.
 """
-
-EXACT_TOKENS = 16  # of a step: each has the bits of one that is alone; more of a prompt are a chunk
 
 # Linear layers in packed codes.
 HALVED_TOKENS = 4  # that share the columns of one product by two

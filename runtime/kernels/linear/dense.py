@@ -17,6 +17,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -396,3 +397,17 @@ def _launch(
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
+
+
+def dense_gemm(x: Tensor, w: Tensor, added: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`added + x @ w.T` of many tokens by cuBLAS, rounded before a residual is added.
+
+    Args:
+        x: [M, K].
+        w: [N, K].
+        added: residual [M, N], or bias [1, N].
+        dtype: of the result.
+    """
+    bias = added[0] if added is not None and added.shape[0] == 1 else None
+    y = functional.linear(x, w, bias)
+    return (y if added is None or bias is not None else added + y).to(dtype)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.tokens import SHORT_TOKENS
 from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, TiledLinear, dequantized
 from lowbit.runtime.kernels.ptx.memory import store16, stream16
 from lowbit.runtime.kernels.ptx.mma import (
@@ -30,7 +31,7 @@ WARPS = 4
 BLOCK_WEIGHTS = 3 << 23  # widened at a time: 50 MB
 # Of a short prompt the host takes longer to launch a product than the GPU to multiply it. 8B, 512
 # tokens, H200: 24 ms with blocks of this size, 19 of twice it, 18.7 of four times it.
-SHORT, LARGER = 1024, 2  # tokens, times the size
+LARGER = 2  # times the size
 
 
 def widen_ref(w: TiledLinear) -> Tensor:
@@ -145,19 +146,25 @@ def gemm(
 
     Args:
         x: [M, K] bfloat16.
-        w: [N, K], not paired; some rows of it are wide at a time.
+        w: [N, K]; some rows of it are wide at a time. Of a paired one `silu(gate) * up`, without
+            `added`; gate and up are rounded in between.
         added: [M, N] or [1, N], added in FP32 before the one rounding.
         dtype: of the result, bfloat16 or float32; None is x's.
 
     Returns:
-        [M, N].
+        [M, N] or [M, N / 2].
     """
     dtype = dtype or x.dtype
-    y = torch.empty((x.shape[0], w.N), dtype=dtype, device=x.device)
+    each = TILE // 2 if w.paired else TILE  # columns of a tile
+    N = w.N // 2 if w.paired else w.N
+    y = torch.empty((x.shape[0], N), dtype=dtype, device=x.device)
     for first, wide in _blocks(w, x.shape[0]):
-        columns = slice(TILE * first, TILE * first + wide.shape[1])
+        rows = wide.shape[1] // 2 if w.paired else wide.shape[1]
+        columns = slice(each * first, each * first + rows)
         part = y[:, columns]
-        if dtype != x.dtype:
+        if w.paired:
+            swiglu(torch.mm(x, wide), part)
+        elif dtype != x.dtype:
             torch.mm(x, wide, out_dtype=dtype, out=part)
             if added is not None:
                 part += added[:, columns]
@@ -168,21 +175,9 @@ def gemm(
     return y
 
 
-def gemm_swiglu(x: Tensor, w: TiledLinear) -> Tensor:
-    """`silu(gate) * up` of `x @ w.T`, as `gemm` does it: [M, K] and a paired [N, K] to [M, N / 2].
-
-    Gate and up are rounded in between.
-    """
-    y = torch.empty((x.shape[0], w.N // 2), dtype=x.dtype, device=x.device)
-    for first, wide in _blocks(w, x.shape[0]):
-        start = first * TILE // 2
-        swiglu(torch.mm(x, wide), y[:, start : start + wide.shape[1] // 2])
-    return y
-
-
 def _blocks(w: TiledLinear, tokens: int) -> Iterator[tuple[int, Tensor]]:
     """First tile and transposed rows, [K, rows], of every part that is wide at a time."""
-    weights = BLOCK_WEIGHTS * (LARGER if tokens <= SHORT else 1)
+    weights = BLOCK_WEIGHTS * (LARGER if tokens <= SHORT_TOKENS else 1)
     step = max(1, weights // (TILE * w.K))
     for first in range(0, w.tiles, step):
         yield first, widen(w, first, min(step, w.tiles - first)).T

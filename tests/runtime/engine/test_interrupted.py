@@ -41,14 +41,16 @@ def model(
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, handle: lowbit.Handle) -> None:
     """Ctrl-C in the middle of the next step of a request, between two layers."""
-    swiglu: Any = cpu.norm_swiglu
+    product: Any = cpu.product
 
-    def interrupted(*arguments: Any) -> Any:
-        swiglu(*arguments)
-        raise KeyboardInterrupt
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        y = product(*arguments, **named)
+        if named.get("swiglu"):
+            raise KeyboardInterrupt
+        return y
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "norm_swiglu", interrupted)
+        patch.setattr(cpu, "product", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(handle)
 

@@ -172,16 +172,16 @@ def linears(model: str, bits: int, tokens: int) -> Iterator[str]:
     hidden, inner, qkv, heads = MODELS[model]
     label = f"{model} INT{bits} B{tokens}"
     x, gain = zeros(tokens, hidden), zeros(hidden)
-    cuda.norm_linear(x, gain, EPS, weight(bits, qkv, hidden))
+    cuda.product(x, weight(bits, qkv, hidden), norm=gain, eps=EPS)
     yield f"qkv {label}"
-    cuda.linear_add(zeros(tokens, heads), weight(bits, hidden, heads), x)
+    cuda.product(zeros(tokens, heads), weight(bits, hidden, heads), added=x)
     yield f"o {label}"
-    cuda.norm_swiglu(x, gain, EPS, weight(bits, 2 * inner, hidden, paired=True))
+    cuda.product(x, weight(bits, 2 * inner, hidden, paired=True), norm=gain, eps=EPS, swiglu=True)
     yield f"gate_up {label}"
-    cuda.linear_add(zeros(tokens, inner), weight(bits, hidden, inner), x)
+    cuda.product(zeros(tokens, inner), weight(bits, hidden, inner), added=x)
     yield f"down {label}"
     if bits == 8:
-        cuda.norm_logits(x, gain, EPS, weight(8, VOCABULARY, hidden))
+        cuda.product(x, weight(8, VOCABULARY, hidden), norm=gain, eps=EPS, logits=True)
         yield f"head {label}"
 
 
@@ -200,9 +200,9 @@ def measured(known: set[tuple[int, int, int]]) -> Iterator[str]:
     for bits, tiles, steps in sorted((GEMV_MEASURED.keys() - known) | GEMV_UNPAIRED.keys()):
         N, K = 16 * tiles, steps * 512 // bits
         if N > K:
-            cuda.norm_linear(zeros(1, K), zeros(K), EPS, weight(bits, N, K))
+            cuda.product(zeros(1, K), weight(bits, N, K), norm=zeros(K), eps=EPS)
         else:
-            cuda.linear_add(zeros(1, K), weight(bits, N, K), zeros(1, N))
+            cuda.product(zeros(1, K), weight(bits, N, K), added=zeros(1, N))
         yield f"INT{bits} {N}x{K}"
 
 
@@ -255,7 +255,7 @@ def delta_nets(full: bool) -> Iterator[str]:
     small = DenseLinear(zeros(2 * Hv, 4096))
     for tokens in (1, 4, 16):
         x = zeros(tokens, 4096)
-        cuda.norm_linears(x, torch.empty(4096), EPS, weight(4, C + Hv * D, 4096), small)
+        cuda.two_products(x, weight(4, C + Hv * D, 4096), small, torch.empty(4096), EPS)
         yield f"and rows B{tokens}"
     tiled, dense = weight(8, 4096, Hv * D), DenseLinear(zeros(4096, Hv * D))
     cases = ((1, False, tiled), (2, False, dense), (17, False, tiled), (100, True, tiled))
@@ -284,7 +284,7 @@ def others(full: bool) -> Iterator[str]:
     yield ""
     for tokens in (1, 16):
         dense = DenseLinear(zeros(VOCABULARY, 2560))
-        cuda.norm_linear(zeros(tokens, 2560), torch.empty(2560), EPS, dense)
+        cuda.product(zeros(tokens, 2560), dense, norm=torch.empty(2560), eps=EPS)
         yield f"{VOCABULARY}x2560 B{tokens}"
     rms_norm(zeros(100, 2560), zeros(2560), EPS)
     swiglu(zeros(100, 2 * 9728))
@@ -298,7 +298,7 @@ def others(full: bool) -> Iterator[str]:
         shapes += [(8, 4096, 4096, 128, 8), (4, 4096, 4096, 128, 32), (4, 5120, 25600, 128, 1)]
         shapes += [(4, 5120, 17408, 128, 1), (4, 5120, 17408, 128, 8), (4, 5120, 25600, 128, 8)]
     for bits, N, K, G, tokens in shapes:
-        cuda.linear_add(zeros(tokens, K), weight(bits, N, K, G), zeros(tokens, N))
+        cuda.product(zeros(tokens, K), weight(bits, N, K, G), added=zeros(tokens, N))
         yield f"{N}x{K} G{G} INT{bits} B{tokens}"
 
 

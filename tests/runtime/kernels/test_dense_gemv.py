@@ -71,8 +71,8 @@ def test_bias(randn: Randn, bf16_error: float, M: int) -> None:
     """A bias reaches every token, through every kernel a linear may take."""
     w, x, norm, bias = DenseLinear(randn(96, 256)), randn(M, 256), 1 + 0.1 * randn(256), randn(96)
     bias *= 5
-    y = cuda.norm_linear(x, norm, EPS, w, bias)
-    plain = cuda.norm_linear(x, norm, EPS, w)
+    y = cuda.product(x, w, norm=norm, eps=EPS, added=bias)
+    plain = cuda.product(x, w, norm=norm, eps=EPS)
     ref = dense_gemv_ref(x, w.weight, norm=norm, eps=EPS, added=bias)
     # Normed tokens are rounded once more.
     assert relative_error(y, ref) < 2 * bf16_error

@@ -14,13 +14,12 @@ from torch import Tensor
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.backends.cuda_experts import FEW_TOKENS
 from lowbit.runtime.kernels.experts import down as experts_down
 from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
 from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import route as experts_route
-from lowbit.runtime.kernels.experts.gemm import MOST_TOKENS
 from lowbit.runtime.kernels.experts.tiled import stacked
+from lowbit.runtime.kernels.launch.tokens import EXPERTS_CHUNK, EXPERTS_TOKENS
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,
@@ -177,7 +176,9 @@ def test_routes(shared: bool, device: str) -> None:
 
 @gpu
 @ON_GPU
-@pytest.mark.parametrize("M", [1, 5, EXACT, FEW_TOKENS, FEW_TOKENS + 1, MOST_TOKENS + 300])
+@pytest.mark.parametrize(
+    "M", [1, 5, EXACT, EXPERTS_TOKENS, EXPERTS_TOKENS + 1, EXPERTS_CHUNK + 300]
+)
 def test_the_op(size: Size, M: int, device: str, randn: Randn) -> None:
     """All of it, but for tokens whose last expert is hardly more likely than the next."""
     w, x, norm = random_experts(size, device), randn(M, size.h), 1 + 0.2 * randn(size.h)
@@ -207,10 +208,10 @@ def test_a_lone_token_has_the_same_bits_as_in_company(device: str, randn: Randn)
 @ON_GPU
 def test_a_token_has_the_same_bits_in_any_company(size: Size, device: str, randn: Randn) -> None:
     w, norm = random_experts(size, device), 1 + 0.2 * randn(size.h)
-    x = randn(FEW_TOKENS, size.h)
+    x = randn(EXPERTS_TOKENS, size.h)
     alone = torch.cat([cuda.moe(one, norm, EPS, w) for one in torch.split(x, 1)])
-    for count in (2, 3, 4, 7, 8, 9, EXACT, 17, 40, FEW_TOKENS):
-        for some in (torch.arange(count), torch.randperm(FEW_TOKENS)[:count]):
+    for count in (2, 3, 4, 7, 8, 9, EXACT, 17, 40, EXPERTS_TOKENS):
+        for some in (torch.arange(count), torch.randperm(EXPERTS_TOKENS)[:count]):
             assert torch.equal(cuda.moe(x[some.to(device)], norm, EPS, w), alone[some.to(device)])
 
 

@@ -176,7 +176,7 @@ def test_long_prompts_are_taken_in_parts(
         return experts_gemm(h, scores, stacked(w.gate_up), stacked(w.down), 2, True, x)
 
     expected = found()
-    monkeypatch.setattr(f"{experts_gemm.__module__}.MOST_TOKENS", 8)
+    monkeypatch.setattr(f"{experts_gemm.__module__}.EXPERTS_CHUNK", 8)
     assert torch.equal(found(), expected)
 
 

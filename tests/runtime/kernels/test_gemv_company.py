@@ -210,7 +210,7 @@ def test_dense(randn: Randn, N: int, K: int, norm: torch.dtype | None) -> None:
 
 def test_dense_swiglu(randn: Randn) -> None:
     w, x, norm = DenseLinear(randn(6144, 1024)), randn(DENSE_TOKENS, 1024), randn(1024)
-    check(lambda i: cuda.norm_swiglu(x[i], norm, EPS, w), DENSE_TOKENS, x.device)
+    check(lambda i: cuda.product(x[i], w, norm=norm, eps=EPS, swiglu=True), DENSE_TOKENS, x.device)
 
 
 def test_embedding(randn: Randn) -> None:

@@ -131,13 +131,13 @@ def test_gemvs_wait(make_tiled: MakeTiled, randn: Randn, bits: int) -> None:
     w, norm, bias = make_tiled(bits, 2048, 2048, 128), randn(2048), randn(2048)
     x, residual = randn(1, 2048), randn(1, 2048)
     assert waits(lambda x: gemv(x, w), x)
-    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w), x)
-    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
-    assert waits(lambda x: cuda.linear_add(x, w, residual), x)
-    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
-    assert waits(lambda x: cuda.norm_logits(x, norm, EPS, w), x)
+    assert waits(lambda x: cuda.product(x, w, norm=norm, eps=EPS), x)
+    assert waits(lambda x: cuda.product(x, w, norm=norm, eps=EPS, added=bias), x)
+    assert waits(lambda x: cuda.product(x, w, added=residual), x)
+    assert waits(lambda residual: cuda.product(x, w, added=residual), residual)
+    assert waits(lambda x: cuda.product(x, w, norm=norm, eps=EPS, logits=True), x)
     gate_up = make_tiled(bits, 4096, 2048, 128, True)
-    assert waits(lambda x: cuda.norm_swiglu(x, norm, EPS, gate_up), x)
+    assert waits(lambda x: cuda.product(x, gate_up, norm=norm, eps=EPS, swiglu=True), x)
     squares = torch.rand(1, 16, SQUARES, device="cuda")
     assert waits(lambda squares: gemv(x, w, squares=squares, eps=EPS), squares)
 
@@ -150,9 +150,9 @@ def test_gemvs_of_several_tokens_wait(
 ) -> None:
     w, x, residual = make_tiled(bits, 2048, 2048, 128), randn(tokens, 2048), randn(tokens, 2048)
     norm = randn(2048)
-    assert waits(lambda x: cuda.linear_add(x, w, residual), x, stale=True)
-    assert waits(lambda residual: cuda.linear_add(x, w, residual), residual)
-    assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w), x, stale=True)
+    assert waits(lambda x: cuda.product(x, w, added=residual), x, stale=True)
+    assert waits(lambda residual: cuda.product(x, w, added=residual), residual)
+    assert waits(lambda x: cuda.product(x, w, norm=norm, eps=EPS), x, stale=True)
     gate_up = make_tiled(bits, 4096, 2048, 128, True)
     assert waits(lambda x: gemv(x, gate_up), x, stale=True)
     squares = torch.rand(tokens, 16, SQUARES, device="cuda")
@@ -165,7 +165,7 @@ def test_gemvs_as_they_are_launched_wait(
 ) -> None:
     """Of weights of every size class."""
     w, residual = make_tiled(4, N, K, 128), randn(1, N)
-    assert waits(lambda x: cuda.linear_add(x, w, residual), randn(1, K))
+    assert waits(lambda x: cuda.product(x, w, added=residual), randn(1, K))
 
 
 def test_embed_waits(randn: Randn) -> None:
@@ -214,7 +214,7 @@ def test_attention_waits(
     def attend_and_project(qkv: Tensor) -> Tensor:
         """The linear may start while splits are read."""
         out = cuda.attention(qkv, q_norm, k_norm, EPS, rope, pages, step, 0, gated)
-        return cuda.linear_add(out, w, residual)
+        return cuda.product(out, w, added=residual)
 
     assert waits(attend_and_project, qkv, stale=True)
 
@@ -225,7 +225,7 @@ def test_gemv_with_rows_beside_waits(make_tiled: MakeTiled, randn: Randn) -> Non
     norm = randn(2048).float()
     for tokens in (1, 5, 16):
         x = randn(tokens, 2048)
-        assert waits(lambda x: torch.cat(cuda.norm_linears(x, norm, EPS, w, small), -1), x)
+        assert waits(lambda x: torch.cat(cuda.two_products(x, w, small, norm, EPS), -1), x)
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "behind"])
@@ -253,9 +253,9 @@ def test_dense_gemv_waits(randn: Randn) -> None:
     w, norm, bias = DenseLinear(randn(64, 2048)), randn(2048).float(), randn(64)
     for tokens in (1, 12):
         x, residual = randn(tokens, 2048), randn(tokens, 64)
-        assert waits(lambda x: cuda.norm_linear(x, norm, EPS, w, bias), x)
-        assert waits(lambda x, r=residual: cuda.linear_add(x, w, r), x)  # type: ignore[misc]
-        assert waits(lambda r, x=x: cuda.linear_add(x, w, r), residual)  # type: ignore[misc]
+        assert waits(lambda x: cuda.product(x, w, norm=norm, eps=EPS, added=bias), x)
+        assert waits(lambda x, r=residual: cuda.product(x, w, added=r), x)  # type: ignore[misc]
+        assert waits(lambda r, x=x: cuda.product(x, w, added=r), residual)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -341,9 +341,9 @@ def test_a_wait_covers_earlier_kernels(make_tiled: MakeTiled, randn: Randn) -> N
     residual, late = randn(1, 2048), torch.zeros(1, 2048, device="cuda", dtype=torch.bfloat16)
 
     def chain(residual: Tensor) -> Tensor:
-        y = cuda.norm_linear(x, norm, EPS, w)
-        y = cuda.norm_linear(y, norm, EPS, w)
-        return cuda.linear_add(y, w, residual)
+        y = cuda.product(x, w, norm=norm, eps=EPS)
+        y = cuda.product(y, w, norm=norm, eps=EPS)
+        return cuda.product(y, w, added=residual)
 
     expected = chain(residual)
     graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.linear import widen as module
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
-from lowbit.runtime.kernels.linear.widen import gemm, gemm_swiglu, widen, widen_ref
+from lowbit.runtime.kernels.linear.widen import gemm, widen, widen_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +126,7 @@ def test_gemm_swiglu(make_tiled: MakeTiled, randn: Randn, bf16_error: float, N: 
     """Gate comes before up; what pads the last tile is left out."""
     w, x = make_tiled(4, N, 2560, 128, True), randn(70, 2560)
     gate, up = product(x, w).chunk(2, 1)
-    y = gemm_swiglu(x, w)
+    y = gemm(x, w)
     assert y.shape == (70, N // 2)
     assert relative_error(y, torch.nn.functional.silu(gate) * up) < 2 * bf16_error
 
@@ -155,7 +155,7 @@ def test_blocks_of_tiles_join(
     monkeypatch.setattr(module, "widen", noted)
     if paired:
         gate, up = product(x, w).chunk(2, 1)
-        error = relative_error(gemm_swiglu(x, w), torch.nn.functional.silu(gate) * up)
+        error = relative_error(gemm(x, w), torch.nn.functional.silu(gate) * up)
         assert error < 2 * bf16_error
     else:
         assert relative_error(gemm(x, w), product(x, w)) < bf16_error
