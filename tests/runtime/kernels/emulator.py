@@ -289,6 +289,7 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
     found = {name: loads(words, False) for name, words in named.items()}
     found |= {"load_shared8": loads(2, True), "load_shared16": loads(4, True)}
     found |= {f"store_shared{size}": stores(True) for size in (4, 8, 16)}
+    found |= {f"store{size}": stores(False) for size in (8, 16)}
     found |= {
         "load_shared4": lambda *at: loads(1, True)(*at).view(FLOAT),
         "shared_buffer": shared_buffer,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.linear import dense as dense_module
+from lowbit.runtime.kernels.linear import digits as digits_module
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
@@ -44,6 +45,24 @@ def test_gemv(make_tiled: MakeTiled, randn: Randn, bits: int, B: int) -> None:
     norm = torch.exp2(torch.randint(-1, 2, (352,)).float())  # products with x are exact
     y = gemv(x, w, norm=norm, eps=EPS, dtype=torch.float32)
     assert relative_error(y, gemv_ref(x, w, norm=norm, eps=EPS)) < FP32_ERROR
+
+
+def test_a_row_too_long_for_shared_memory_has_the_same_bits(
+    make_tiled: MakeTiled, randn: Randn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, x, norm = make_tiled(4, 40, 1056, 32), randn(1, 1056), randn(1056)
+    staged = gemv(x, w, norm=norm, eps=EPS)
+    kernels = []
+
+    def run(kernel: Any, *arguments: Any, **named: Any) -> None:
+        kernels.append(kernel.__name__)
+        run_kernel(kernel, *arguments, **named)
+
+    for module in (gemv_module, digits_module):
+        monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(gemv_module, "shared_limit", lambda x: 3 * 1056)
+    assert torch.equal(gemv(x, w, norm=norm, eps=EPS), staged)
+    assert kernels == ["_digits_kernel", "gemv_several_kernel"]
 
 
 def test_dense_gemv(randn: Randn) -> None:

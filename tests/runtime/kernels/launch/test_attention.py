@@ -1,0 +1,91 @@
+"""Launches of attention: what its kernels take for granted, for all sizes that are accepted."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from lowbit.runtime.kernels.launch.attention import (
+    KEYS,
+    MOST_OF_ONE,
+    MOST_SPLITS,
+    attention_launch,
+    join_bytes,
+    key_split,
+)
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.step import EXACT_TOKENS
+
+REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
+
+
+SIZES = tuple(itertools.product((1, 2, 4, 8, 10, 32, 64, 128, 300), range(1, 9)))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
+    for kv_heads, shared in SIZES:
+        keys = key_split(kv_heads, shared, head_dim)
+        assert keys.turn == KEYS * keys.blocks * keys.warps
+        assert keys.whole % (keys.turn * keys.groups) == 0
+        assert PAGE % (KEYS * keys.blocks) == 0  # the keys of a warp lie in one page
+        assert keys.most & (keys.most - 1) == 0
+        assert keys.most <= MOST_SPLITS
+        assert join_bytes(shared, head_dim, keys.warps, 1, MOST_OF_ONE) <= STATIC_SHARED
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("reach", REACHES)
+def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, tokens: int) -> None:
+    for kv_heads, shared in SIZES:
+        launch = attention_launch(kv_heads, shared, head_dim, reach, tokens)
+        keys = launch.keys
+        exact = key_split(kv_heads, shared, head_dim)
+        assert keys == (exact if tokens <= EXACT_TOKENS else replace(exact, whole=keys.whole))
+        if launch.splits > 1:
+            assert launch.splits >= keys.groups
+            assert launch.splits >= min(-(-(reach - 1) // keys.turn), keys.most)
+        assert launch.splits > 1 or reach <= keys.whole
+        assert launch.splits == 1 or launch.parts == 1
+        columns = head_dim // launch.parts
+        assert columns * launch.parts == head_dim
+        assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
+        warps = keys.warps * (keys.groups if launch.splits == 1 else 1)
+        needed = join_bytes(shared, head_dim, warps, launch.parts, MOST_OF_ONE)
+        assert needed <= STATIC_SHARED
+        if launch.ahead:
+            assert launch.splits == 1
+            assert reach <= launch.ahead * keys.turn * keys.groups
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_company_does_not_change_the_order_of_keys(reach: int) -> None:
+    launches = [attention_launch(8, 4, 128, reach, tokens) for tokens in (1, 2, 16)]
+    assert all(launch.keys == attention_launch(8, 4, 128, 1, 1).keys for launch in launches)
+
+
+# kv heads, query heads of each, size, reach, tokens
+MEASURED = {
+    (8, 2, 128, 1024, 1): (16, True),
+    (8, 2, 128, 40960, 1): (32, False),
+    (8, 4, 128, 1024, 1): (16, True),
+    (8, 4, 128, 40960, 1): (32, True),
+    (2, 4, 256, 1024, 1): (8, True),
+    (2, 4, 256, 40960, 1): (64, True),
+    (4, 4, 256, 40960, 1): (32, True),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), MEASURED.items(), ids=str)
+def test_attention_is_split_as_was_measured(
+    sizes: tuple[int, int, int, int, int], expected: tuple[int, bool]
+) -> None:
+    launch = attention_launch(*sizes)
+    assert (launch.splits, launch.early) == expected
+
+
+def test_more_query_heads_than_shared_memory_allows_take_fewer_warps() -> None:
+    assert key_split(4, 4, 256).warps == 8
+    assert key_split(4, 6, 256).warps == 4

@@ -1,0 +1,25 @@
+"""Launches of experts: what their kernels take for granted."""
+
+import pytest
+
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.launch.experts import EXPERTS_GATE_UP
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
+from lowbit.runtime.kernels.linear.gemv import shared_bytes
+
+KB = 1024
+
+
+@pytest.mark.parametrize(("size", "launches"), EXPERTS_GATE_UP.items(), ids=str)
+def test_launches_of_experts_fit_what_kernels_take_for_granted(
+    size: tuple[int, int, int], launches: tuple[GemvLaunch, GemvLaunch]
+) -> None:
+    """As many warps share a tile for any number of tokens: that decides about the bits."""
+    bits, _, steps = size
+    lone, several = launches
+    assert lone.parts == several.parts
+    for launch in launches:
+        assert launch.warps & (launch.warps - 1) == 0
+        assert launch.warps % launch.abreast == 0
+        needed = shared_bytes(steps * 512 // bits, launch, 1, True)
+        assert max(needed, launch.shared * KB) <= STATIC_SHARED

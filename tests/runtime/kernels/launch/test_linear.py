@@ -1,0 +1,74 @@
+"""Launches of linear layers: what their kernels take for granted, for all sizes."""
+
+import pytest
+
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.launch.linear import (
+    GEMV_MEASURED,
+    GEMV_SHARES,
+    GEMV_UNPAIRED,
+    SEVERAL_MEASURED,
+    GemvLaunch,
+    gemv_launch,
+)
+from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
+
+KB = 1024
+ONE = [*GEMV_MEASURED.values(), *(launch for _, _, launch in GEMV_SHARES)]
+COUNTS = (1, 2, 4, 8, 16, 32)
+GEMV_SIZES = [(4, 1, 1), (4, 64, 3), (8, 500, 20), (4, 2000, 30), (8, 2000, 70), (4, 20000, 130)]
+
+
+def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
+    assert any(launch.shared for launch in ONE)
+    for launch in ONE:
+        assert launch.shared * KB <= STATIC_SHARED
+        assert launch.warps % launch.abreast == 0
+
+
+def test_more_shared_memory_is_more_than_needed() -> None:
+    for (bits, _, steps), launch in (*GEMV_MEASURED.items(), *GEMV_UNPAIRED.items()):
+        needed = shared_bytes(steps * 512 // bits, launch, 1, True)
+        assert needed <= STATIC_SHARED
+        assert launch.shared == 0 or launch.shared * KB > needed
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
+def test_as_many_warps_share_a_tile_for_any_number_of_tokens(
+    size: tuple[int, int, int], paired: bool
+) -> None:
+    """Their sums are joined in order, so their number decides about the bits."""
+    launches = [gemv_launch(*size, tokens, paired) for tokens in COUNTS]
+    assert {launch.parts for launch in launches} == {launches[0].parts}
+    for launch in launches:
+        assert launch.warps & (launch.warps - 1) == 0
+        assert launch.warps <= 16
+        assert launch.parts * launch.abreast == launch.warps * launch.split
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES], ids=str)
+def test_sums_of_several_tokens_fit_every_card(size: tuple[int, int, int], paired: bool) -> None:
+    """Digits that do not fit are made by a kernel before, but every program needs its sums."""
+    for tokens in COUNTS:
+        launch = gemv_launch(*size, tokens, paired)
+        assert launch.split > 1 or sums_bytes(launch, tokens) <= 99 * KB
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_measured_launches_leave_no_warp_without_steps(bits: int) -> None:
+    for table, paired in ((GEMV_MEASURED, True), (GEMV_UNPAIRED, False)):
+        for _, tiles, steps in (key for key in table if key[0] == bits):
+            launch = gemv_launch(bits, tiles, steps, 1, paired)
+            assert launch is table[bits, tiles, steps]
+            assert launch.parts <= steps
+            assert launch.tiles * launch.abreast <= tiles
+
+
+@pytest.mark.parametrize(("size", "measured"), SEVERAL_MEASURED.items(), ids=str)
+def test_launches_measured_for_several_tokens_are_taken(
+    size: tuple[int, int, int, int], measured: GemvLaunch
+) -> None:
+    """`gemv_launch` passes over a row with other parts than the launch of a lone token."""
+    assert any(gemv_launch(*size, paired) is measured for paired in (False, True))
