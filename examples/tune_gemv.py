@@ -29,6 +29,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import aside
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE
+from lowbit.runtime.kernels.launch.device import power_of_two
 from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear import gemv
 from lowbit.runtime.kernels.linear.norm import SQUARES
@@ -153,9 +154,9 @@ def linears_of(step: Callable[[], None]) -> dict[Key, Use]:
     launch = gemv._launch
 
     def spy(
-        x: Tensor, w: TiledLinear, norm: Tensor | None, eps: float, added: Tensor | None,
-        y: Tensor, squares: Tensor | None = None, rows: Tensor | None = None,
-        rows_y: Tensor | None = None,
+        x: Tensor, w: TiledLinear, y: Tensor, eps: float, norm: Tensor | None = None,
+        squares: Tensor | None = None, added: Tensor | None = None,
+        rows: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         key = (w.bits, w.tiles, w.steps)
         known = found.get(key)
@@ -167,12 +168,12 @@ def linears_of(step: Callable[[], None]) -> dict[Key, Use]:
             added=added is not None,
             paired=w.paired,
             dtype=y.dtype,
-            rows=0 if rows is None else rows.shape[0],
+            rows=0 if rows is None else len(rows[0]),
             calls=known.calls + 1 if known else 1,
             size_bytes=w.size_bytes,
-            tokens=gemv.power_of_two(x.shape[0]),
+            tokens=power_of_two(x.shape[0]),
         )
-        launch(x, w, norm, eps, added, y, squares, rows, rows_y)
+        launch(x, w, y, eps, norm, squares, added, rows)
 
     gemv._launch = spy
     try:

@@ -28,9 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.linear.digits import digits_of
 from lowbit.runtime.kernels.linear.products import TOP_WEIGHT
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.kernels.ptx.copies import commit_copies, copy4, wait_copies
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
+    commit_copies,
+    copy4,
     count_round,
     large_shared_buffer,
     large_size,
@@ -40,6 +41,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     load_shared16,
     store16,
     store_shared4,
+    wait_copies,
     warp_barrier,
 )
 from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads, unpacked_scales

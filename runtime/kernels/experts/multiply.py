@@ -9,14 +9,16 @@ changed places, so that lanes hit different banks.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.ptx.copies import (
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
     commit_copies,
     copy4,
     copy16,
     copy16_or_zeros,
+    load_shared4,
+    load_shared16,
     wait_copies,
 )
-from lowbit.runtime.kernels.ptx.memory import barrier, load_shared4, load_shared16
 from lowbit.runtime.kernels.ptx.mma import (
     as_word,
     bf16_pair,

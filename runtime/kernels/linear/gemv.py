@@ -16,12 +16,12 @@ Plan    a program takes tiles over the whole of K, or several share them; the wa
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
-    STATIC_SHARED,
     power_of_two,
     programmatic_launch,
     register_cap,
@@ -33,8 +33,7 @@ from lowbit.runtime.kernels.launch.tokens import GEMV_TOKENS
 from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
-from lowbit.runtime.kernels.linear.gemv_several import gemv_several_kernel
-from lowbit.runtime.kernels.linear.join import join, sums_of
+from lowbit.runtime.kernels.linear.gemv_several import gemv_join_kernel, gemv_several_kernel
 from lowbit.runtime.kernels.linear.program import (
     Digits,
     Packed,
@@ -43,7 +42,8 @@ from lowbit.runtime.kernels.linear.program import (
     staged_digits,
 )
 from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
-from lowbit.runtime.kernels.ptx.memory import declaration, large_size
+
+JOIN_WARPS = 4  # of a program that joins the sums of others
 
 
 def gemv_ref(
@@ -97,13 +97,13 @@ def gemv(
         raise ValueError("squares of heads and the gain of a norm over all of x")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
     if B <= GEMV_TOKENS:
-        _launch(x, w, norm, eps, added, y, squares)
+        _launch(x, w, y, eps, norm, squares, added)
         return y
     for first in range(0, B, GEMV_TOKENS):
         part = slice(first, first + GEMV_TOKENS)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         of_heads = None if squares is None else squares[part]
-        _launch(x[part], w, norm, eps, of_part, y[part], of_heads)
+        _launch(x[part], w, y[part], eps, norm, of_heads, of_part)
     return y
 
 
@@ -123,7 +123,7 @@ def gemv_and_rows(
         [B, N] and [B, n] in x's dtype.
     """
     y, rows_y = x.new_empty((x.shape[0], w.N)), x.new_empty((x.shape[0], rows.shape[0]))
-    _launch(x, w, norm, eps, None, y, None, rows, rows_y)
+    _launch(x, w, y, eps, norm, rows=(rows, rows_y))
     return y, rows_y
 
 
@@ -139,10 +139,8 @@ class GemvPlan:
         HEAD: elements of x that are normed by one of the sums of squares, where those are given.
         ADDED_ROWS: whether each token has its own row of what is added, not all the same.
         ROWS: dense rows beside the tiles.
-        ROW_PROGRAMS: the first programs, which multiply those: they take longest.
-        DENSE: constants of those.
-        SHARED: declaration of shared memory, or empty for LARGE.
-        LARGE: bytes of shared memory that are more than a kernel can declare, or 0.
+        DENSE: constants of the programs that multiply those.
+        SHARED: bytes of shared memory.
         SUMS: to the sums of warps in shared memory.
         PDL: whether the kernel takes part in programmatic launch.
     """
@@ -154,64 +152,61 @@ class GemvPlan:
     HEAD: int
     ADDED_ROWS: bool
     ROWS: int
-    ROW_PROGRAMS: int
     DENSE: Rows
-    SHARED: str
-    LARGE: int
+    SHARED: int
     SUMS: int
     PDL: bool
+
+
+class Fused(NamedTuple):
+    """Numbers of what a GEMV does besides: the norm or heads that are normed, rows beside it."""
+
+    normed: bool
+    heads: int
+    added_rows: bool
+    rows: int
 
 
 def _launch(
     x: Tensor,
     w: TiledLinear,
-    norm: Tensor | None,
-    eps: float,
-    added: Tensor | None,
     y: Tensor,
+    eps: float,
+    norm: Tensor | None = None,
     squares: Tensor | None = None,
-    rows: Tensor | None = None,
-    rows_y: Tensor | None = None,
+    added: Tensor | None = None,
+    rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    B, normed, pdl = x.shape[0], norm is not None, programmatic_launch(x)
-    fixed = (
-        (w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
-        normed,
-        w.paired,
-        0 if squares is None else squares.shape[1],
-        added is not None and added.shape[0] > 1,
-        0 if rows is None else rows.shape[0],
+    """Fill y; rows: dense weights beside w, and what is filled with their product."""
+    B, pdl = x.shape[0], programmatic_launch(x)
+    dense, rows_y = (None, None) if rows is None else rows
+    plan = _plan_for(
+        w,
+        power_of_two(B),
+        Fused(
+            norm is not None,
+            0 if squares is None else squares.shape[1],
+            added is not None and added.shape[0] > 1,
+            0 if dense is None else dense.shape[0],
+        ),
         pdl,
         shared_limit(x),
     )
-    tokens = power_of_two(B)
-    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
-    plan = _plan(launch, tokens, *fixed)
-    if tokens == 1 and not plan.X.STAGED:  # which several tokens need not be
-        launch = gemv_launch(w.bits, w.tiles, w.steps, 2, w.paired)
-        plan = _plan(launch, 2, *fixed)
-    tokens = plan.X.TOKENS
+    launch = plan.LAUNCH
     planes = sums = None
     if not plan.X.STAGED:
         planes = digits(x, w.bits, plan.X, norm=norm, squares=squares, eps=eps)
         squares = None
     if launch.split > 1:
-        sums = sums_of(w, tokens, launch.parts, launch.program_tiles)
-    one = tokens == 1
+        count = (w.tiles + launch.program_tiles) * (plan.X.TOKENS // 8) * launch.parts * 128
+        sums = torch.empty(count, dtype=torch.float32, device=x.device)
+    tensors = norm, squares, w.words, w.scales.view(torch.int32), added, dense, y, rows_y
+    one = plan.X.TOKENS == 1
     run(
         gemv_one_kernel if one else gemv_several_kernel,
-        (-(-w.tiles // launch.program_tiles) + plan.ROW_PROGRAMS, launch.split),
+        (-(-w.tiles // launch.program_tiles) + -(-plan.ROWS // 16), launch.split),
         x,
-        *(() if one else (planes,)),
-        norm,
-        squares,
-        w.words,
-        w.scales.view(torch.int32),
-        added,
-        rows,
-        y,
-        rows_y,
-        *(() if one else (sums, B)),
+        *(tensors if one else (planes, *tensors, sums, B)),
         w.N,
         w.tiles,
         eps,
@@ -222,44 +217,70 @@ def _launch(
         enable_fp_fusion=True,
     )
     if sums is not None and planes is not None:
-        join(sums, planes, w, y, added, plan.X, launch.parts, normed)
+        _join(sums, planes, w, y, added, plan, norm is not None)
+
+
+def _join(
+    sums: Tensor,
+    planes: Tensor,
+    w: TiledLinear,
+    y: Tensor,
+    added: Tensor | None,
+    plan: GemvPlan,
+    normed: bool,
+) -> None:
+    """Fill y from the sums of all parts; planes: with the factors of the norm."""
+    run(
+        gemv_join_kernel,
+        (-(-w.tiles * (plan.X.TOKENS // 8) // JOIN_WARPS),),
+        sums,
+        planes,
+        added,
+        y,
+        y.shape[0],
+        w.N,
+        w.tiles,
+        NORM=normed,
+        WARPS=JOIN_WARPS,
+        PLAN=plan,
+        num_warps=JOIN_WARPS,
+        launch_pdl=plan.PDL,
+        enable_fp_fusion=True,
+    )
+
+
+def _plan_for(w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int) -> GemvPlan:
+    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
+    launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
+    plan = _plan(W, launch, tokens, w.paired, fused, pdl, limit)
+    if tokens == 1 and not plan.X.STAGED:  # the kernel for one token has no other way
+        return _plan_for(w, 2, fused, pdl, limit)
+    return plan
 
 
 @cache
 def _plan(
-    launch: GemvLaunch,
-    tokens: int,
-    codes: tuple[int, int, int, str],
-    normed: bool,
-    paired: bool,
-    heads: int,
-    added_rows: bool,
-    rows: int,
-    pdl: bool,
-    limit: int,
+    W: Packed, launch: GemvLaunch, tokens: int, paired: bool, fused: Fused, pdl: bool, limit: int
 ) -> GemvPlan:
-    W = packed(*codes)
-    needed = shared_bytes(W.K, launch, tokens, normed)
+    """Constants for a power of two of tokens; limit: bytes of shared memory on the GPU."""
+    needed = shared_bytes(W.K, launch, tokens, fused.normed)
     staged = launch.staged and launch.split == 1 and needed <= limit
     if not staged:
         needed = sums_bytes(launch, tokens) if launch.split == 1 else 16
-    dense = rows_of(W.K, tokens, launch.warps, tokens == 1 and W.K % 256 == 0, pdl, launch.early)
-    if rows:
+    whole = tokens == 1 and W.K % 256 == 0
+    if fused.rows:
         needed = max(needed, rows_bytes(tokens, W.K if tokens == 1 else 0))
-    size = max(launch.shared << 10 if pdl else 0, needed)
     return GemvPlan(
         W,
         X=staged_digits(W.K, tokens) if staged else global_digits(W.K, tokens),
         LAUNCH=launch,
         PAIRED=paired,
-        HEAD=W.K // heads if heads and staged else 0,
-        ADDED_ROWS=added_rows,
-        ROWS=rows,
-        ROW_PROGRAMS=-(-rows // 16),
-        DENSE=dense,
-        SHARED=declaration(size) if size <= STATIC_SHARED else "",
-        LARGE=0 if size <= STATIC_SHARED else large_size(size),
-        SUMS=staged_bytes(W.K, tokens, normed) if staged else 0,
+        HEAD=W.K // fused.heads if fused.heads and staged else 0,
+        ADDED_ROWS=fused.added_rows,
+        ROWS=fused.rows,
+        DENSE=rows_of(W.K, tokens, launch.warps, whole, pdl, launch.early),
+        SHARED=max(launch.shared << 10 if pdl else 0, needed),
+        SUMS=staged_bytes(W.K, tokens, fused.normed) if staged else 0,
         PDL=pdl,
     )
 

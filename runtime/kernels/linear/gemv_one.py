@@ -20,7 +20,7 @@ from lowbit.runtime.kernels.linear.products import (
     unit_of,
 )
 from lowbit.runtime.kernels.linear.program import gain_turns
-from lowbit.runtime.kernels.ptx.memory import barrier, large_shared_buffer, shared_buffer
+from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
 
 NARROW = gl.constexpr(80)  # registers of a thread that leave none for a norm beside the products
@@ -33,16 +33,12 @@ def gemv_one_kernel(
 ):  # fmt: skip
     """See `gemv`; PLAN is a `GemvPlan`."""
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    SHARED: gl.constexpr = PLAN.SHARED
     DENSE: gl.constexpr = PLAN.DENSE
-    FIRST: gl.constexpr = PLAN.ROW_PROGRAMS
+    FIRST: gl.constexpr = (PLAN.ROWS + 15) // 16  # programs with dense rows: they take longest
     if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
-    if PLAN.LARGE > 0:
-        buffer = large_shared_buffer(N < 0, PLAN.LARGE, WARPS) + zero
-    else:
-        buffer = shared_buffer(SHARED) + zero
+    buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if FIRST > 0 and gl.program_id(0) < FIRST:
         multiply_rows(
             x_ptr, gain_ptr, rows_ptr, None, rows_y_ptr, buffer, (warp, lane, none), 1, PLAN.ROWS,
@@ -74,7 +70,7 @@ def _multiply_tiles(
     g = lane // 4
     held = lane % 4 == 0
     part = warp % PARTS
-    first_tile = (gl.program_id(0) - PLAN.ROW_PROGRAMS) * (ABREAST * TILES)
+    first_tile = (gl.program_id(0) - (PLAN.ROWS + 15) // 16) * (ABREAST * TILES)
     at = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
     )

@@ -1,7 +1,8 @@
 """The kernel of `gemv` for several tokens, and for the dense rows beside it.
 
 Every program makes all tokens digits in its shared memory, or finds those that `digits` has left in
-global memory. A program takes its tiles in rounds: so x becomes digits once for many of them.
+global memory. A program takes its tiles in rounds: so x becomes digits once for many of them. Where
+several programs share a tile, another kernel joins their sums.
 """
 
 from triton.experimental import gluon
@@ -28,12 +29,12 @@ from lowbit.runtime.kernels.linear.products import (
 from lowbit.runtime.kernels.linear.program import BLOCK_K, SQUARES_BYTES, gain_turns
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
-    large_shared_buffer,
+    load16,
     load_shared4,
-    shared_buffer,
+    shared_memory,
     store_shared4,
 )
-from lowbit.runtime.kernels.ptx.mma import threads
+from lowbit.runtime.kernels.ptx.mma import as_float, threads
 
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles"])
@@ -45,19 +46,15 @@ def gemv_several_kernel(
 
     digits_ptr: of the kernel `digits`, where x is not staged.
 
-    sums_ptr: for `join`, where several programs share a tile.
+    sums_ptr: for `gemv_join_kernel`, where several programs share a tile.
     """
     WARPS: gl.constexpr = PLAN.LAUNCH.warps
-    SHARED: gl.constexpr = PLAN.SHARED
     DENSE: gl.constexpr = PLAN.DENSE
-    FIRST: gl.constexpr = PLAN.ROW_PROGRAMS
+    FIRST: gl.constexpr = (PLAN.ROWS + 15) // 16  # programs with dense rows: they take longest
     if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
-    if PLAN.LARGE > 0:
-        buffer = large_shared_buffer(N < 0, PLAN.LARGE, WARPS) + zero
-    else:
-        buffer = shared_buffer(SHARED) + zero
+    buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     if FIRST > 0 and gl.program_id(0) < FIRST:
         if PLAN.LAUNCH.split == 1 or gl.program_id(1) == 0:
             multiply_rows(
@@ -98,7 +95,7 @@ def _multiply_tiles(
     part = warp % EACH
     if SPLIT > 1:
         part += gl.program_id(1) * EACH
-    first_tile = (gl.program_id(0) - PLAN.ROW_PROGRAMS) * (ROUNDS * ABREAST * TILES)
+    first_tile = (gl.program_id(0) - (PLAN.ROWS + 15) // 16) * (ROUNDS * ABREAST * TILES)
     at = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // EACH * TILES, tiles, part, lane, TILES, W
     )
@@ -255,3 +252,62 @@ def _multiply_round(
     )  # fmt: skip
     leave_sums(acc, own, share, sums_at, PARTS, X)
     return loaded
+
+
+@gluon.jit(do_not_specialize=["B", "N", "tiles"])
+def gemv_join_kernel(
+    sums_ptr, digits_ptr, added_ptr, y_ptr, B, N, tiles, NORM: gl.constexpr, WARPS: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Join the sums of tiles that several programs share, in order, as one program does it.
+
+    A warp takes 16 rows and 8 tokens.
+
+    sums_ptr: [tiles, TOKENS / 8, parts, 32 lanes, 4] float32.
+    """
+    X: gl.constexpr = PLAN.X
+    PARTS: gl.constexpr = PLAN.LAUNCH.warps // PLAN.LAUNCH.abreast * PLAN.LAUNCH.split
+    NT: gl.constexpr = X.TOKENS // 8
+    warp, lane, _, none = threads(WARPS)
+    item = gl.program_id(0) * WARPS + warp
+    tile = item // NT
+    inside = tile < tiles
+    g = lane // 4
+    first = item % NT * 8 + lane % 4 * 2  # of the lane's two tokens
+    if PLAN.PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = gl.minimum(item, tiles * NT - 1) * (PARTS * 512) + lane * 16
+    at = sums_ptr.to(gl.int64, bitcast=True) + at
+    loaded = ()
+    for part in gl.static_range(PARTS):
+        loaded = loaded + (load16(at, part * 512),)
+    added = ()
+    if added_ptr is not None:
+        for i in gl.static_range(4):
+            n = gl.minimum(tile * 16 + i // 2 * 8 + g, N - 1)
+            if PLAN.ADDED_ROWS:
+                n += gl.minimum(first + i % 2, B - 1) * N
+            added = added + (gl.load(added_ptr + n).to(gl.float32),)
+    y = (none, none, none, none)
+    for part in gl.static_range(PARTS):
+        v = loaded[part]
+        y = (
+            y[0] + as_float(v[0]),
+            y[1] + as_float(v[1]),
+            y[2] + as_float(v[2]),
+            y[3] + as_float(v[3]),
+        )
+    factor = none + (1.0 if PLAN.W.BITS == 8 else 0.0625)
+    for column in gl.static_range(2):
+        b = first + column
+        own = factor
+        if NORM:
+            own = factor * given_factor(digits_ptr, b, X)
+        more = ()
+        if added_ptr is not None:
+            more = (added[column], added[2 + column])
+        store_result(
+            y_ptr, y[column] * own, y[2 + column] * own, more, tile, g, b, inside & (b < B), N,
+            PLAN.PAIRED,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Device functions for memory that lanes address themselves: loads, stores, a barrier, a counter.
+"""Device functions for memory that lanes address themselves: loads, stores, copies, barriers.
 
 Values are those of `mma`: what each lane holds, tensors of one element a thread. Order is as
 written, since none of them is pure.
@@ -7,7 +7,10 @@ written, since none of them is pure.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED as STATIC
 from lowbit.runtime.kernels.ptx.mma import as_float, as_word
+
+STATIC_SHARED = gl.constexpr(STATIC)
 
 
 @gluon.jit
@@ -19,22 +22,32 @@ def load16(address, OFFSET: gl.constexpr = 0):
 
     OFFSET: bytes beyond the address, which costs no instruction.
     """
-    return gl.inline_asm_elementwise(
-        f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
-        "=r,=r,=r,=r,l",
-        [address],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
+    return _load_words4(address, OFFSET, "ld.global", "l")
 
 
 @gluon.jit
 def reload16(address, OFFSET: gl.constexpr = 0):
     """`load16` of what a loop reads in every turn: the compiler keeps no copy in registers."""
+    return _load_words4(address, OFFSET, "ld.relaxed.cta.global", "l")
+
+
+@gluon.jit
+def stream16(address, OFFSET: gl.constexpr = 0):
+    """`load16` of what is read once: it takes no room in L1."""
+    return _load_words4(address, OFFSET, "ld.global.L1::no_allocate", "l")
+
+
+@gluon.jit
+def load_shared16(address, OFFSET: gl.constexpr = 0):
+    """`load16` from shared memory."""
+    return _load_words4(address, OFFSET, "ld.shared", "r")
+
+
+@gluon.jit
+def _load_words4(address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr):
     return gl.inline_asm_elementwise(
-        f"ld.relaxed.cta.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
-        "=r,=r,=r,=r,l",
+        f"{LOAD}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
+        f"=r,=r,=r,=r,{POINTER}",
         [address],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=False,
@@ -43,15 +56,45 @@ def reload16(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
-def stream16(address, OFFSET: gl.constexpr = 0):
-    """`load16` of what is read once: it takes no room in L1."""
+def load8(address, OFFSET: gl.constexpr = 0):
+    """8 bytes at an address of each lane, as two words; see `load16`."""
+    return _load_words2(address, OFFSET, "ld.global", "l")
+
+
+@gluon.jit
+def load_shared8(address, OFFSET: gl.constexpr = 0):
+    """`load8` from shared memory."""
+    return _load_words2(address, OFFSET, "ld.shared", "r")
+
+
+@gluon.jit
+def _load_words2(address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr):
     return gl.inline_asm_elementwise(
-        f"ld.global.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
-        "=r,=r,=r,=r,l",
+        f"{LOAD}.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
+        f"=r,=r,{POINTER}",
         [address],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        dtype=(gl.int32, gl.int32),
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def load4(address, OFFSET: gl.constexpr = 0):
+    """4 bytes at an address of each lane; see `load16`."""
+    return _load_word(address, OFFSET, "ld.global")
+
+
+@gluon.jit
+def load4_l2(address):
+    """`load4` from L2, where what a kernel left that has ended is seen without a wait for it."""
+    return _load_word(address, 0, "ld.global.cg")
+
+
+@gluon.jit
+def _load_word(address, OFFSET: gl.constexpr, LOAD: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        f"{LOAD}.b32 $0, [$1 + {OFFSET}];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -80,53 +123,25 @@ def stream16_if(address, wanted):
 
 
 @gluon.jit
-def load4(address, OFFSET: gl.constexpr = 0):
-    """4 bytes at an address of each lane; see `load16`."""
-    return gl.inline_asm_elementwise(
-        f"ld.global.b32 $0, [$1 + {OFFSET}];",
-        "=r,l",
-        [address],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def load4_l2(address):
-    """`load4` from L2, where what a kernel left that has ended is seen without a wait for it."""
-    return gl.inline_asm_elementwise(
-        "ld.global.cg.b32 $0, [$1];",
-        "=r,l",
-        [address],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def load8(address, OFFSET: gl.constexpr = 0):
-    """8 bytes at an address of each lane, as two words; see `load16`."""
-    return gl.inline_asm_elementwise(
-        f"ld.global.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
-        "=r,=r,l",
-        [address],
-        dtype=(gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def shared_buffer(DECLARATION: gl.constexpr):
     """The address of shared memory that lanes address themselves; see `declaration`."""
     return gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-def declaration(size_bytes: int) -> str:
+@gluon.constexpr_function
+def declaration(size_bytes):
     """What `shared_buffer` takes for so many bytes, at most 48 KB; once a kernel."""
     return f".shared .align 16 .b8 staged[{size_bytes}]; mov.b32 $0, staged;"
+
+
+@gluon.jit
+def shared_memory(SIZE: gl.constexpr, WARPS: gl.constexpr, never):
+    """The address of SIZE bytes of shared memory; see `large_shared_buffer` for `never`."""
+    if SIZE > STATIC_SHARED:
+        at = large_shared_buffer(never, (SIZE + 1023) // 1024 * 1024, WARPS)
+    else:
+        at = shared_buffer(declaration(SIZE))
+    return at
 
 
 @gluon.jit
@@ -160,13 +175,49 @@ def large_size(size_bytes: int) -> int:
 
 
 @gluon.jit
+def store16(address, words, inside):
+    """Four words of each lane that is inside, to global memory."""
+    _store_words4(address, words, inside, "st.global", "l")
+
+
+@gluon.jit
 def store_shared16(address, words, inside):
     """Four words of each lane that is inside, to shared memory."""
+    _store_words4(address, words, inside, "st.shared", "r")
+
+
+@gluon.jit
+def _store_words4(address, words, inside, STORE: gl.constexpr, POINTER: gl.constexpr):
     gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $6, 0; "
-        "@p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
-        "=r,r,r,r,r,r,r",
+        f"@p {STORE}.v4.b32 [$1], {{$2, $3, $4, $5}}; mov.b32 $0, 0;}}",
+        f"=r,{POINTER},r,r,r,r,r",
         [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store8(address, words, inside):
+    """Two words of each lane that is inside, to global memory."""
+    _store_words2(address, words, inside, "st.global", "l")
+
+
+@gluon.jit
+def store_shared8(address, words, inside):
+    """Two words of each lane that is inside, to shared memory."""
+    _store_words2(address, words, inside, "st.shared", "r")
+
+
+@gluon.jit
+def _store_words2(address, words, inside, STORE: gl.constexpr, POINTER: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $4, 0; "
+        f"@p {STORE}.v2.b32 [$1], {{$2, $3}}; mov.b32 $0, 0;}}",
+        f"=r,{POINTER},r,r,r",
+        [address, words[0], words[1], inside.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -200,25 +251,17 @@ def load_shared4(address, OFFSET: gl.constexpr = 0):
 
 
 @gluon.jit
-def load_shared8(address, OFFSET: gl.constexpr = 0):
-    """Two words of shared memory for each lane; see `load16` for OFFSET."""
-    return gl.inline_asm_elementwise(
-        f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
-        "=r,=r,r",
-        [address],
-        dtype=(gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
+def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
+    """Begin to copy 16 bytes of each lane from global to shared memory; see `wait_copies`.
 
+    The program goes on meanwhile.
 
-@gluon.jit
-def store_shared8(address, words, inside):
-    """Two words of each lane that is inside, to shared memory."""
+    OFFSET, AT: bytes beyond source and target, which cost no instruction.
+    """
     gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
-        "=r,r,r,r,r",
-        [address, words[0], words[1], inside.to(gl.int32)],
+        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16; mov.b32 $0, 0;",
+        "=r,r,l",
+        [target, source],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -226,13 +269,47 @@ def store_shared8(address, words, inside):
 
 
 @gluon.jit
-def load_shared16(address, OFFSET: gl.constexpr = 0):
-    """16 bytes of shared memory for each lane, as four words; see `load16` for OFFSET."""
-    return gl.inline_asm_elementwise(
-        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
-        "=r,=r,=r,=r,r",
-        [address],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+def copy16_or_zeros(target, source, inside, AT: gl.constexpr = 0):
+    """`copy16` of lanes that are inside; the others store zeros."""
+    gl.inline_asm_elementwise(
+        f"cp.async.cg.shared.global [$1 + {AT}], [$2], 16, $3; mov.b32 $0, 0;",
+        "=r,r,l,r",
+        [target, source, gl.where(inside, 16, 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def copy4(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
+    """`copy16` of 4 bytes."""
+    gl.inline_asm_elementwise(
+        f"cp.async.ca.shared.global [$1 + {AT}], [$2 + {OFFSET}], 4; mov.b32 $0, 0;",
+        "=r,r,l",
+        [target, source],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def commit_copies():
+    """End a batch of copies."""
+    gl.inline_asm_elementwise(
+        "cp.async.commit_group; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_copies(OPEN: gl.constexpr):
+    """Wait for this thread's copies, but for those of its last OPEN batches."""
+    gl.inline_asm_elementwise(
+        f"cp.async.wait_group {OPEN}; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
@@ -261,33 +338,6 @@ def warp_barrier():
     """Every lane of the warp waits for the others, and sees what they have put in shared memory."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def store16(address, words, inside):
-    """Four words of each lane that is inside, to global memory."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
-        "@p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def store8(address, words, inside):
-    """Two words of each lane that is inside, to global memory."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r",
-        [address, words[0], words[1], inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 

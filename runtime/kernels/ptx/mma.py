@@ -174,47 +174,31 @@ def across(x, DISTANCE: gl.constexpr):
 @gluon.jit
 def largest(x):
     """The largest int32 of the warp's lanes, for none below zero."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.max.u32 $0, $1, 0xffffffff;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return _over_warp(x, "max.u32")
 
 
 @gluon.jit
 def largest_signed(x):
     """The largest int32 of the warp's lanes."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, 0xffffffff;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return _over_warp(x, "max.s32")
 
 
 @gluon.jit
 def least(x):
     """The least int32 of the warp's lanes."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.min.s32 $0, $1, 0xffffffff;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return _over_warp(x, "min.s32")
 
 
 @gluon.jit
 def total(x):
     """The sum of an int32 over the warp's lanes."""
+    return _over_warp(x, "add.s32")
+
+
+@gluon.jit
+def _over_warp(x, OPERATION: gl.constexpr):
     return gl.inline_asm_elementwise(
-        "redux.sync.add.s32 $0, $1, 0xffffffff;",
+        f"redux.sync.{OPERATION} $0, $1, 0xffffffff;",
         "=r,r",
         [x],
         dtype=gl.int32,
