@@ -41,7 +41,7 @@ def packed(bits: int, N: int, K: int, paired: bool = False) -> TiledLinear:
 
 
 def packed_experts(bits: int, count: int, N: int, K: int, paired: bool) -> TiledExperts:
-    """The same of several experts, in one buffer."""
+    """Random codes and scales of several experts, in one buffer."""
     w = packed(bits, count * N, K, paired)
     words = w.words.view(count, N // TILE, *w.words.shape[1:])
     scales = w.scales.view(count, N // TILE, *w.scales.shape[1:])

@@ -32,6 +32,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
     copy4,
+    copy16_or_zeros,
     count_round,
     large_shared_buffer,
     large_size,
@@ -185,23 +186,10 @@ def load16_l2_if(address, wanted):
 
 
 @gluon.jit
-def copy16_of(target, source, size, OFFSET: gl.constexpr, AT: gl.constexpr):
-    """Copy 16 bytes, of which only `size` are read; the rest are zeros."""
-    gl.inline_asm_elementwise(
-        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16, $3; mov.b32 $0, 0;",
-        "=r,r,l,r",
-        [target, source, size],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def begin_step(slot, lane, at, STEP: gl.constexpr, G: gl.constexpr):
     """Begin to copy a step of 16 rows: each lane what it will read itself."""
-    copy16_of(slot + lane * 16, at[0], at[2], STEP * 1024, 0)
-    copy16_of(slot + lane * 16, at[0], at[2], STEP * 1024 + 512, 512)
+    copy16_or_zeros(slot + lane * 16, at[0], at[2], 0, STEP * 1024)
+    copy16_or_zeros(slot + lane * 16, at[0], at[2], 512, STEP * 1024 + 512)
     copy4(slot + lane * 4, at[1], STEP * 128 // G * 32, 1024)
     commit_copies()
 
@@ -286,7 +274,7 @@ def place_of(
     words += tile.to(gl.int64) * (K // 128 * 1024) + step * 1024
     row = (tile * (K // G) + step * 128 // G) * 8 + lane // 4
     scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
-    return tile, there, (words, scales, gl.where(there, 16, 0))
+    return tile, there, (words, scales, there)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from lowbit.runtime.weights.linear import DenseLinear
 
 
 def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:
-    """What the experts make of x, [M, h] to [M, h] float32.
+    """Weighted sum of the experts' outputs for x, [M, h] to [M, h] float32.
 
     A token's sum runs over its experts by number, then the shared one, whatever the other tokens'.
     """

@@ -22,7 +22,7 @@ W = TypeVar("W", contravariant=True)
 
 
 class Ops(Protocol[W]):
-    """What `lowbit.runtime.models` calls."""
+    """Operations that `lowbit.runtime.models` calls."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of table [V, h] for ids [M]: [M, h]."""
@@ -235,7 +235,7 @@ class Ops(Protocol[W]):
 
 
 class DraftOps(Ops[W], Protocol[W]):
-    """What a drafter of blocks calls beside these."""
+    """Operations that a drafter of blocks calls beside these."""
 
     def write_context(
         self,

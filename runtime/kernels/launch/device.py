@@ -1,4 +1,4 @@
-"""What a launch asks of the tensor's device, and launches that the host has made before.
+"""Limits of the tensor's device, and quick launches of kernels that ran before.
 
 Nothing is queried at import.
 """
@@ -15,7 +15,7 @@ OLDER_REGISTERS = 168  # of a thread, where a launch names none
 
 
 def programmatic_launch(x: Tensor) -> bool:
-    """Whether a kernel may start before the one that feeds it ends (Hopper and later).
+    """True if a kernel may start before the one that feeds it ends (Hopper and later).
 
     Every kernel of a decode step waits for its predecessor before it touches what a kernel of the
     step writes, and none ends before one of its programs has waited; so each wait covers all
@@ -42,7 +42,7 @@ def hopper_registers(x: Tensor, measured: int | None) -> int | None:
 
 
 def capability(x: Tensor) -> tuple[int, int]:
-    """Of the tensor's GPU; (0, 0) on a CPU."""
+    """Compute capability of the tensor's GPU; (0, 0) on a CPU."""
     return _capability(x.device) if x.is_cuda else (0, 0)
 
 
@@ -64,8 +64,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# What Triton compiled for a kernel, its constants, and the kernel, so that its id stays its own; by
-# all that Triton looks at: found 20 us sooner than by Triton.
+# Compiled code, its constants, and the kernel, which keeps its id; by all that Triton looks at.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 
 
@@ -102,7 +101,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
 
 
 def _kind(argument: int | float | None) -> Any:
-    """What Triton compiles for beside constants, and dtype and alignment of tensors."""
+    """Part of the key of a compiled kernel that a scalar argument adds."""
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
     return type(argument)

@@ -13,18 +13,19 @@ class GemvLaunch:
     """Share of one GEMV program.
 
     Attributes:
-        tiles: of 16 rows, that a warp multiplies together.
-        steps: of each tile that a warp has in flight at a time.
-        warps: of a program; those of one tile share its steps.
-        early: whether the next kernel may start before this one has its input.
-        registers: of a thread at most; None leaves the compiler to spill for occupancy's sake.
-        abreast: tiles that warps take beside each other, each with its share of the warps.
-        shared: KB of shared memory that a program takes at least. Programs that may start early
-            crowd on the multiprocessors that have room first; so fewer of them find room on one.
-        rounds: in which a program takes that many tiles one after the other, with the same x.
-        split: programs that share a tile, of 17 tokens and more; a kernel joins their sums.
-        staged: whether every program turns x into digits, where shared memory has room for them;
-            else a kernel before does.
+        tiles: blocks of 16 rows that a warp multiplies together.
+        steps: loads of 16 words a row, of each tile, that a warp has in flight at a time.
+        warps: of a program.
+        early: let the next kernel start before this one has its input.
+        registers: most registers of a thread; None lets the compiler spill for occupancy's sake.
+        abreast: groups of warps side by side. Each has tiles of its own, whose steps its warps
+            share.
+        shared: KB of shared memory that a program takes at least. Programs that start early crowd
+            on the multiprocessors that have room first; so fewer of them fit on one.
+        rounds: times that a group takes tiles, one after the other, with the same x.
+        split: programs that share a tile, for 17 tokens and more; a kernel joins their sums.
+        staged: let every program turn x into digits, if shared memory has room for them; else a
+            kernel before does.
     """
 
     tiles: int
@@ -40,7 +41,7 @@ class GemvLaunch:
 
     @property
     def parts(self) -> int:
-        """Warps that share a tile."""
+        """Parts into which warps divide the steps of a tile: as many for any number of tokens."""
         return self.warps // self.abreast * self.split
 
     @property
@@ -146,7 +147,7 @@ GEMV_SHARES = (
 
 
 def gemv_launch(bits: int, tiles: int, steps: int, tokens: int, paired: bool) -> GemvLaunch:
-    """The share of a program, for so many tokens, a power of two, times a weight of tiles by steps.
+    """Look up the share of a program for a power of two of tokens.
 
     As many warps share a tile for any number of tokens: their sums are joined in order.
 

@@ -43,7 +43,7 @@ TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
 
 @gluon.constexpr_function
 def halved(tokens):
-    """Whether a token has half of the columns of an `integer_mma`."""
+    """True if two tokens share the columns of an `integer_mma`."""
     return tokens <= HALVED_TOKENS
 
 
@@ -158,7 +158,7 @@ def multiply_steps(
     acc, loaded, digits, units, part, mixed,
     FIRST: gl.constexpr, COUNT: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """Acc with what COUNT loaded steps of every tile add: sums of rows g and g + 8 for each token.
+    """Add COUNT loaded steps of every tile to the sums of rows g and g + 8 for each token.
 
     A token's scaled sums are added in the order of k, whatever COUNT and the number of tokens.
 
@@ -258,7 +258,7 @@ def _multiply(
 
 @gluon.jit
 def _zeros(zero, COUNT: gl.constexpr):
-    """Sums of so many products that begin with nothing."""
+    """COUNT sums of four zeros."""
     sums = ()
     for _i in gl.static_range(COUNT):
         sums = sums + ((zero, zero, zero, zero),)
@@ -269,7 +269,7 @@ def _zeros(zero, COUNT: gl.constexpr):
 def _units(
     units, part, c: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr
 ):  # fmt: skip
-    """The units of the warp's step c for each of this lane's tokens; 0 past the last step."""
+    """Units of the warp's step c, one for each of this lane's tokens; 0 past the last step."""
     STEP_K: gl.constexpr = 512 // W.BITS
     HALVED: gl.constexpr = halved(X.TOKENS)
     NT: gl.constexpr = (X.TOKENS + 1) // 2 if HALVED else X.TOKENS // 8
@@ -366,7 +366,7 @@ def multiply_round(
     loaded, at, next_at, digits, units, own, share, sums_at, none, NEXT: gl.constexpr,
     AHEAD: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a warp's steps of some tiles and leave their sums; what it loads next.
+    """Multiply a warp's steps of some tiles, leave their sums, return what it has loaded next.
 
     loaded: of `load_steps`, the first AHEAD.
     at, next_at: of `tile_addresses`: of these tiles, and of those whose first steps are loaded

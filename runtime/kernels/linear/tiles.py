@@ -70,7 +70,7 @@ GpuLinear = TiledLinear | DenseLinear
 
 
 def tiled(w: PackedLinear, paired: bool = False) -> TiledLinear:
-    """The same weight in the order of the kernels.
+    """Rearrange a packed weight into the order of the kernels.
 
     Args:
         w: packed.

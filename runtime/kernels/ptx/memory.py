@@ -130,7 +130,7 @@ def shared_buffer(DECLARATION: gl.constexpr):
 
 @gluon.constexpr_function
 def declaration(size_bytes):
-    """What `shared_buffer` takes for so many bytes, at most 48 KB; once a kernel."""
+    """Declaration of shared memory for `shared_buffer`, at most 48 KB; once a kernel."""
     return f".shared .align 16 .b8 staged[{size_bytes}]; mov.b32 $0, staged;"
 
 
@@ -170,7 +170,7 @@ def large_shared_buffer(never, SIZE: gl.constexpr, WARPS: gl.constexpr):
 
 
 def large_size(size_bytes: int) -> int:
-    """So many bytes, rounded up for `large_shared_buffer`."""
+    """Round a size up for `large_shared_buffer`."""
     return -(-size_bytes // 1024) * 1024
 
 
@@ -269,10 +269,12 @@ def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
 
 
 @gluon.jit
-def copy16_or_zeros(target, source, inside, AT: gl.constexpr = 0):
+def copy16_or_zeros(
+    target, source, inside, AT: gl.constexpr = 0, OFFSET: gl.constexpr = 0
+):  # fmt: skip
     """`copy16` of lanes that are inside; the others store zeros."""
     gl.inline_asm_elementwise(
-        f"cp.async.cg.shared.global [$1 + {AT}], [$2], 16, $3; mov.b32 $0, 0;",
+        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16, $3; mov.b32 $0, 0;",
         "=r,r,l,r",
         [target, source, gl.where(inside, 16, 0)],
         dtype=gl.int32,
