@@ -12,7 +12,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.rounds import Part, columns_of
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sent import Sent
-from lowbit.runtime.engine.widths import reach_for, width_for
+from lowbit.runtime.engine.widths import longest_for, reach_for, width_for
 from lowbit.runtime.state.links import Links, new_links
 from lowbit.runtime.state.posted import write
 from lowbit.runtime.state.sampler_rows import SCRATCH
@@ -59,9 +59,9 @@ class Checks:
         M, B = sum(span.count for span in spans), len(spans)
         longest = max(span.count for span in spans)
         reach = reach_for(max(span.first + span.count for span in spans), runner.context)
-        if runner.on_gpu:
-            B += width_for(M) - M  # what is left belongs to nobody, each token for itself
-            M = width_for(M)
+        if runner.on_gpu:  # rounded up, so that few steps are recorded
+            M, longest = width_for(M), longest_for(longest)
+            B += 1  # padding, if any
         self.compose(parts, M)
         ordered = any(part.ordered for part in parts)
         drafts = [part.drafts for part in parts]

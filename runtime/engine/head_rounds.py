@@ -119,7 +119,7 @@ class HeadRounds:
             rows = links.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self._parts)
-        self.checks.check_tokens(M, reach, B + M - B * (k + 1), k + 1, ordered, spans)
+        self.checks.check_tokens(M, reach, B + (B * (k + 1) < M), k + 1, ordered, spans)
         runner.decoder.ops.accept(links, B, k)
         if adjusted:
             count = B * (k + 1)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import Span
+from lowbit.runtime.state.step import NO_SLOT, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def starts_of(spans: Numbers[Span]) -> list[int]:
 def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
     """The tokens of a round as the device takes them, with padding up to M tokens.
 
-    A token of padding is a sequence of its own, which belongs to SCRATCH.
+    Padding is a last sequence, of row SCRATCH, which may be empty.
 
     Returns:
         The rows of `Links.block`, each of `wide` numbers.
@@ -96,9 +96,9 @@ def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
     rows, positions = rows_and_positions(spans)
     reads = [span.read for span in spans]
     writes = [slot for span in spans for slot in span.writes]
-    starts = [*starts_of(spans), *range(len(ids) + 1, M + 1)]
+    writes += [NO_SLOT] * (wide - len(writes))
     places = [place for span in spans for place in range(span.count)]
-    columns = (ids, positions, rows, reads, writes, places, starts)
+    columns = (ids, positions, rows, reads, writes, places, [*starts_of(spans), M])
     return [[*numbers, *[SCRATCH] * (wide - len(numbers))] for numbers in columns]
 
 

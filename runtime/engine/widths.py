@@ -21,6 +21,11 @@ def reach_for(tokens: int, context: int) -> int:
     return min(reach, pages_for(context) * PAGE)
 
 
+def longest_for(tokens: int) -> int:
+    """Round the most tokens of a sequence in a round up to a power of two."""
+    return 1 << (tokens - 1).bit_length()
+
+
 def drafts_together(drafts: int, sequences: int) -> int:
     """The largest number of drafts in one step of 1 to `sequences` sequences, `drafts` each."""
     numbers = range(1, min(sequences, EXACT_TOKENS) + 1)

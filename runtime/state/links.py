@@ -33,7 +33,8 @@ class Links:
         reads: [W + 1] int32, slot with the recurrent state before the first token, by sequence.
         writes: [W + 1] int32, slot that takes the state after the token.
         places: [W + 1] int32 of the tokens, counted from the first of each sequence.
-        starts: [W + 1] int32, the first token of each sequence, then their number.
+        starts: [W + 1] int32, the first token of each sequence, then of padding, then the number of
+            all tokens.
         chosen: [W] int64, what the model has chosen behind each token.
         seen: [W] int32, positions of the tokens in the round before.
         trails: [W] int64, where the hidden states of these are, see `trail_of`.

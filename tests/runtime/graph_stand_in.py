@@ -74,8 +74,10 @@ def _spans(
     spans = []
     for b, (m, end) in enumerate(pairwise(starts)):
         row, first = inputs[ROWS][m], inputs[POSITIONS][m]
+        if m == end:  # no padding
+            continue
         assert 0 <= first <= first + end - m - 1 < reach
-        assert 1 <= end - m <= longest
+        assert 1 <= end - m <= longest or row == SCRATCH
         assert inputs[ROWS][m:end] == [row] * (end - m)
         places = [first + place * (row != SCRATCH) for place in range(end - m)]
         assert inputs[POSITIONS][m:end] == places

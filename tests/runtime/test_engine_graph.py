@@ -19,7 +19,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.text.constraint import Constraint
-from tests.runtime.engine.guesses import drafting_by, guessers
+from tests.runtime.engine.guesses import Guesser, drafting_by, guessers
 from tests.runtime.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
@@ -365,3 +365,30 @@ def test_drafts_are_checked_by_graphs_of_their_number(
     rounds: Any = graphs.engine.drafting.checks.graphs._graphs
     assert len(rounds) > 5
     assert all(M <= 16 for M, *_ in rounds)
+
+
+def test_rounds_of_a_sequence_take_five_graphs(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
+) -> None:
+    """Of 2 to 16 tokens, padding not told apart."""
+    expected = run(fresh(), PROMPT, GREEDY, 80)
+    sizes = iter([*range(1, 16), 1, 2, 4])
+
+    def counts(most: int) -> tuple[int, int]:
+        count = min(next(sizes, 0), most)
+        return count, count // 3
+
+    graphs.engine.drafting = drafting_by(
+        lambda ids: Guesser(expected, counts), graphs.engine.runner, 15
+    )
+    handle = graphs.engine.generate(PROMPT, GREEDY, 80)
+    assert handle.result() == tuple(expected)
+    assert handle.tally.rounds >= 15
+    rounds: Any = graphs.engine.drafting.checks.graphs._graphs
+    assert sorted((M, longest) for M, _, longest, *_ in rounds) == [
+        (2, 2),
+        (4, 4),
+        (8, 8),
+        (12, 16),
+        (16, 16),
+    ]
