@@ -67,10 +67,11 @@ def _multiply_tiles(
     AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, OWN)
     NORM: gl.constexpr = gain_ptr is not None
     LATE: gl.constexpr = PLAN.LAUNCH.registers is not None and PLAN.LAUNCH.registers <= NARROW
+    program = gl.program_id(0) - (PLAN.ROWS + 15) // 16
     g = lane // 4
-    held = lane % 4 == 0
+    t = lane % 4
     part = warp % PARTS
-    first_tile = (gl.program_id(0) - (PLAN.ROWS + 15) // 16) * (ABREAST * TILES)
+    first_tile = program * (ABREAST * TILES)
     at = tile_addresses(
         words_ptr, scales_ptr, first_tile + warp // PARTS * TILES, tiles, part, lane, TILES, W
     )
@@ -81,6 +82,7 @@ def _multiply_tiles(
         if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
     ITEMS: gl.constexpr = ABREAST * TILES  # of 16 rows
+    held = t == 0
     added = ()
     if added_ptr is not None:
         for first in gl.static_range(0, ITEMS, WARPS):
@@ -88,6 +90,7 @@ def _multiply_tiles(
                 n = (first_tile + (first + warp)) * 16 + half * 8 + g
                 added = added + (gl.load(added_ptr + gl.minimum(n, N - 1)).to(gl.float32),)
     factor = none + (1.0 if W.BITS == 8 else 0.0625)  # digits meet 16 times the code
+    sums_at = buffer + PLAN.SUMS
     stage_tokens(
         x_ptr, gains, head_squares_ptr, buffer, warp, lane, none, 1, eps, PLAN.HEAD, W.BITS, WARPS,
         X,
@@ -97,8 +100,7 @@ def _multiply_tiles(
         factor *= norm_factor(total_of(buffer + X.SQUARES, lane, none, X), eps, W.K)
     units = buffer + X.UNITS + unit_of(lane, 1)
     digits = buffer + column_of(lane, X) + part * (8 // W.BITS * X.NEXT)
-    sums_at = buffer + PLAN.SUMS
-    mixed = gl.where(lane % 4 % 2 == 0, 256, 0)
+    mixed = gl.where(t % 2 == 0, 256, 0)
     multiply_round(
         loaded, at, at, digits, units, (part, mixed, held, g), warp // PARTS, sums_at, none, False,
         AHEAD, PARTS, W, X,

@@ -24,6 +24,7 @@ def test_gemv_programs_ask_for_what_a_kernel_may_declare() -> None:
     for launch in ONE:
         assert launch.shared * KB <= STATIC_SHARED
         assert launch.warps % launch.abreast == 0
+        assert (launch.rounds, launch.split, launch.staged) == (1, 1, True)  # for one token
 
 
 def test_more_shared_memory_is_more_than_needed() -> None:

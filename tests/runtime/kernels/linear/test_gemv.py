@@ -294,7 +294,7 @@ def test_every_launch(
 ) -> None:
     """Neither its tiles nor its steps nor its warps divide what there is."""
     launch = replace(launch, staged=staged)
-    monkeypatch.setattr("lowbit.runtime.kernels.gemv.gemv_launch", lambda *sizes: launch)
+    monkeypatch.setattr("lowbit.runtime.kernels.linear.gemv.gemv_launch", lambda *sizes: launch)
     w, x = make_tiled(bits, 104, 2208, 32), randn(B, 2208)
     check(run(x, w, dtype=FP32), reference(x, w))
 
