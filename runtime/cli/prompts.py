@@ -101,7 +101,7 @@ def _request(model: "Model", line: PromptLine, system: str | None) -> "Request |
         prompt = Conversation(system).prompt(prompt)  # type: ignore[assignment]
     try:
         return model.request(
-            model.encode(prompt, thinking=settings.thinking, raw=settings.raw),  # type: ignore[arg-type]
+            model.encode(prompt, thinking=settings.thinking, raw=settings.raw),
             sampling=sampling_of(model.defaults, dict(settings.sampling)),
             max_new_tokens=settings.max_new_tokens,
             stop=settings.stop,

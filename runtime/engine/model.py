@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from lowbit.runtime.text.control_tokens import ControlTokens
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.reasoning import Begin, begin_of
 from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tools import Tool
 
 
 class Options(TypedDict, total=False):
@@ -96,10 +97,12 @@ class Model:
 
     def encode(
         self,
-        prompt: str | Sequence[Message],
+        prompt: str | Sequence[Mapping[str, Any]],
         *,
         thinking: bool | None = None,
         raw: bool = False,
+        tools: Sequence[Tool] = (),
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a prompt: one user message, or a conversation, through the chat template.
 
@@ -110,6 +113,8 @@ class Model:
             prompt: text, or messages with `role` and `content`.
             thinking: switches a reasoning model's thinking; None leaves it to its template.
             raw: take the text as it is, without the template; the output is not split either.
+            tools: functions that the model may call.
+            template_arguments: further arguments of the template, plain JSON.
 
         Raises:
             RequestError: a bad message, a prompt much longer than the context, or no template to
@@ -117,7 +122,13 @@ class Model:
             CheckpointError: the tokenizer gives ids that the model has no embedding for.
         """
         try:
-            text = self._text_of(prompt, thinking, raw)
+            text: str | MarkedText
+            if not raw:
+                text = self._rendered(prompt, thinking, tools, template_arguments)
+            elif isinstance(prompt, str):
+                text = prompt
+            else:
+                raise RequestError("a raw prompt must be text, got messages")
             ids = self.tokenizer.encode(text, framed=raw, context=self.context)
         except TooLongError as error:
             advice = self.engine.limits.advice(self.context + 1, ", or ")
@@ -125,21 +136,27 @@ class Model:
         self.tokenizer.text.check_ids(ids, self.opened.config.vocab_size)
         return ids
 
-    def _text_of(
-        self, prompt: str | Sequence[Message], thinking: bool | None, raw: bool
-    ) -> str | MarkedText:
-        """The text of a prompt; arguments and errors as in `encode`."""
-        if raw:
-            if not isinstance(prompt, str):
-                raise RequestError("a raw prompt must be text, got messages")
-            return prompt
+    def _rendered(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        thinking: bool | None,
+        tools: Sequence[Tool],
+        template_arguments: Mapping[str, Any] | None,
+    ) -> MarkedText:
+        """The text of a prompt by the chat template; arguments and errors as in `encode`."""
         if self.template is None:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
-        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        max_bytes = self.tokenizer.max_bytes(self.context)
-        return render_marked(self.template, self.control, messages, thinking, max_bytes)
+        return render_marked(
+            self.template,
+            self.control,
+            [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
+            thinking,
+            self.tokenizer.max_bytes(self.context),
+            tools=tools,
+            template_arguments=template_arguments,
+        )
 
     def stream(
         self,

@@ -12,7 +12,7 @@ from lowbit.runtime.text.control_tokens import ControlTokens, choose_mark, texts
 from lowbit.runtime.text.messages import plain_message
 from lowbit.runtime.text.reasoning import CLOSE, OPEN
 from lowbit.runtime.text.template_arguments import check_arguments, split_thinking
-from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, read_tools
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool
 
 # Markers that a model writes in its answers, and that templates look for in them.
 OF_ANSWERS = frozenset((OPEN, CLOSE, OPEN_CALL, CLOSE_CALL))
@@ -34,7 +34,7 @@ def render_prompt(
     thinking: bool | None = None,
     max_bytes: int = MAX_PROMPT_BYTES,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt that asks for the assistant's next turn, as transformers renders it.
@@ -47,7 +47,7 @@ def render_prompt(
         messages: the conversation so far, as the OpenAI API has it.
         thinking: `enable_thinking` of the template; None leaves it to the template.
         max_bytes: longest prompt that is of use.
-        tools: functions that the model may call, as `read_tools` takes them.
+        tools: functions that the model may call.
         template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
             same as `thinking`.
 
@@ -74,7 +74,7 @@ def render_marked(
     thinking: bool | None = None,
     max_bytes: int = MAX_PROMPT_BYTES,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
 ) -> MarkedText:
     """The prompt as in `render_prompt`, with marks in what only looks like a control token.
@@ -97,19 +97,20 @@ def render_marked(
         CheckpointError: see there.
     """
     plain = plain_messages(messages)
-    if read_tools(tools) and "tools" not in template.source:
+    if tools and "tools" not in template.source:
         raise RequestError("the chat template does not know tools", hint="leave out `tools`")
     thinking, arguments = split_thinking(template_arguments or {}, thinking)
     check_arguments(arguments, template)
-    given = [plain, list(tools or ()), arguments]
+    offered = [tool.given for tool in tools]
+    given = [plain, offered, arguments]
     mark = ""
     if control is not None and any(map(control.held_by, texts_of(given))):
         mark = choose_mark([template.source, *texts_of(given)])
         try:
-            plain, tools, arguments = _marked(control, mark, plain, tools, arguments)
+            plain, offered, arguments = _marked(control, mark, plain, offered, arguments)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
-    text = template.render(plain, thinking, tools=tools, arguments=arguments, max_bytes=max_bytes)
+    text = template.render(plain, thinking, tools=offered, arguments=arguments, max_bytes=max_bytes)
     if mark:
         text = text.replace(json.dumps(mark)[1:-1], mark)  # a template may write JSON in ASCII
     return MarkedText(text, mark)
@@ -119,9 +120,9 @@ def _marked(
     control: ControlTokens,
     mark: str,
     messages: list[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: list[Mapping[str, Any]],
     arguments: dict[str, Any],
-) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None, dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, Any]]:
     """Messages, tools and arguments with marks."""
     marked = [control.marked(message, mark) for message in messages]
     for message, given in zip(marked, messages, strict=True):

@@ -29,12 +29,14 @@ class Tool:
         schema: JSON schema of the object of its arguments.
         strict: arguments that are made under the schema must follow all of it; else keywords that
             cannot be enforced are left out.
+        given: the object of the request, which chat templates take.
         types: that the parts of the schema allow.
     """
 
     name: str
     schema: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     types: ArgumentTypes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ def _read(tool: Any, where: str) -> Tool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{where}: `strict` must be true or false, got {strict!r:.80}")
-    return Tool(name, schema or {}, strict is True)
+    return Tool(name, schema or {}, strict is True, tool)
 
 
 def form_of(template: ChatTemplate) -> CallForm | None:

@@ -232,10 +232,9 @@ def test_budgets_beside_others_change_nothing(model: lowbit.Model) -> None:
 
 def test_without_thinking_the_grammar_holds_from_the_first_token(model: lowbit.Model) -> None:
     grammar = model.grammars.regex("yes|no")
-    for more in ({"thinking": False}, {"raw": True}):
-        request = model.request(
-            model.encode("Hi", **more), grammar=grammar, max_thinking_tokens=4, raw="raw" in more
-        )
+    for thinking, raw in ((False, False), (None, True)):
+        ids = model.encode("Hi", thinking=thinking, raw=raw)
+        request = model.request(ids, grammar=grammar, max_thinking_tokens=4, raw=raw)
         constraint = request.tokens.request.constraint
         mask = constraint.mask() if constraint else None
         assert mask is not None

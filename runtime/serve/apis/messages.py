@@ -230,8 +230,8 @@ async def count_tokens(request: Request) -> Response:
     service, body = await read_request(request, CountBody)
     record_of(request).ignored = body.ignored()
     model = service.model
-    ids = await service.in_thread(lambda: encode(model, conversation_of(model, body)))
-    return JSONResponse({"input_tokens": len(ids)})
+    prompt = await service.in_thread(lambda: encode(model, conversation_of(model, body)))
+    return JSONResponse({"input_tokens": len(prompt.ids)})
 
 
 def conversation_of(model: Model, body: CountBody) -> Conversation:

@@ -68,7 +68,7 @@ def _encode(model: Model, body: TokenizeBody) -> list[int]:
         messages = [each.plain() for each in body.messages]
         tools = [each.plain() for each in body.tools or ()]
         arguments = body.chat_template_kwargs or {}
-        return encode(model, Conversation(messages, tools, template_arguments=arguments))
+        return encode(model, Conversation(messages, tools, template_arguments=arguments)).ids
     framed = body.add_special_tokens is not False
     return model.tokenizer.encode(body.prompt or "", framed=framed, context=model.context)
 

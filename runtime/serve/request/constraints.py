@@ -1,16 +1,15 @@
 """Constraints of an answer: its format, the calls that it must have, the end of its reasoning."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation
+from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, Prompt
 from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
-from lowbit.runtime.text.reasoning import begin_of
 from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
@@ -35,9 +34,7 @@ def constraint_of_text(model: Model, format: AnswerFormat | None) -> NewConstrai
 def constraint_of(
     model: Model,
     conversation: Conversation,
-    ids: Sequence[int],
-    tools: tuple[Tool, ...],
-    form: CallForm | None,
+    prompt: Prompt,
     budget: int | None,
 ) -> NewConstraint:
     """Constraint for the answer to a conversation.
@@ -45,14 +42,13 @@ def constraint_of(
     Args:
         model: model that answers.
         conversation: conversation to be answered.
-        ids: token ids of the prompt.
-        tools: tools of the conversation.
-        form: form of calls.
+        prompt: its prompt.
         budget: most tokens of reasoning; None sets no limit.
 
     Raises:
         ApiError: a schema or grammar cannot be used, or two exclude each other.
     """
+    tools, form = prompt.tools, prompt.form
     grammar: Grammar | StrictCalls | None = None
     if conversation.choice.mode in ("required", "named"):
         if conversation.format is not None:
@@ -66,8 +62,7 @@ def constraint_of(
         grammar = _grammar_of_strict(model, tools, form)
     if grammar is None and budget is None:
         return no_constraint
-    begin = begin_of(ids, model.tokenizer)
-    return lambda: model.bounds.constraint(ids, begin, budget, grammar)
+    return lambda: model.bounds.constraint(prompt.ids, prompt.begin, budget, grammar)
 
 
 def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:

@@ -8,7 +8,8 @@ from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.text.chat import render_marked
+from lowbit.runtime.text.reasoning import Begin, begin_of
+from lowbit.runtime.text.tools import CallForm, Tool, form_of, read_tools
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
 FormatKind = Literal["json_object", "json_schema", "regex", "lark"]
@@ -83,32 +84,44 @@ class Conversation:
         return self.choice.mode in ("required", "named") or strict
 
 
-def encode(model: Model, conversation: Conversation) -> list[int]:
-    """Token ids of the prompt.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a conversation.
+
+    Attributes:
+        ids: token ids.
+        begin: beginning of the output, see `Begin`.
+        tools: tools that the prompt tells the model of.
+        form: form of their calls; None without tools, and where the template teaches none.
+    """
+
+    ids: list[int]
+    begin: Begin
+    tools: tuple[Tool, ...]
+    form: CallForm | None
+
+
+def encode(model: Model, conversation: Conversation) -> Prompt:
+    """Encode the prompt of a conversation.
 
     Raises:
         RequestError, ApiError: the conversation cannot be rendered, or is too long.
         CheckpointError: the template or the tokenizer is broken.
     """
-    template = model.template
-    if template is None:
+    if model.template is None:
         raise invalid("the model has no chat template; use /v1/completions", "messages")
-    most = model.tokenizer.max_bytes(model.context)
+    tools = read_tools(conversation.offered)
     try:
-        text = render_marked(
-            template,
-            model.control,
+        ids = model.encode(
             conversation.messages,
-            conversation.thinking,
-            most,
-            tools=conversation.offered or None,
+            thinking=conversation.thinking,
+            tools=tools,
             template_arguments=conversation.template_arguments,
         )
-        ids = model.tokenizer.encode(text, context=model.context)
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
-    model.tokenizer.text.check_ids(ids, model.opened.config.vocab_size)
-    return ids
+    form = form_of(model.template) if tools else None
+    return Prompt(ids, begin_of(ids, model.tokenizer), tools, form)
 
 
 def can_switch_thinking(model: Model) -> bool:

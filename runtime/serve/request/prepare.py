@@ -19,8 +19,6 @@ from lowbit.runtime.serve.request.conversation import Conversation, encode
 from lowbit.runtime.serve.service import Service, service_of
 from lowbit.runtime.serve.settings import ServeSettings
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.reasoning import begin_of
-from lowbit.runtime.text.tools import form_of, read_tools
 
 SEEDS = 2**63
 OfModel = TypeVar("OfModel", bound=ModelBody)
@@ -151,16 +149,21 @@ def ask_of(
     Raises:
         RequestError, ApiError: the request cannot be served.
     """
-    tools = read_tools(conversation.offered)
-    form = form_of(model.template) if tools and model.template is not None else None
-    ids = encode(model, conversation)
+    prompt = encode(model, conversation)
     budget = conversation.budget
     if budget is None:
         budget = settings.max_thinking_tokens
-    new_constraint = constraint_of(model, conversation, ids, tools, form, budget)
-    tokens = tokens_of(model, ids, options)
-    begin = begin_of(ids, model.tokenizer)
-    ask = Ask(tokens, begin, options.stops, tools, form, conversation.parallel, stream)
+    new_constraint = constraint_of(model, conversation, prompt, budget)
+    tokens = tokens_of(model, prompt.ids, options)
+    ask = Ask(
+        tokens,
+        prompt.begin,
+        options.stops,
+        prompt.tools,
+        prompt.form,
+        conversation.parallel,
+        stream,
+    )
     return ask, new_constraint
 
 

@@ -14,7 +14,7 @@ from lowbit.runtime.engine.stream import Generation
 from lowbit.runtime.serve.apis.fields import schema_format
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.request.constraints import constraint_of
-from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, encode
+from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, Prompt, encode
 from lowbit.runtime.text.tools import read_tools
 from tests.runtime.serve.conftest import NAME, Running
 
@@ -71,14 +71,14 @@ def test_control_tokens_in_a_message_are_text_unless_they_are_allowed(server: Ru
     conversation = Conversation([{"role": "user", "content": forged}])
     end = server.model.tokenizer.token_id("<|im_end|>")
     assert end is not None
-    found = encode(server.model, conversation)
+    found = encode(server.model, conversation).ids
     assert found.count(end) == 1
     assert found == server.model.encode(forged)
     assert server.model.tokenizer.text.decode(found).count("<|im_end|>") == 2
     options = replace(server.model.options, allow_control_tokens=True)
     allowed = replace(server.model, options=options)
-    assert encode(allowed, conversation).count(end) == 2
-    assert allowed.encode(forged) == encode(allowed, conversation)
+    assert encode(allowed, conversation).ids.count(end) == 2
+    assert allowed.encode(forged) == encode(allowed, conversation).ids
     assert server.model.encode(forged, raw=True).count(end) == 1
 
 
@@ -239,9 +239,8 @@ def test_json_schema_holds(client: openai.OpenAI) -> None:
 def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
     model, tools = server.model, read_tools(TOOLS)
     asked = Conversation(STORY, TOOLS, format=schema_format(PLACE, "response_format"))
-    constraint = constraint_of(
-        model, asked, model.encode("Hi", thinking=False), tools, "json", None
-    )()
+    prompt = Prompt(model.encode("Hi", thinking=False), "answer", tools, "json")
+    constraint = constraint_of(model, asked, prompt, None)()
     assert constraint is not None
     mask = constraint.mask()
     assert mask is not None
@@ -250,7 +249,6 @@ def test_tools_beside_a_schema_leave_both_open(server: Running) -> None:
         [token] = model.encode(text, raw=True)
         allowed.append(bool(int(mask[token // 32]) >> token % 32 & 1))
     assert allowed == [True, True, False]
+    other = replace(asked, format=AnswerFormat("regex", text="a"))
     with pytest.raises(ApiError, match="excludes"):
-        constraint_of(
-            model, replace(asked, format=AnswerFormat("regex", text="a")), [1], tools, "json", None
-        )
+        constraint_of(model, other, prompt, None)

@@ -18,6 +18,7 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.chat import render_marked, render_prompt
 from lowbit.runtime.text.control_tokens import control_tokens
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from lowbit.runtime.text.tools import Tool, read_tools
 from tests.runtime.text.templates import BUNDLED, NAMES, call, template_of, tool
 
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -113,10 +114,10 @@ def test_every_text_of_a_request_is_text(case: Case, name: str) -> None:
             {"role": "tool", "content": f"t {x} t", "tool_call_id": x},
         ]
 
-    def tools(x: str) -> list[dict[str, Any]]:
+    def tools(x: str) -> tuple[Tool, ...]:
         made = tool("g", **{f"p{x}": {"enum": [x]}})
         made["function"]["description"] = x
-        return [made]
+        return read_tools([made])
 
     harmless = case.ids(name, conversation("X"), tools=tools("X"))
     for text in ("<|im_end|>", "<|endoftext|>", "<tool_response>"):

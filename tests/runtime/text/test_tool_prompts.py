@@ -56,9 +56,10 @@ def test_prompts_are_those_of_transformers(
         )
         thinking = options.get("enable_thinking")
         template = template_of(name)
-        assert render_prompt(template, messages, thinking, tools=tools) == expected
+        assert render_prompt(template, messages, thinking, tools=read_tools(tools)) == expected
         assert (
-            render_prompt(template, messages, tools=tools, template_arguments=options) == expected
+            render_prompt(template, messages, tools=read_tools(tools), template_arguments=options)
+            == expected
         )
 
 
@@ -95,8 +96,8 @@ def test_messages_as_clients_send_them_mean_the_same(
     template = template_of(name)
     sent = [as_sent(message) for message in messages]
     assert sent != messages
-    assert render_prompt(template, sent, tools=TOOLS) == render_prompt(
-        template, messages, tools=TOOLS
+    assert render_prompt(template, sent, tools=read_tools(TOOLS)) == render_prompt(
+        template, messages, tools=read_tools(TOOLS)
     )
 
 
@@ -193,6 +194,6 @@ def test_bad_tools_are_named(tools: Any, reason: str) -> None:
 
 def test_a_template_without_tools_refuses_them() -> None:
     with pytest.raises(RequestError, match="the chat template does not know tools"):
-        render_prompt(ChatTemplate("{{ messages }}", {}), [USER], tools=TOOLS)
-    assert render_prompt(ChatTemplate("x", {}), [USER], tools=[]) == "x"
+        render_prompt(ChatTemplate("{{ messages }}", {}), [USER], tools=read_tools(TOOLS))
+    assert render_prompt(ChatTemplate("x", {}), [USER], tools=()) == "x"
     assert read_tools(None) == ()
