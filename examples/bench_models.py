@@ -22,9 +22,9 @@ from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequence
 
 from lowbit.formats.architectures import footprint, read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
+from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS
 from lowbit.runtime.state.sampling import SamplingParams
 
 LARGE = ("14B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for

@@ -27,12 +27,12 @@ from serve_client import Connection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lowbit.runtime.bench.bench import GREEDY
-from lowbit.runtime.engine.bounds import Bounds
+from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.text.tokenizer import load_tokenizer
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-qwen3"

@@ -36,17 +36,16 @@ from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
 from lowbit.runtime.bench.bench import GREEDY, device_name, settle
-from lowbit.runtime.engine.checks import Checks
-from lowbit.runtime.engine.drafting import Drafting
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.head_rounds import HeadRounds, new_head_rounds
+from lowbit.runtime.engine.graphs import width_for
 from lowbit.runtime.engine.load import choose_device, load
-from lowbit.runtime.engine.load_options import RECURRENT_DRAFTS
+from lowbit.runtime.engine.load_options import MOST_DRAFTS, RECURRENT_DRAFTS
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.widths import width_for
-from lowbit.runtime.speculation.costs import Costs, Line, new_costs
-from lowbit.runtime.speculation.drafter import NewDrafter, NgramDrafter
-from lowbit.runtime.speculation.modes import MOST_DRAFTS
+from lowbit.runtime.engine.speculate.drafting import Drafting
+from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.speculate.verify import Verifier
+from lowbit.runtime.speculation.ngram import NewDrafter, NgramDrafter
+from lowbit.runtime.speculation.pace import Costs, Line, new_costs
 
 EXAMPLES = Path(__file__).parent
 MODELS = EXAMPLES / "models"
@@ -108,10 +107,10 @@ class Bench:
     runs: int
     tokens: int
     model: Model | None = field(default=None, repr=False)
-    checks: Checks = field(init=False, repr=False)
+    verifier: Verifier = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "checks", Checks(self.engine.runner))
+        object.__setattr__(self, "verifier", Verifier(self.engine.runner))
 
     @property
     def width(self) -> Callable[[int], int] | None:
@@ -122,21 +121,21 @@ class Bench:
     def vocabulary(self) -> int:
         return self.engine.runner.sampler.vocabulary
 
-    def new_head(self, truth: Sequence[int], accepted: str) -> HeadRounds | None:
+    def new_head(self, truth: Sequence[int], accepted: str) -> MtpRounds | None:
         """Rounds by the head with forced acceptance; `own` accepts what is right."""
-        rounds = new_head_rounds(Checks(self.engine.runner))
+        rounds = new_mtp_rounds(Verifier(self.engine.runner))
         if rounds is None or accepted == "own":
             return rounds
         return forced_rounds(rounds, self.prompt, truth, accepted)
 
     def drafting(
-        self, k: int, new_drafter: NewDrafter | None, head: HeadRounds | None = None
+        self, k: int, new_drafter: NewDrafter | None, head: MtpRounds | None = None
     ) -> Drafting:
         """Drafts of a drafter, whose number is chosen as in `ngram`, or k of the head each time."""
         costs = new_costs(self.device, False, self.width)
         if head is not None:
             costs = Costs(Line(0.0, 0.0), Line(-0.1, -0.05))  # as many as there may be
-        return Drafting(head.checks if head else self.checks, k, new_drafter, head, costs)
+        return Drafting(head.verifier if head else self.verifier, k, new_drafter, head, costs)
 
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
@@ -220,7 +219,7 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
         for accepted in (*ACCEPTED, "own"):
             head = bench.new_head(truth, accepted)
 
-            def drafting(k: int = k, head: HeadRounds | None = head) -> Drafting:
+            def drafting(k: int = k, head: MtpRounds | None = head) -> Drafting:
                 return bench.drafting(k, None, head)
 
             runs[accepted] = bench.median(drafting, bench.prompt, bench.tokens)
@@ -234,8 +233,8 @@ def auto_row(bench: Bench) -> Row:
     truth = known_output(bench, bench.prompt, tokens)
     plain = bench.median(lambda: None, bench.prompt, tokens)
     head = bench.new_head(truth, "none")
-    checks = head.checks if head else bench.checks
-    drafting = Drafting(checks, most, None, head, new_costs(bench.device, True, bench.width))
+    verifier = head.verifier if head else bench.verifier
+    drafting = Drafting(verifier, most, None, head, new_costs(bench.device, True, bench.width))
     auto = bench.median(lambda: drafting, bench.prompt, tokens)
     row = row_of(bench, "auto", most, plain, truth, {"plain": plain, "auto": auto})
     return replace(row, round_ms=None, cost=None)

@@ -21,7 +21,7 @@ import click
 import torch
 
 import lowbit.runtime as lowbit
-from lowbit.runtime.engine.threads import StepThreads
+from lowbit.runtime.backends.step_threads import StepThreads
 
 BUSY = "while True: pass"
 PROMPT = [7 * index % 256 for index in range(16)]

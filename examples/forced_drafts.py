@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.head_rounds import HeadRounds
-from lowbit.runtime.speculation.drafter import NgramDrafter
+from lowbit.runtime.engine.speculate.mtp import MtpRounds
+from lowbit.runtime.speculation.ngram import NgramDrafter
 from lowbit.runtime.speculation.pace import Cost
 
 ACCEPTED = ("none", "half", "all")
@@ -51,6 +51,9 @@ class Known:
     def note(self, drafted: int, right: int) -> None:
         pass
 
+    def skip(self) -> None:
+        pass
+
 
 @dataclass
 class Copied:
@@ -89,9 +92,12 @@ class Copied:
     def note(self, drafted: int, right: int) -> None:
         self.ngram.note(drafted, right)
 
+    def skip(self) -> None:
+        self.ngram.skip()
+
 
 @dataclass(slots=True)
-class ForcedRounds(HeadRounds):
+class ForcedRounds(MtpRounds):
     """Rounds by a model's head, whose drafts are thrown away for those of a known output.
 
     Attributes:
@@ -106,7 +112,7 @@ class ForcedRounds(HeadRounds):
 
     def draft(self, B: int, k: int, reach: int) -> Tensor:
         """The head drafts, for the time that it takes."""
-        HeadRounds.draft(self, B, k, reach)
+        MtpRounds.draft(self, B, k, reach)
         places = torch.arange(k, device=self.truth.device)
         first = self.links.positions[: B * (k + 1)].view(B, k + 1)[:, :1].long()
         drafts = self.truth[first + 1 + places]
@@ -116,11 +122,11 @@ class ForcedRounds(HeadRounds):
 
 
 def forced_rounds(
-    rounds: HeadRounds, prompt: Sequence[int], output: Sequence[int], accepted: str
+    rounds: MtpRounds, prompt: Sequence[int], output: Sequence[int], accepted: str
 ) -> ForcedRounds:
     """Rounds of a sequence whose output after a prompt is known."""
     vocabulary = rounds.runner.sampler.vocabulary
     truth = torch.tensor([*prompt, *output], dtype=torch.int64, device=rounds.links.ids.device)
     return ForcedRounds(
-        rounds.cache, rounds.checks, truth=truth, accepted=accepted, vocabulary=vocabulary
+        rounds.cache, rounds.verifier, truth=truth, accepted=accepted, vocabulary=vocabulary
     )

@@ -28,8 +28,8 @@ import click
 import torch
 from serve_client import Answer, Connection
 
-from lowbit.runtime.engine.cuts import CHUNK
 from lowbit.runtime.engine.load import load
+from lowbit.runtime.engine.scheduler import CHUNK
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-qwen3"
 TEMPLATE = Path(__file__).parents[1] / "tests" / "data" / "chat_templates" / "qwen3.jinja"

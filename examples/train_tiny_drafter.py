@@ -20,7 +20,7 @@ from train_tiny_experts import learning_rate, load, text_model
 
 from lowbit.runtime.engine.load import load as load_target
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.state.sampling import SamplingParams
 
 STORIES = Path(__file__).parent / "data" / "stories-eval.txt"

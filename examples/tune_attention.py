@@ -21,8 +21,7 @@ from random_engine import random_engine
 
 from lowbit.formats.architectures import read_config
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.widths import reach_for
+from lowbit.runtime.engine.graphs import Graphs, reach_for
 from lowbit.runtime.kernels.attention import decode as attention_decode
 from lowbit.runtime.kernels.launch.attention import (
     MOST_OF_ONE,

@@ -10,13 +10,12 @@ from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
-    from lowbit.runtime.engine.handle import Handle
     from lowbit.runtime.engine.load import load
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.request import TokenRequest
-    from lowbit.runtime.engine.stream import Generation, Stream, Timings
-    from lowbit.runtime.speculation.tally import Speculated
+    from lowbit.runtime.engine.stats import Speculated
+    from lowbit.runtime.engine.stream import Generation, Handle, Stream, Timings
     from lowbit.runtime.state.sampling import SamplingParams
     from lowbit.runtime.text.chat import Message
     from lowbit.runtime.text.reasoning import Piece
@@ -40,14 +39,14 @@ __all__ = [
 
 _HOMES = {
     "Engine": "engine.engine",
-    "Handle": "engine.handle",
+    "Handle": "engine.stream",
     "Generation": "engine.stream",
     "LoadOptions": "engine.load_options",
     "Message": "text.chat",
     "Model": "engine.model",
     "Piece": "text.reasoning",
     "SamplingParams": "state.sampling",
-    "Speculated": "speculation.tally",
+    "Speculated": "engine.stats",
     "Stream": "engine.stream",
     "Timings": "engine.stream",
     "TokenRequest": "engine.request",

@@ -11,12 +11,12 @@ import torch
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
-from lowbit.runtime.engine.handle import Handle
-from lowbit.runtime.engine.limits import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS, RUNS
 from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.stats import Speculated, Tally
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.speculation.tally import Speculated, Tally
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.state.step import EXACT_TOKENS
 

@@ -5,7 +5,7 @@ from lowbit.runtime.bench.bench import BenchResult
 from lowbit.runtime.bench.profiling import KernelTime, Profile, Reads
 from lowbit.runtime.bench.sweep import Axis, Sweep
 from lowbit.runtime.engine.memory import gigabytes
-from lowbit.runtime.speculation.tally import Speculated
+from lowbit.runtime.engine.stats import Speculated
 
 READS: dict[Reads, str] = {
     "weights": "weights",

@@ -25,8 +25,8 @@ from lowbit.runtime.bench.bench import (
 )
 from lowbit.runtime.bench.plot import NamedLine, line_plot
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.stats import Speculated
 from lowbit.runtime.models.loader import open_model
-from lowbit.runtime.speculation.tally import Speculated
 
 Axis = Literal["context", "group_size", "batch"]
 

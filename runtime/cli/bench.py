@@ -14,6 +14,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
+from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS, RUNS
 from lowbit.runtime.cli.options import (
     SECTIONS,
     load_model,
@@ -23,8 +24,7 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     with_load_options,
 )
-from lowbit.runtime.engine.limits import MOST_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS, RUNS
-from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.load_options import MOST_SEQUENCES, LoadOptions
 
 if TYPE_CHECKING:
     from lowbit.runtime.bench.sweep import Sweep

@@ -32,7 +32,7 @@ from lowbit.runtime.cli.options import (
 )
 from lowbit.runtime.cli.schema_file import read_schema
 from lowbit.runtime.conversation.turns import Conversation
-from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions

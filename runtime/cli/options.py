@@ -25,8 +25,14 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
-from lowbit.runtime.engine.load_options import METHODS, LoadOptions
-from lowbit.runtime.speculation.modes import DEFAULT_MODE, DRAFTER_MODES, MODES, MOST_DRAFTS
+from lowbit.runtime.engine.load_options import (
+    DEFAULT_MODE,
+    DRAFTER_MODES,
+    METHODS,
+    MODES,
+    MOST_DRAFTS,
+    LoadOptions,
+)
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model

@@ -56,7 +56,7 @@ def answer_file(
         check_place(out)
     identity = _identity(model, system)
     digests = {line.id: line.digest(identity) for line in lines}
-    from lowbit.runtime.engine.many import answer_all  # needs torch
+    from lowbit.runtime.engine.stream import answer_all  # needs torch
 
     done = set() if out is None else keep_answers(out, lines, digests)
     failed: list[int] = []

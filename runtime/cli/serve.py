@@ -25,7 +25,7 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     with_load_options,
 )
-from lowbit.runtime.engine.limits import MOST_SEQUENCES, SEQUENCES
+from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.load_options import LoadOptions

@@ -1,4 +1,4 @@
-"""Decode steps recorded as CUDA graphs."""
+"""Decode steps recorded as CUDA graphs, and the sizes that they are recorded for."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.pages import SCRATCH
+from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
+from lowbit.runtime.state.step import EXACT_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
+FIRST_REACH = 256
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 64
 
 
 class Graphs:
@@ -100,3 +103,28 @@ def aside() -> Iterator[None]:
             yield
     finally:  # after Ctrl-C too: what has been launched still runs
         torch.cuda.current_stream().wait_stream(side)
+
+
+def width_for(sequences: int) -> int:
+    """Round a number of sequences up to one that decode steps are recorded for."""
+    last = WIDTHS[-1]
+    return next((width for width in WIDTHS if width >= sequences), -(-sequences // last) * last)
+
+
+def reach_for(tokens: int, context: int) -> int:
+    """Round a number of tokens up to a size that decode kernels are recorded for."""
+    reach = FIRST_REACH
+    while reach < tokens:
+        reach *= 4
+    return min(reach, pages_for(context) * PAGE)
+
+
+def longest_for(tokens: int) -> int:
+    """Round the most tokens of a sequence in a round up to a power of two."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def drafts_together(drafts: int, sequences: int) -> int:
+    """The largest number of drafts in one step of 1 to `sequences` sequences, `drafts` each."""
+    numbers = range(1, min(sequences, EXACT_TOKENS) + 1)
+    return max(B * min(drafts, EXACT_TOKENS // B - 1) for B in numbers)

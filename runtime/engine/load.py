@@ -14,15 +14,15 @@ from lowbit.formats.generation import load_generation_config
 from lowbit.formats.hub.locate import locate
 from lowbit.formats.layout.rtn import ScaleRule
 from lowbit.formats.text.template import load_chat_template
-from lowbit.runtime.engine.bounds import Bounds
-from lowbit.runtime.engine.drafting import new_drafting
+from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
 from lowbit.runtime.engine.memory import choose_cache
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.new_runner import new_runner
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.speculate.drafting import new_drafting
 from lowbit.runtime.models.drafter import load_drafter, open_drafter
+from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
 from lowbit.runtime.models.loader import OpenedModel, check_device, load_decoder, open_model
 from lowbit.runtime.state.sampling import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer

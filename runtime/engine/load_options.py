@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 from lowbit.formats.errors import RequestError
 from lowbit.formats.fields import shown
 from lowbit.formats.layout.recipes import GROUP_SIZE, Base
-from lowbit.runtime.speculation.modes import DEFAULT_MODE, DRAFTER_MODES, MODES, MOST_DRAFTS, Mode
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +14,14 @@ if TYPE_CHECKING:
 Method = Literal["rtn", "absmax", "weighted"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEVICES = (None, "auto", "cpu", "cuda")
+MOST_SEQUENCES = 64  # decoded together, from the command line
+SEQUENCES = 16  # of them, for a file of prompts
+
+Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
+MODES: tuple[Mode, ...] = get_args(Mode)
+DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # in which a drafter drafts
+DEFAULT_MODE: Mode = "off"  # of the commands and of `load`
+MOST_DRAFTS = 15  # with the token before them they get the bits that each has alone
 RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
 
 

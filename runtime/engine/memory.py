@@ -7,8 +7,8 @@ import torch
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS, state_count
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
+from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.widths import drafts_together
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 

@@ -12,14 +12,13 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.engine.bounds import Bounds
+from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.many import answer_all
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.engine.stream import Generation, Request, Stream
+from lowbit.runtime.engine.stream import Generation, Request, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.chat import Message, render_marked

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.blocks import Blocks
-from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.rounds import step_spans
-from lowbit.runtime.engine.sent import Flight, Sent, chosen_tokens
-from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
-from lowbit.runtime.engine.widths import reach_for, width_for
+from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
+from lowbit.runtime.engine.memory import CacheSize
+from lowbit.runtime.engine.results import PlainStep, Results
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.speculate.dflash import Blocks
+from lowbit.runtime.engine.speculate.handover import leave_rounds
+from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
-from lowbit.runtime.state.pages import SCRATCH
-from lowbit.runtime.state.posted import PLACES, new_places, to_device
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.links import TRAIL
+from lowbit.runtime.state.pages import EXTRA, SCRATCH, pages_for
+from lowbit.runtime.state.posted import to_device
+from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
@@ -49,6 +51,8 @@ class Runner:
         blocks: of a drafter beside the decoder; None without one.
         ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
         inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
+        firsts: [R] int64 by row, token of a sequence that was not in the step before.
+        results: that steps leave on the host.
         graphs: recorded steps.
     """
 
@@ -64,12 +68,11 @@ class Runner:
     blocks: Blocks | None = None
     ids: Tensor = field(init=False)
     inputs: Tensor = field(init=False)
+    firsts: Tensor = field(init=False)
+    results: Results = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _firsts: Tensor = field(init=False)  # [R] int64 by row, of a sequence new in a step
-    _places: Tensor = field(init=False)  # of chosen tokens, see `posted`
     _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
-    _log_probabilities: LogProbabilities = field(init=False)
 
     def __post_init__(self) -> None:
         """Make room for the inputs of the largest step."""
@@ -78,15 +81,19 @@ class Runner:
         self.ids = torch.zeros(widest, dtype=torch.int64, device=device)
         self.inputs = torch.zeros(4, widest, dtype=torch.int32, device=device)
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=device)
-        self._firsts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._places = new_places(rows, self.on_gpu)
+        self.firsts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.results = Results(rows, self.on_gpu)
         self._kept = torch.empty(0)
-        self._log_probabilities = new_log_probabilities(rows, self.on_gpu)
 
     @property
     def on_gpu(self) -> bool:
         """True if steps are CUDA graphs that the host does not wait for."""
         return self.tables.is_cuda
+
+    @property
+    def rows(self) -> int:
+        """Sequences that can be decoded together."""
+        return self.tables.shape[0] - 1
 
     def open(self, sequence: Sequence, state_from: int | None) -> None:
         """Write a sequence's block table, sampler row and first recurrent state.
@@ -136,22 +143,23 @@ class Runner:
         )
         return self._hidden(inputs[0].long(), step)
 
-    def begin(self, sequence: Sequence, hidden: Tensor) -> Sent:
+    def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
         """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
-        self.choose_tokens(logits, rows, positions, self._firsts[row : row + 1])
-        return self.sent([sequence])
+        self.choose_tokens(logits, rows, positions, self.firsts[row : row + 1])
+        return PlainStep([sequence], self.results, self.results.record())
 
-    def decode(self, sequences: list[Sequence]) -> Sent:
+    def decode(self, sequences: list[Sequence]) -> PlainStep:
         """Send one token of every sequence through the layers and choose the next ones."""
         reach = self._prepare(sequences)
         if self.on_gpu:
             M = width_for(len(sequences))
             self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
         else:
-            self._decode(len(sequences), reach, step_spans(sequences))
-        return self.sent(sequences)
+            self._decode(len(sequences), reach, plain_spans(sequences))
+        _count_sent(sequences)
+        return PlainStep(sequences, self.results, self.results.record())
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
@@ -161,30 +169,17 @@ class Runner:
             self.make_room_to_keep()
             self._run((M, reach), M, lambda: self._forward(M, reach))
         else:
-            self._forward(len(sequences), reach, step_spans(sequences))
+            self._forward(len(sequences), reach, plain_spans(sequences))
+        _count_sent(sequences)
 
-    def choose(self, sequences: list[Sequence]) -> Sent:
-        """The second half of `decode`, for sequences that count the token sent already."""
+    def choose(self, sequences: list[Sequence]) -> PlainStep:
+        """The second half of `decode`, under the masks that the sequences have now."""
         if self.on_gpu:
             M = width_for(len(sequences))
             self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
         else:
             self._choose_next(len(sequences))
-        return self.sent(sequences)
-
-    def read(self, sent: Sent) -> list[list[int]]:
-        """The next tokens of each sequence of a step, see `chosen_tokens`; waits for it."""
-        if sent.done is not None:
-            sent.done.synchronize()
-        return chosen_tokens(sent, self._places)
-
-    def log_probabilities(self, sequence: Sequence, position: int) -> TokenLogProbabilities:
-        """Those of the token at a position that has been read."""
-        top = sequence.request.sampling.logprobs or 0
-        at = (position % PLACES, sequence.row, slice(1 + top))
-        values = self._log_probabilities.values[at].tolist()
-        ids = self._log_probabilities.ids[at].tolist()
-        return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+        return PlainStep(sequences, self.results, self.results.record())
 
     def _prepare(self, sequences: list[Sequence]) -> int:
         """Put the inputs of a step in place; returns its reach."""
@@ -264,7 +259,8 @@ class Runner:
     ) -> None:
         """Choose a token for each row; positions become those of the tokens. See `Ops.choose`."""
         ops = self.decoder.ops
-        ops.choose(logits, self.sampler, rows, positions, token, self._places, masks)
+        results = self.results
+        ops.choose(logits, self.sampler, rows, positions, token, results.places, masks)
         if self.sampler.shape.logprobs:
             ops.log_probabilities(
                 logits,
@@ -272,7 +268,7 @@ class Runner:
                 rows,
                 positions,
                 token,
-                self._log_probabilities,
+                results.log_probabilities,
             )
 
     def _run(self, key: Hashable, M: int, step: Callable[[], None]) -> None:
@@ -281,9 +277,9 @@ class Runner:
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""
-        self.leave_rounds(sequences)
+        leave_rounds(self, sequences)
         before = {id(each): index for index, each in enumerate(self.batch)}
-        tokens = torch.cat((self.ids[: len(before)], self._firsts))
+        tokens = torch.cat((self.ids[: len(before)], self.firsts))
         rows = [each.row for each in sequences]
         origins = [before.get(id(each), len(before) + each.row) for each in sequences]
         inputs = self.ints([[each.length for each in sequences], rows, rows, rows, origins])
@@ -292,35 +288,70 @@ class Runner:
         self.ids[: len(rows)] = tokens[inputs[4].long()]
         self.batch = list(sequences)
 
-    def leave_rounds(self, sequences: list[Sequence]) -> None:
-        """Leave tokens and states of sequences from a round where a step without drafts looks."""
-        late = [each for each in sequences if each.verified]
-        for each in late:
-            if each.slot != each.row:
-                self.state.slots.copy(each.slot, each.row)
-                each.slot = each.row
-            each.verified = False
-        if late:
-            rows, tokens = self.ints([[e.row, e.output[-1]] for e in late]).long().T
-            self._firsts[rows] = tokens
-
     def ints(self, values: object) -> Tensor:
         """Copy numbers to the device as int32; see `to_device`."""
         return to_device(values, torch.int32, self.state.device)
 
-    def sent(
-        self,
-        sequences: list[Sequence],
-        drafts: Numbers[Numbers[int]] = (),
-        flight: Flight | None = None,
-    ) -> Sent:
-        """What has been sent, for `read`."""
-        done = torch.cuda.Event() if self.on_gpu else None  # type: ignore[no-untyped-call]
-        if done is not None:
-            done.record()
-        return Sent(list(sequences), drafts, done, flight)
+
+def _count_sent(sequences: list[Sequence]) -> None:
+    """Count the token of each sequence as sent, and the next one as chosen."""
+    for each in sequences:
+        each.length += 1
+        each.chosen += 1
+
+
+def plain_spans(sequences: list[Sequence]) -> tuple[Span, ...]:
+    """The tokens of a step without drafts as the host knows them."""
+    return tuple(
+        Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
+        for each in sequences
+    )
 
 
 def _aligned(vocabulary: int, decoder: Decoder) -> int:
     """Logits of a row to keep, so that every row is aligned."""
     return min(-(-vocabulary // ALIGNED) * ALIGNED, decoder.config.vocab_size)
+
+
+def new_runner(
+    decoder: Decoder,
+    vocabulary: int,
+    cache: CacheSize,
+    dtype: torch.dtype,
+    device: str,
+    drafter: BlockDrafter[CpuLinear] | None = None,
+) -> Runner:
+    """A runner with empty pages and slots.
+
+    Args:
+        decoder: the model.
+        vocabulary: real tokens; ids from here on are padding and never chosen.
+        cache: what to make room for.
+        dtype: of keys and values.
+        device: `cpu` or `cuda`.
+        drafter: beside the model, on a CPU.
+    """
+    rows = 1 + cache.sequences
+    kept = rows + cache.snapshots
+    slots = kept + cache.drafts
+    state = decoder.new_state(EXTRA + cache.pages, slots, dtype, device)
+    trail = None
+    if decoder.mtp is not None:
+        trail = torch.zeros(rows, TRAIL, decoder.config.hidden_size, dtype=dtype, device=device)
+    tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
+    sampler = new_sampler_rows(rows, vocabulary, device)
+    blocks = None
+    if drafter is not None:
+        beside = drafter.new_pages(EXTRA + cache.pages, dtype, device)
+        blocks = Blocks(drafter, beside, tables, sampler)
+    return Runner(
+        decoder=decoder,
+        state=state,
+        sampler=sampler,
+        context=cache.context,
+        snapshots=cache.snapshots,
+        spare=range(kept, slots) if state.recurrent else None,
+        tables=tables,
+        trail=trail,
+        blocks=blocks,
+    )

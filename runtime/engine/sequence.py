@@ -1,21 +1,19 @@
-"""A request, and its sequence while it is in the engine."""
+"""A sequence: one request while it is in the engine."""
 
 from collections import deque
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import TokenRequest, pages_needed
-from lowbit.runtime.speculation.drafter import Drafter
-from lowbit.runtime.speculation.pace import Cost, PlacedPace
-from lowbit.runtime.speculation.tally import Tally
+from lowbit.runtime.engine.stats import Tally
+from lowbit.runtime.speculation.ngram import Drafter
+from lowbit.runtime.speculation.pace import PlacedPace
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.text.constraint import Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]
 Finish = Literal["stop", "length", "cancelled"]
-LONG = 64  # tokens without a mask for which it is worthwhile that the model's head sees the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,35 @@ class TokenLogProbabilities:
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class DraftState:
+    """Drafts of a sequence; nothing changes where the engine drafts nothing.
+
+    Attributes:
+        drafter: proposes copies of earlier tokens; None where nobody does.
+        told: tokens of the output that the drafter has been told.
+        pace: chooses how many tokens the model's head, or a block drafter, drafts; None where
+            neither does.
+        ahead: copy of the constraint that knows the tokens that the host knows; None where nothing
+            can be drafted.
+        forced: tokens that the constraint forces next, as far as that was known then.
+        seen: positions that the model's head has seen.
+        verified: the last step checked drafts.
+        due: most tokens that MTP rounds under way may still append to the output.
+        tally: of drafts that were checked.
+    """
+
+    drafter: Drafter | None = None
+    told: int = 0
+    pace: PlacedPace | None = None
+    ahead: Constraint | None = None
+    forced: tuple[int, ...] = ()
+    seen: int = 0
+    verified: bool = False
+    due: int = 0
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,16 +88,7 @@ class Sequence:
         released: its constraint is done.
         unbound: tokens after those of the output that come without a mask.
         masked: its row of the sampler has a mask that does not allow every token.
-        ahead: copy of its constraint, made when drafts were last considered; None where nothing can
-            be drafted.
-        forced: tokens that come next by its constraint, as far as that was known then.
-        drafter: proposes its next tokens; None where nobody does.
-        head_pace: chooses how many tokens the model's head, or a drafter, proposes; None where
-            neither does.
-        headed: positions that this head has seen.
-        tally: of its drafts.
-        verified: its last step was one that checks drafts.
-        due: most tokens that rounds by the head under way may still append to its output.
+        drafts: see `DraftState`.
     """
 
     request: TokenRequest
@@ -97,14 +115,7 @@ class Sequence:
     released: bool = False
     unbound: int = 0
     masked: bool = False
-    ahead: Constraint | None = None
-    forced: tuple[int, ...] = ()
-    drafter: Drafter | None = None
-    head_pace: PlacedPace | None = None
-    headed: int = 0
-    tally: Tally = field(default_factory=Tally)
-    verified: bool = False
-    due: int = 0
+    drafts: DraftState = field(default_factory=DraftState)
 
     @property
     def bound(self) -> bool:
@@ -121,66 +132,10 @@ class Sequence:
         """Tokens that the device has been told to choose and the host has not read."""
         return self.chosen - len(self.output)
 
-    @property
-    def behind(self) -> int:
-        """Positions that the head has not seen, of those before the last token."""
-        return self.last - self.headed
-
     def id_at(self, position: int) -> int:
         """The token at a position, of those that the host knows."""
         prompt = self.request.prompt
         return prompt[position] if position < len(prompt) else self.output[position - len(prompt)]
-
-    @property
-    def predictable(self) -> bool:
-        """True if the model's head or a drafter may draft: no masks come soon."""
-        return self.request.constraint is None or self.unbound >= LONG
-
-    def most_head_drafts(self, most: int) -> int:
-        """Drafts of a head or a drafter: neither they nor the token behind them need a mask."""
-        if self.limited:
-            free = 0 if self.masked else self.unbound - (self.due or self.under_way)
-            most = min(most, free - 1)
-        return self.most_drafts(most)
-
-    def most_drafts(self, most: int) -> int:
-        """Drafts that the request has tokens left for, up to `most`."""
-        return max(0, min(most, self.count - len(self.output) - self.due - 1))
-
-    def propose(self, most: int, cost: Cost, least_gain: float) -> Ids[int]:
-        """Drafts of what follows: what its constraint forces, else what its drafter proposes.
-
-        See `Drafter.propose`.
-        """
-        most = self.most_drafts(most)
-        if most == 0 or (self.limited and self.ahead is None):
-            return ()
-        if self.limited and (forced := self.forced[self.under_way :]):
-            return forced[:most]
-        return () if self.drafter is None else self.drafter.propose(most, cost, least_gain)
-
-    def go_on(self, slot: int, under_way: bool = False) -> None:
-        """Count a token of a round, the last one of the output: it has been sent.
-
-        Args:
-            slot: with the recurrent state after it; NO_SLOT where that is lost.
-            under_way: the token behind it has been sent as well, by the next round.
-        """
-        self.length = self.last + 1 + under_way
-        self.chosen = self.length - len(self.request.prompt) + 1
-        self.slot, self.verified = slot, True
-
-    def note(self, drafted: int, right: int) -> None:
-        """Take down how many drafts of a round have been checked, and were right."""
-        self.tally.count(drafted, right)
-        if self.drafter is not None and drafted and not self.forced:
-            self.drafter.note(drafted, right)
-
-    def note_head(self, drafted: int, right: int) -> None:
-        """The same of drafts of the model's head, or of a drafter."""
-        self.tally.count(drafted, right)
-        if self.head_pace is not None:
-            self.head_pace.note(drafted, right)
 
     @property
     def last(self) -> int:
@@ -218,3 +173,6 @@ class Sequence:
     def ids(self) -> list[int]:
         """Tokens that have been sent through the layers."""
         return [*self.request.prompt, *self.output][: self.length]
+
+
+Ended = list[tuple[Sequence, Finish | LowbitError]]  # sequences, and why they end

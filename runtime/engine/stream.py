@@ -1,20 +1,147 @@
-"""The text of one request while it is being made, and what is known when it has ended."""
+"""Answers to requests: their tokens as they are chosen, and their text."""
 
+import asyncio
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lowbit.formats.errors import RequestError
-from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.handle import Handle
+from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import CheckedRequest
-from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.speculation.tally import Speculated
+from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
+from lowbit.runtime.engine.sequence import Sequence as TokenSequence
+from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from lowbit.runtime.engine.engine import Engine
+
 FinishReason = Literal["stop", "length"]
+
+
+class Handle(Iterator[int], AsyncIterator[int]):
+    """Token ids of one request as they are chosen; iterate it, or `async for` over it.
+
+    A handle that nobody holds any more cancels its request.
+    """
+
+    def __init__(self, engine: "Engine", sequence: TokenSequence) -> None:
+        """Give the tokens of a sequence that the engine knows."""
+        self._engine, self._sequence = engine, sequence
+
+    def __next__(self) -> int:
+        """The next token; waits for it.
+
+        Raises:
+            StopIteration: the request has ended.
+            LowbitError: the request has failed.
+        """
+        token = self._engine.next_token(self._sequence)
+        if token is None:
+            raise StopIteration
+        return token
+
+    async def __anext__(self) -> int:
+        """The next token, without blocking the event loop; see `__next__`.
+
+        The driver runs a step at a time, so that a request that waits for room does not hold up
+        those that run; a task that is cancelled meanwhile takes no token with it.
+        """
+        engine, sequence = self._engine, self._sequence
+        loop = asyncio.get_running_loop()
+        while (token := sequence.take()) is None:
+            if not await loop.run_in_executor(engine.driver, engine.advance, sequence):
+                raise StopAsyncIteration
+        return token
+
+    def __aiter__(self) -> "Handle":
+        """The handle itself."""
+        return self
+
+    def poll(self) -> list[int]:
+        """Tokens that are there, without waiting for others.
+
+        Several threads may ask: each token goes to one of them.
+
+        Raises:
+            LowbitError: the request has failed, and its tokens have been taken.
+        """
+        error = self._sequence.error  # before its tokens: those that came with it are there then
+        tokens = list(iter(self._sequence.take, None))
+        if error is not None and not tokens:
+            raise error
+        return tokens
+
+    @property
+    def ended(self) -> bool:
+        """True once all tokens have been taken; never for a request that failed, see `poll`."""
+        sequence = self._sequence
+        return sequence.phase == "ended" and not sequence.unread and sequence.error is None
+
+    def result(self) -> tuple[int, ...]:
+        """All tokens of the request, those that have been taken included; waits for the end.
+
+        Raises:
+            LowbitError: the request has failed.
+        """
+        for _ in self:
+            pass
+        return tuple(self._sequence.output)
+
+    def cancel(self) -> None:
+        """End the request before the next step; what it holds is free then."""
+        self._sequence.cancelled = True
+
+    def __del__(self) -> None:
+        """Cancel what nobody waits for."""
+        self.cancel()
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """`stop` for a stop id, `length` for the last token that fits or was asked for.
+
+        `cancelled` where the request was; None before its end, and where an error ended it.
+        """
+        return self._sequence.finish
+
+    @property
+    def begun(self) -> bool:
+        """True once the first token has been read."""
+        return bool(self._sequence.output) or self._sequence.phase == "ended"
+
+    @property
+    def log_probabilities(self) -> Sequence[TokenLogProbabilities]:
+        """Those of the tokens so far; empty where the request does not want them."""
+        return self._sequence.log_probabilities
+
+    @property
+    def prompt_log_probabilities(self) -> tuple[TokenLogProbabilities | None, ...]:
+        """Those of the prompt's tokens, None for the first, where the request wants them.
+
+        Empty before the first new token, or the end of a request for none.
+        """
+        return self._sequence.prompt_log_probabilities
+
+    @property
+    def seed(self) -> int:
+        """Seed of the request's random numbers."""
+        return self._sequence.seed
+
+    @property
+    def tally(self) -> Tally:
+        """Drafts of the request that have been checked."""
+        return self._sequence.drafts.tally
+
+    @property
+    def speculation(self) -> Speculated | None:
+        """Drafts of the request so far; None where the engine does not speculate."""
+        return None if self._engine.drafting is None else self._sequence.drafts.tally.speculated
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that were in the cache; 0 before the first token."""
+        return self._sequence.reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +266,7 @@ class Answer:
                 decode_s=last - first,
                 decode_tokens_per_s=count / (last - first) if count > 0 else None,
             ),
-            log_probabilities=self.handle.log_probabilities[: len(self._ids)],
+            log_probabilities=tuple(self.handle.log_probabilities[: len(self._ids)]),
             speculation=self.handle.speculation,
         )
         return tail
@@ -152,7 +279,7 @@ class Stream(Iterator[str]):
         pieces: the same with the reasoning before it; iterate one of the two.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: Request) -> None:
         """Set up the request; nothing runs before the first `next`."""
         self._made: list[Generation] = []  # empty until the end
         self.pieces = _pieces(engine, tokenizer, request, self._made)
@@ -180,7 +307,7 @@ class Stream(Iterator[str]):
 
 
 def _pieces(
-    engine: Engine, tokenizer: Tokenizer, request: Request, made: list[Generation]
+    engine: "Engine", tokenizer: Tokenizer, request: Request, made: list[Generation]
 ) -> Generator[Piece, None, None]:
     """Pieces of an answer, whose result is put into `made` behind the last one.
 
@@ -203,3 +330,57 @@ def _pieces(
         yield tail
     if answer.generation is not None:
         made.append(answer.generation)
+
+
+def answer_all(
+    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[Request | LowbitError]
+) -> Iterator[tuple[int, Generation | LowbitError]]:
+    """Run requests together, as many as there is room for.
+
+    Args:
+        engine: runs them.
+        tokenizer: of the model.
+        requests: in the order in which they begin; an error stands for a request that could not
+            be made. They are asked for when there is room.
+
+    Yields:
+        The number of a request and its result or the error that ended it, in the order in which
+        they end.
+    """
+    waiting = enumerate(requests)
+    running: dict[int, Answer] = {}
+    more = True
+    beside = engine.runner.rows  # as many wait as run, so that a free row is taken at once
+    if engine.scheduler.most_waiting is not None:
+        beside = min(beside, engine.scheduler.most_waiting)
+    while running or more:
+        while more and len(running) < engine.runner.rows + beside:
+            number, request = next(waiting, (-1, None))
+            more = request is not None
+            if isinstance(request, Request):
+                try:
+                    running[number] = Answer(request, tokenizer, engine.submit(request.tokens))
+                except LowbitError as error:
+                    yield number, error
+            elif request is not None:
+                yield number, request
+        if running:
+            engine.step()
+        for number, answer in list(running.items()):
+            result = _advance(answer)
+            if result is not None:
+                del running[number]
+                yield number, result
+
+
+def _advance(answer: Answer) -> Generation | LowbitError | None:
+    """Take the tokens that are there; the result where they are the last."""
+    try:
+        for id in answer.handle.poll():
+            if answer.generation is None:
+                answer.push(id)
+    except LowbitError as error:
+        return error
+    if answer.handle.ended:
+        answer.end()
+    return answer.generation

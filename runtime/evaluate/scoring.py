@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.nonfinite import nonfinite_error
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Request, Stream
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.reasoning import begin_of

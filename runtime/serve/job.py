@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.speculation.tally import Speculated
+from lowbit.runtime.engine.stats import Speculated
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.text.reasoning import CLOSE, Begin, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tool_calls import AnswerSplitter, Event

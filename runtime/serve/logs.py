@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from lowbit.formats.printable import printable
+from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.serve.job import End
-from lowbit.runtime.speculation.tally import Tally
 from lowbit.runtime.text.reasoning import Piece
 from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 

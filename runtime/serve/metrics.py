@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from lowbit.runtime.engine.stats import Load
-from lowbit.runtime.speculation.tally import Speculated, Tally
+from lowbit.runtime.engine.stats import Load, Speculated, Tally
 
 if TYPE_CHECKING:
     from lowbit.runtime.serve.job import Job

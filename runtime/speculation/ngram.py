@@ -3,14 +3,83 @@
 The idea is prompt lookup decoding (A. Saxena, 2023); the longest match wins, of equals the last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowbit.runtime.speculation.pace import Cost, Pace
+
 LEAST_MATCH = 3  # tokens; shorter ones are found in any text
 LONGEST_MATCH = 16  # tokens that are compared
+# Chance that a draft is right, by the least length of the match that it follows; before any of
+# the sequence has been checked.
+GUESSES = {12: 0.9, 6: 0.75, 3: 0.5}
+
+
+class Drafter(Protocol):
+    """Proposes tokens of one sequence; called on the engine's thread, in order."""
+
+    def append(self, id: int) -> None:
+        """Take the next token of the sequence."""
+
+    def propose(self, most: int, cost: Cost, least_gain: float) -> Sequence[int]:
+        """Up to `most` tokens that may come next; none where others promise more.
+
+        Asking changes nothing.
+
+        Args:
+            most: tokens.
+            cost: of checking them.
+            least_gain: of others, see `Plan`.
+        """
+
+    def note(self, drafted: int, right: int) -> None:
+        """Learn how many of the tokens proposed here were checked, and how many were right."""
+
+    def skip(self) -> None:
+        """Note that a step went by without drafts from here, so that they are tried again."""
+
+
+NewDrafter = Callable[[Sequence[int]], Drafter]  # of a sequence that begins with these tokens
+
+
+class NgramDrafter:
+    """Copies what followed where the end of the text stood before."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        """Begin with the tokens of a prompt."""
+        self._text = GrowingText(ids)
+        self._paces = {least: Pace(chance) for least, chance in GUESSES.items()}
+
+    def append(self, id: int) -> None:
+        """Take the next token of the sequence."""
+        self._text.append(id)
+
+    def propose(self, most: int, cost: Cost, least_gain: float = 1.0) -> Sequence[int]:
+        """Tokens that followed the longest match; see `Drafter.propose`."""
+        match = self._text.match()
+        if match is None:
+            return ()
+        plan = self._pace(match).plan(most, cost)
+        return self._text.following(match, plan.drafts) if plan.gain > least_gain else ()
+
+    def note(self, drafted: int, right: int) -> None:
+        """Learn how many drafts behind the present match were right."""
+        match = self._text.match()
+        if match is not None:
+            self._pace(match).note(drafted, right)
+
+    def skip(self) -> None:
+        """Note that nothing was copied from behind the present match."""
+        match = self._text.match()
+        if match is not None:
+            self._pace(match).skip()
+
+    def _pace(self, match: "Match") -> Pace:
+        return next(pace for least, pace in self._paces.items() if match.length >= least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """One step: tokens of one or several sequences that pass the layers together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -89,3 +91,14 @@ def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bo
         spans=(Span(1, first, count, pages, 1, writes),),
         prompt=prompt,
     )
+
+
+def rows_and_positions(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Row and position of every token of the spans."""
+    rows = [span.row for span in spans for _ in range(span.count)]
+    return rows, [span.first + place for span in spans for place in range(span.count)]
+
+
+def starts_of(spans: Sequence[Span]) -> list[int]:
+    """The first token of each span, then the number of all tokens."""
+    return [0, *accumulate(span.count for span in spans)]

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.runtime.engine.checks import Checks
-from lowbit.runtime.engine.head_cache import HeadCache
-from lowbit.runtime.engine.head_rounds import HeadRounds
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
+from lowbit.runtime.engine.speculate.mtp import MtpCache, MtpRounds
+from lowbit.runtime.engine.speculate.verify import Verifier
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
 from lowbit.runtime.state.step import Span, Step
 
@@ -52,6 +51,9 @@ class Event:
     def synchronize(self) -> None:
         assert self.recorded
 
+    def query(self) -> bool:
+        return self.recorded
+
 
 def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
     """The sequences of a step without drafts as kernels find them on the device."""
@@ -60,7 +62,7 @@ def spans_of(runner: Runner, M: int, reach: int) -> tuple[Span, ...]:
 
 
 def spans_of_round(
-    checks: Checks, M: int, reach: int, B: int, longest: int, *ordered: bool
+    checks: Verifier, M: int, reach: int, B: int, longest: int, *ordered: bool
 ) -> tuple[Span, ...]:
     """The sequences of a round as kernels find them on the device."""
     _, *inputs, _, starts = checks.links.block.tolist()
@@ -137,9 +139,9 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         (Runner, "_decode", lambda *sizes: (spans_of(*sizes),)),
         (Runner, "_forward", lambda *sizes: (spans_of(*sizes),)),
         (Runner, "_choose_next", lambda *sizes: ()),
-        (Checks, "check_tokens", lambda *sizes: (spans_of_round(*sizes),)),
-        (Checks, "keep_logits", lambda *sizes: (spans_of_round(*sizes),)),
-        (Checks, "choose_restricted", lambda *sizes: ()),
+        (Verifier, "check_tokens", lambda *sizes: (spans_of_round(*sizes),)),
+        (Verifier, "keep_logits", lambda *sizes: (spans_of_round(*sizes),)),
+        (Verifier, "choose_restricted", lambda *sizes: ()),
     ):
         monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), spans))
     _rounds_through_graphs(model, recording, monkeypatch)
@@ -150,7 +152,7 @@ def _rounds_through_graphs(
     model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same for steps of the head, which find their sequences on the device."""
-    step = HeadCache.step
+    step = MtpCache.step
 
     def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
         def run(owner: Any, *sizes: Any) -> None:
@@ -162,7 +164,7 @@ def _rounds_through_graphs(
         return run
 
     def step_on_device(
-        cache: HeadCache, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
+        cache: MtpCache, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
     ) -> Step:
         found = step(cache, rows, positions, starts, *rest)
         if cache.runner is not model.engine.runner or found.prompt:
@@ -182,6 +184,6 @@ def _rounds_through_graphs(
         assert max(span.first + span.count for span in spans) <= found.reach
         return replace(found, spans=tuple(spans))
 
-    monkeypatch.setattr(HeadRounds, "round", on_graphs(HeadRounds.round))
-    monkeypatch.setattr(HeadCache, "part", on_graphs(HeadCache.part))
-    monkeypatch.setattr(HeadCache, "step", step_on_device)
+    monkeypatch.setattr(MtpRounds, "round", on_graphs(MtpRounds.round))
+    monkeypatch.setattr(MtpCache, "part", on_graphs(MtpCache.part))
+    monkeypatch.setattr(MtpCache, "step", step_on_device)

@@ -16,8 +16,8 @@ from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench.bench import GREEDY, arbitrary_prompt, step_bytes, summed, tokens_before
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.speculation.tally import Speculated
-from tests.runtime.engine.guesses import Guesser, drafting_by
+from lowbit.runtime.engine.stats import Speculated
+from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 HYBRID = str(MODELS / "tiny-qwen3.5")

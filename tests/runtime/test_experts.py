@@ -22,7 +22,7 @@ from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.bench.bench import step_bytes
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.input_power import FEWEST_TOKENS, input_power
+from lowbit.runtime.models.input_power import FEWEST_TOKENS, input_power
 from lowbit.runtime.models.loader import (
     check_shared_experts,
     load_decoder,

@@ -12,7 +12,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.speculation.modes import DEFAULT_MODE, MOST_DRAFTS
+from lowbit.runtime.engine.load_options import DEFAULT_MODE, MOST_DRAFTS
 from lowbit.runtime.state.step import EXACT_TOKENS
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

@@ -5,9 +5,9 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.new_runner import new_runner
-from lowbit.runtime.speculation.drafter import NewDrafter
-from tests.runtime.engine.guesses import drafting_by
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.speculation.ngram import NewDrafter
+from tests.runtime.engine.speculate.guesses import drafting_by
 
 CONTEXT = 200
 SMALL = CacheSize(context=CONTEXT, sequences=3, pages=9, snapshots=4, drafts=5)
@@ -27,9 +27,10 @@ def assert_all_free(engine: Engine) -> None:
     while engine.step():
         pass
     engine.forget()
-    pools = (engine._room.pages, engine._room.rows, engine._room.snapshots)
-    for pool, first in zip(pools, (1, 1, engine.rows + 1), strict=True):
+    room = engine.scheduler.room
+    pools = (room.pages, room.rows, room.snapshots)
+    for pool, first in zip(pools, (1, 1, engine.runner.rows + 1), strict=True):
         assert not any(pool._owners)
         assert sorted(pool._free) == list(range(first, len(pool._owners)))
-    assert not engine._decoding
-    assert not engine._waiting
+    assert not engine.scheduler.decoding
+    assert not engine.scheduler.waiting

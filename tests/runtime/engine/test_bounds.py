@@ -3,7 +3,7 @@
 import pytest
 
 from lowbit.formats.text.template import ChatTemplate, load_chat_template
-from lowbit.runtime.engine.bounds import Bounds
+from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.text.thinking import shows_thinking
 from lowbit.runtime.text.tokenizer import load_tokenizer
 from tests.runtime.text.templates import BUNDLED, template_of

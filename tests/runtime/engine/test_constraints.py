@@ -12,8 +12,8 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.runner import new_runner
 from tests.runtime.engine.residues import Residues, V, follows, words_of
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
@@ -84,7 +84,7 @@ def test_requests_beside_each_other_have_the_tokens_that_they_have_alone(
         assert handle.finish_reason in ("length", "cancelled")
     assert not engine.step()
     engine.forget()
-    assert (engine._room.rows.free, engine._room.pages.free) == (3, 10)
+    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)
 
 
 def test_a_constraint_that_is_done_is_asked_no_more(model: lowbit.Model) -> None:
@@ -205,4 +205,4 @@ def test_an_error_ends_that_request_alone(
     assert bad.finish_reason is None
     assert [handle.result() for handle in handles] == expected
     engine.forget()
-    assert (engine._room.rows.free, engine._room.pages.free) == (3, 10)
+    assert (engine.scheduler.room.rows.free, engine.scheduler.room.pages.free) == (3, 10)

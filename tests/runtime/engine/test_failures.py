@@ -13,8 +13,9 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.scheduler import Room
 from lowbit.runtime.engine.stream import Answer
 from tests.runtime.engine.small_engine import CONTEXT, assert_all_free, new_engine
 
@@ -43,19 +44,22 @@ def failing(method: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
     return fails
 
 
-@pytest.mark.parametrize("method", ["decode", "begin", "chunk", "read"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Runner, "decode"), (Runner, "begin"), (Runner, "chunk"), (PlainStep, "commit")],
+)
 def test_a_bug_in_a_step_ends_those_that_ran_alone(
-    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, method: str
+    model: lowbit.Model, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
     engine = new_engine(model, ONE)
     expected = list(engine.generate(PROMPT, GREEDY, 8))
     engine.forget()
-    monkeypatch.setattr(Runner, method, failing(getattr(Runner, method)))
+    monkeypatch.setattr(owner, method, failing(getattr(owner, method)))
     first, second = (engine.generate(PROMPT, GREEDY, 8) for _ in range(2))
     with pytest.raises(IndexError, match="a bug"):
         first.result()
     with pytest.raises(LowbitError, match="a step of the engine failed: IndexError"):
-        first.poll()
+        first.result()  # behind the tokens that are there
     assert list(second) == expected
     assert_all_free(engine)
 
@@ -93,8 +97,8 @@ def test_all_end_where_nothing_can_be_begun_anew(
         late = engine.generate(PROMPT, GREEDY, 8)
         with pytest.raises(IndexError, match="a bug"):
             next(late)
-    assert not engine.waiting
-    assert not engine.running
+    assert not engine.scheduler.queued
+    assert not engine.scheduler.running
     assert list(engine.generate(PROMPT, GREEDY, 8)) == expected
     assert_all_free(engine)
 
@@ -141,7 +145,7 @@ def test_a_stream_whose_text_fails_gives_its_room_back(
         list(model.stream("Once", raw=True, max_new_tokens=50))
     model.engine.step()
     assert kept.tb
-    assert not model.engine.running
+    assert not model.engine.scheduler.running
 
 
 class Shared(deque[int]):

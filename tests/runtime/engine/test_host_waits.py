@@ -17,15 +17,14 @@ from torch.overrides import TorchFunctionMode
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.delta import DeltaSlots
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
-from tests.runtime.engine.guesses import drafting_by, guessers
+from tests.runtime.engine.speculate.guesses import drafting_by, guessers
 from tests.runtime.graph_stand_in import Event
 
 META = torch.device("meta")
@@ -184,8 +183,9 @@ def test_running_sequences_do_not_wait_for_a_prompt(
     first = engine.generate(prompt(0), PARAMS[0], 50)
     assert next(first) == 0
     second = engine.generate(prompt(1), PARAMS[0], 50)
-    while len(engine._decoding) == 1:
-        expected = [engine._sent[-1].done]
+    while len(engine.scheduler.decoding) == 1:
+        sent: Any = engine._sent[-1]
+        expected = [sent.done]
         waited.clear()
         engine.step()
         assert waited == expected

@@ -141,14 +141,14 @@ def test_what_was_cancelled_is_forgotten_too(
     begun = [next(handle), next(handle)]
     del handle
     engine.forget()
-    assert engine._room.pages.free == SMALL.pages + 1
-    assert engine._room.rows.free == SMALL.sequences
+    assert engine.scheduler.room.pages.free == SMALL.pages + 1
+    assert engine.scheduler.room.rows.free == SMALL.sequences
     again = engine.generate([*PROMPT, *begun], lowbit.SamplingParams(), 2)
     list(again)
     assert again.reused == 0
     interrupt(monkeypatch, engine.generate(PROMPT, lowbit.SamplingParams(), 8))
     engine.forget()
-    assert engine._room.pages.free == SMALL.pages + 1
+    assert engine.scheduler.room.pages.free == SMALL.pages + 1
 
 
 class Interrupted(deque[Sequence]):
@@ -165,7 +165,7 @@ class Interrupted(deque[Sequence]):
         return left
 
 
-@pytest.mark.parametrize("queue", ["_arrived", "_waiting"])
+@pytest.mark.parametrize("queue", ["_arrived", "waiting"])
 @pytest.mark.parametrize("at", ["leaves", "left"])
 def test_a_request_interrupted_between_queues_is_not_lost(
     model: lowbit.Model, queue: str, at: str
@@ -174,17 +174,17 @@ def test_a_request_interrupted_between_queues_is_not_lost(
     expected = list(engine.generate(PROMPT, lowbit.SamplingParams(), 8))
     engine.forget()
     handles = [engine.generate(PROMPT, lowbit.SamplingParams(), 8) for _ in range(2)]
-    interrupted = Interrupted(getattr(engine, queue))
+    interrupted = Interrupted(getattr(engine.scheduler, queue))
     interrupted.at = at
-    setattr(engine, queue, interrupted)
+    setattr(engine.scheduler, queue, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    setattr(engine, queue, deque(interrupted))
-    if (queue, at) == ("_waiting", "left"):  # it had begun
+    setattr(engine.scheduler, queue, deque(interrupted))
+    if (queue, at) == ("waiting", "left"):  # it had begun
         with pytest.raises(RequestError, match=INTERRUPTED):
             handles.pop(0).result()
     assert [list(handle) for handle in handles] == [expected] * len(handles)
-    assert not engine.waiting
+    assert not engine.scheduler.queued
     assert_all_free(engine)
 
 

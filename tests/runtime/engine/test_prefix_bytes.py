@@ -13,8 +13,8 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
-from lowbit.runtime.engine.new_runner import new_runner
 from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.runner import new_runner
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 END = 4093  # of a message

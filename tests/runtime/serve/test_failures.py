@@ -18,10 +18,11 @@ import pytest
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.handle import Handle
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.engine.room import Room
+from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.scheduler import Room
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.serve import service
 from lowbit.runtime.serve.answers import Mailbox
 from lowbit.runtime.serve.apis.chat import ChatEvents
@@ -83,7 +84,7 @@ def healthy(server: Running) -> bool:
         (Room, "open"),
         (Runner, "chunk"),
         (Runner, "decode"),
-        (Runner, "read"),
+        (PlainStep, "commit"),
         (Job, "_push"),
         (AnswerSplitter, "push"),
         (Metrics, "count_tokens"),

@@ -1,0 +1,202 @@
+"""Prefixes that the cache still holds after their sequence has ended, for prompts to begin with."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowbit.runtime.state.pages import PAGE, pages_for
+from lowbit.runtime.state.pool import Pool
+
+MOST_PREFIXES = 64  # every prompt is compared with all of them
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Tokens whose keys, values and recurrent states are kept.
+
+    Attributes:
+        ids: [T] int64 token ids.
+        pages: that hold them; the last one may hold more.
+        cuts: lengths at which the chunks ended that made its keys and values.
+        decoded: length from which on tokens were decoded, one a step.
+        fresh: length of the part that chunks of prompts alone have computed; a prompt with equal
+            cuts would compute the same bytes.
+        snapshots: slot with the recurrent state, by length; empty for models without.
+        used: time of the last use; larger is later.
+    """
+
+    ids: NDArray[np.int64]
+    pages: list[int]
+    cuts: tuple[int, ...]
+    decoded: int
+    fresh: int
+    snapshots: dict[int, int] = field(default_factory=dict)
+    used: int = 0
+
+    def reusable(self, shared: int, recurrent: bool, cuts: Sequence[int] | None = None) -> int:
+        """Tokens, at most `shared`, that a prompt may reuse which begins with that many of these.
+
+        Args:
+            shared: tokens.
+            recurrent: true if the model has linear layers.
+            cuts: of the prompt. Up to `fresh` only what it would compute itself by these cuts is
+                taken over; None takes what there is, which may be rounded otherwise.
+        """
+        lengths = list(self.snapshots) if recurrent else list(self.cuts)
+        if not recurrent and shared >= self.decoded:
+            lengths.append(shared)
+        return max(
+            (n for n in lengths if n <= shared and (cuts is None or self._allows(n, cuts))),
+            default=0,
+        )
+
+    def alike(self, length: int, cuts: Sequence[int]) -> bool:
+        """True if a prompt with these cuts computes the same keys and values up to a length."""
+        length = min(length, self.fresh)
+        return [c for c in self.cuts if c <= length] == [c for c in cuts if c <= length]
+
+    def _allows(self, length: int, cuts: Sequence[int]) -> bool:
+        return (length > self.fresh or length in cuts) and self.alike(length, cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The part of a prefix that a prompt takes over.
+
+    Attributes:
+        prefix: it belongs to.
+        length: tokens.
+    """
+
+    prefix: Prefix
+    length: int
+
+
+class PrefixCache:
+    """Prefixes by their last use; the least recently used give their pages and slots back first."""
+
+    def __init__(self, pages: Pool, snapshots: Pool, recurrent: bool) -> None:
+        """Nothing is held yet.
+
+        Args:
+            pages: of keys and values.
+            snapshots: slots for recurrent states.
+            recurrent: true if the model has linear layers.
+        """
+        self._pages, self._snapshots, self._recurrent = pages, snapshots, recurrent
+        self._prefixes: list[Prefix] = []
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """Prefixes held."""
+        return len(self._prefixes)
+
+    def find(
+        self, prompt: Sequence[int], most: int, cuts: Sequence[int] | None = None
+    ) -> Hit | None:
+        """The prefix of which the prompt can take over the most, up to `most` tokens.
+
+        cuts: of the prompt, see `Prefix.reusable`.
+        """
+        ids = np.asarray(prompt, dtype=np.int64)
+        best: Hit | None = None
+        for prefix in self._prefixes:
+            shared = min(_common(prefix.ids, ids), most)
+            length = prefix.reusable(shared, self._recurrent, cuts)
+            if length and (best is None or length > best.length):
+                best = Hit(prefix, length)
+        if best is not None:
+            self._touch(best.prefix)
+        return best
+
+    def insert(self, prefix: Prefix) -> None:
+        """Hold a prefix instead of those that it begins with; its pages get an owner here."""
+        for other in list(self._prefixes):
+            length = len(other.ids)
+            begins = _common(other.ids, prefix.ids) == length
+            if begins and prefix.alike(length, other.cuts):  # else their bytes are not the same
+                self._inherit(prefix, other)
+                self._remove(other)
+        self._pages.share(prefix.pages)
+        self._prefixes.append(prefix)
+        self._touch(prefix)
+        if len(self._prefixes) > MOST_PREFIXES:
+            self._remove(self._oldest())
+
+    def make_room(self, pages: int) -> bool:
+        """Give back prefixes until so many pages are free; none where all would not suffice."""
+        if self._pages.free < pages and self._possible() < pages:
+            return False
+        while self._pages.free < pages:
+            self._remove(self._oldest())
+        return True
+
+    def take_snapshot(self) -> int | None:
+        """A slot for a snapshot, the least recently used one's if none is free."""
+        if not self._snapshots.free:
+            holders = [prefix for prefix in self._prefixes if prefix.snapshots]
+            if not holders:
+                return None
+            oldest = min(holders, key=lambda prefix: prefix.used)
+            self._snapshots.drop([oldest.snapshots.pop(min(oldest.snapshots))])
+        return self._snapshots.take(1)[0]
+
+    def clear(self) -> None:
+        """Give back everything."""
+        for prefix in list(self._prefixes):
+            self._remove(prefix)
+
+    def _possible(self) -> int:
+        """Pages that would be free without any prefix."""
+        held = Counter(page for prefix in self._prefixes for page in prefix.pages)
+        return self._pages.free + sum(self._pages.owners(page) == n for page, n in held.items())
+
+    def _inherit(self, prefix: Prefix, other: Prefix) -> None:
+        """Take over the snapshots of another."""
+        for length in list(other.snapshots):
+            if length not in prefix.snapshots:
+                prefix.snapshots[length] = other.snapshots.pop(length)
+
+    def _touch(self, prefix: Prefix) -> None:
+        self._clock += 1
+        prefix.used = self._clock
+
+    def _oldest(self) -> Prefix:
+        return min(self._prefixes, key=lambda prefix: prefix.used)
+
+    def _remove(self, prefix: Prefix) -> None:
+        self._prefixes.remove(prefix)
+        self._pages.drop(prefix.pages)
+        self._snapshots.drop(prefix.snapshots.values())
+
+
+def shared_pages(hit: Hit) -> tuple[list[int], int | None]:
+    """Pages that a prompt shares with a prefix, and the one it must copy since it goes on in it."""
+    whole = hit.length // PAGE
+    return hit.prefix.pages[:whole], hit.prefix.pages[whole] if hit.length % PAGE else None
+
+
+def new_prefix(
+    ids: Sequence[int], pages: Sequence[int], cuts: Sequence[int], decoded: int, fresh: int
+) -> Prefix:
+    """A prefix of all given tokens, on those of the pages that hold them."""
+    return Prefix(
+        ids=np.asarray(ids, dtype=np.int64),
+        pages=list(pages[: pages_for(len(ids))]),
+        cuts=tuple(cut for cut in cuts if cut <= len(ids)),
+        decoded=decoded,
+        fresh=fresh,
+    )
+
+
+def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """Leading numbers that two arrays share."""
+    count = min(len(a), len(b))
+    if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with
+        return 0
+    different = a[:count] != b[:count]
+    first = int(different.argmax())
+    return first if different[first] else count

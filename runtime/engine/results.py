@@ -1,0 +1,136 @@
+"""Results of steps: tokens that the device leaves on the host, and their way into the sequences."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lowbit.formats.errors import CheckpointError, LowbitError
+from lowbit.runtime.engine.constraints import accept
+from lowbit.runtime.engine.scoring import take_scores
+from lowbit.runtime.engine.sequence import Ended, Finish, Sequence, TokenLogProbabilities
+from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
+from lowbit.runtime.state.posted import PLACES, new_places
+
+
+class Sent(Protocol):
+    """A step on its way."""
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Sequences that get tokens from it."""
+
+    def commit(self) -> Ended:
+        """Wait for the step and append its tokens; the sequences that end with them."""
+
+
+class Results:
+    """Rings on the host into which steps write, a column for each row of the sampler.
+
+    Attributes:
+        places: [PLACES, R] int64, chosen tokens by their position modulo PLACES; -1 after logits
+            that are not finite.
+        log_probabilities: of these tokens.
+    """
+
+    def __init__(self, rows: int, on_gpu: bool) -> None:
+        """Page-lock the rings that a GPU writes to."""
+        self.places = new_places(rows, on_gpu)
+        self.log_probabilities = new_log_probabilities(rows, on_gpu)
+        self.tokens = self.places.numpy()  # the same memory; a tensor takes 4 us to read a number
+        self._on_gpu = on_gpu
+        self._held: list[tuple[torch.cuda.Event, LogProbabilities]] = []
+
+    def record(self) -> "torch.cuda.Event | None":
+        """Mark the end of all that has been sent; None on a CPU, where steps run at once."""
+        if not self._on_gpu:
+            return None
+        if self._held:
+            self._held = [each for each in self._held if not each[0].query()]  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def hold(self, scores: LogProbabilities) -> None:
+        """Keep page-locked memory until the kernels that have been sent no longer write to it."""
+        event = self.record()
+        if event is not None:
+            self._held.append((event, scores))
+
+    def append(self, sequence: Sequence, token: int) -> Finish | LowbitError | None:
+        """Append a token to the output of a running sequence.
+
+        Args:
+            sequence: running.
+            token: as a step has chosen it, -1 after logits that are not finite.
+
+        Returns:
+            Why the sequence ends here, None where it goes on.
+        """
+        output, request = sequence.output, sequence.request
+        position = len(request.prompt) + len(output)
+        bad = None if sequence.scores is None else take_scores(sequence)
+        if token < 0 and bad is None:
+            bad = position
+        if bad is not None:
+            return nonfinite_error(bad)
+        if sequence.count == 0:
+            return "length"
+        if request.sampling.logprobs is not None:
+            found = self._log_probabilities_of(sequence, position, request.sampling.logprobs)
+            sequence.log_probabilities.append(found)
+        output.append(token)
+        sequence.unread.append(token)
+        if token in request.stop_ids:
+            return "stop"
+        if len(output) == sequence.count:
+            return "length"
+        return None if request.constraint is None else accept(sequence, token)
+
+    def _log_probabilities_of(
+        self, sequence: Sequence, position: int, top: int
+    ) -> TokenLogProbabilities:
+        """Those of the token at a position, and of the `top` likeliest ones there."""
+        at = (position % PLACES, sequence.row, slice(1 + top))
+        values = self.log_probabilities.values[at].tolist()
+        ids = self.log_probabilities.ids[at].tolist()
+        return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+
+
+@dataclass(slots=True)
+class PlainStep:
+    """A step without drafts on its way: it leaves a token for each sequence.
+
+    Attributes:
+        sequences: that get a token.
+        results: where the tokens are.
+        done: recorded behind the step; None on a CPU.
+    """
+
+    sequences: list[Sequence]
+    results: Results
+    done: "torch.cuda.Event | None"
+
+    def commit(self) -> Ended:
+        """Wait for the step and append its tokens; the sequences that end with them."""
+        if self.done is not None:
+            self.done.synchronize()
+        ended: Ended = []
+        results = self.results
+        for sequence in self.sequences:
+            if sequence.phase == "ended":
+                continue
+            token = int(results.tokens[(sequence.last + 1) % PLACES, sequence.row])
+            end = results.append(sequence, token)
+            if end is not None:
+                ended.append((sequence, end))
+        return ended
+
+
+def nonfinite_error(tokens: int) -> CheckpointError:
+    """The error of a sequence whose logits after `tokens` tokens are NaN or infinite."""
+    return CheckpointError(
+        f"the logits after {tokens} tokens are NaN or infinite, so no token can be chosen",
+        hint="some activation overflows: look for damaged weights with `lowbit-convert verify "
+        "MODEL` and `lowbit-convert report MODEL`, or convert the original again",
+    )

@@ -1,0 +1,326 @@
+"""Schedules sequences: who waits, whose prompt is run, who is decoded, and the room that each gets.
+
+Chunks of a prompt end at positions that the tokens before them decide. Rounding depends on how many
+tokens a chunk has. Two prompts with a common prefix are cut at the same places inside it, so what
+one of them has left in the cache has the bytes that the other would compute.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as Ids
+from threading import Lock
+
+from lowbit.formats.errors import LowbitError, QueueFullError
+from lowbit.runtime.engine.prefix_cache import Hit, PrefixCache, new_prefix, shared_pages
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Finish, Sequence
+from lowbit.runtime.engine.stats import Reuse
+from lowbit.runtime.state.pool import Pool
+from lowbit.runtime.state.step import NO_SLOT
+
+CHUNK = 1024  # most tokens of a prompt that pass the layers together
+LEAST = 64  # fewest tokens between two cuts
+SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
+
+
+class Scheduler:
+    """The sequences of an engine, by phase.
+
+    Attributes:
+        most_waiting: sequences beside those that run together; None for any number.
+        room: rows, pages and slots of those that run.
+        waiting: sequences that have no room yet.
+        prompt: the sequence whose prompt is being run.
+        decoding: sequences behind their prompts.
+        reuse: counts the prompts that began with tokens in the cache.
+    """
+
+    def __init__(self, runner: Runner, most_waiting: int | None) -> None:
+        """Begin without sequences.
+
+        Args:
+            runner: with the state that they share.
+            most_waiting: see `Scheduler`.
+        """
+        self._runner, self.most_waiting = runner, most_waiting
+        self.room = Room(runner)
+        self.waiting: deque[Sequence] = deque()
+        self.prompt: Sequence | None = None
+        self.decoding: list[Sequence] = []
+        self.reuse = Reuse()
+        self._arriving = Lock()  # never held for longer than it takes to count
+        self._arrived: deque[Sequence] = deque()  # since the last step
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that have room now."""
+        prompt = self.prompt
+        return tuple(self.decoding) if prompt is None else (*self.decoding, prompt)
+
+    @property
+    def queued(self) -> tuple[Sequence, ...]:
+        """Sequences that have no room yet, those included that arrived since the last step."""
+        return (*list(self._arrived), *list(self.waiting))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, from any thread, without waiting for the step under way.
+
+        Raises:
+            QueueFullError: as many wait as may.
+        """
+        with self._arriving:
+            asked = {*self.queued, *self.running}  # a step may move one from these to those
+            ahead = sum(not each.cancelled for each in asked)  # the next step ends the others
+            rows = self._runner.rows
+            if self.most_waiting is not None and ahead >= rows + self.most_waiting:
+                raise QueueFullError(
+                    f"{ahead} requests run or wait, and no more than {rows} run together",
+                    hint="ask again later",
+                )
+            self._arrived.append(sequence)
+
+    def admit(self) -> None:
+        """Queue what has arrived, end what was cancelled."""
+        while self._arrived:  # here and below, who was interrupted is in both, never in neither
+            if self._arrived[0] not in self.waiting:
+                self.waiting.append(self._arrived[0])
+            self._arrived.popleft()
+        for sequence in (*self.waiting, *self.decoding, self.prompt):
+            if sequence is not None and sequence.cancelled:
+                self.end(sequence, "cancelled")
+
+    def next_prompt(self) -> Sequence | None:
+        """The sequence whose prompt is run next, once it has a row and pages."""
+        if self.prompt is None and self.waiting:
+            first = self.waiting[0]
+            scored = None if first.request.prompt_logprobs is None else 0
+            try:
+                opened = self.room.open(first, scored)
+            except Exception:  # the first in the queue ends with the step, or it fails for ever
+                self.prompt = self.waiting.popleft()
+                raise
+            if opened:
+                self.prompt = first
+                self.waiting.popleft()
+                self.reuse.count(first.reused)
+        return self.prompt
+
+    def keep_prompt(self, sequence: Sequence) -> None:
+        """Keep the whole chunks of a prompt that has been run for others that begin with them."""
+        self.room.keep(sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0))
+
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """Let a sequence whose first token is being chosen take part in the steps that follow."""
+        sequence.chosen = 1
+        sequence.phase = "decoding"
+        self.decoding.append(sequence)
+        self.prompt = None
+
+    def end(self, sequence: Sequence, why: Finish | LowbitError) -> None:
+        """End a sequence, in whatever phase; without an error its tokens stay in the cache."""
+        phase = sequence.phase
+        if isinstance(why, LowbitError):
+            sequence.error = why
+        else:
+            sequence.finish = why
+        sequence.phase = "ended"  # last, since handles look without the lock
+        if phase == "waiting":
+            self.waiting.remove(sequence)
+            return
+        if sequence.error is None:
+            if phase == "decoding":
+                self.room.take_snapshot(sequence)
+            self.room.keep(sequence, sequence.length)
+        if sequence.scores is not None:
+            self._runner.results.hold(sequence.scores)
+        self.room.close(sequence)
+        if sequence in self.decoding:
+            self.decoding.remove(sequence)
+        if self.prompt is sequence:
+            self.prompt = None
+
+    def lose_running(self, error: LowbitError | None) -> None:
+        """End all that run with a step that failed or, without an error, was interrupted."""
+        for sequence in self.running:
+            if not sequence.ended and sequence not in self.waiting:
+                sequence.lose(error)
+        for sequence in self.waiting:  # the first may have been given a row
+            sequence.phase = "waiting"
+        self.prompt = None
+        self.decoding.clear()
+
+    def lose_queued(self, error: LowbitError) -> None:
+        """End all that wait."""
+        for queue in (self.waiting, self._arrived):
+            while queue:
+                queue.popleft().lose(error)
+
+    def empty_room(self) -> None:
+        """Make room anew, of which nothing is taken or kept."""
+        self.room = Room(self._runner)
+
+
+class Room:
+    """Rows, pages and slots: given to sequences while they run, and left to later ones.
+
+    Attributes:
+        pages: of keys and values.
+        rows: of block tables and sampler; the slot of that number is for the recurrent state.
+        snapshots: slots with recurrent states that are kept.
+        prefixes: tokens of ended sequences, for prompts that begin with them.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        """Free all rows, pages and slots of a runner."""
+        state, rows = runner.state, runner.rows + 1
+        self._runner = runner
+        self.pages, self.rows = Pool(state.pages.count), Pool(rows)
+        self.snapshots = Pool(rows + runner.snapshots, first=rows)
+        self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
+        self._changes = 0  # of what is kept or taken back: only then is it worth trying again
+        self._refused: tuple[Sequence, int | None, int] | None = None  # with the changes by then
+        runner.batch = []
+        for row in range(1, rows):
+            runner.sampler.clear_row(row)
+
+    def open(self, sequence: Sequence, scored: int | None = None) -> bool:
+        """Give a sequence a row, its pages and what the cache holds of its prompt.
+
+        Args:
+            sequence: waiting.
+            scored: first token whose logits are wanted; None to generate after the last.
+
+        Returns:
+            False where no row or too few pages are free.
+        """
+        attempt = sequence, scored, self._changes
+        if not self.rows.free or attempt == self._refused:
+            return False
+        prompt = sequence.request.prompt
+        cuts = prompt_cuts(prompt, sequence.request.message_ends)
+        if scored is None:
+            hit = self.prefixes.find(prompt, len(prompt) - 1, cuts)
+        else:
+            hit = self.prefixes.find(prompt, scored)
+            cuts.append(scored)
+        if not self._take_pages(sequence, hit):
+            self._refused = attempt
+            return False
+        [sequence.row] = self.rows.take(1)
+        sequence.slot = sequence.row
+        sequence.length = sequence.reused = sequence.drafts.seen = hit.length if hit else 0
+        sequence.fresh = len(prompt)
+        if hit is not None:
+            if hit.length > hit.prefix.fresh:
+                sequence.fresh = hit.prefix.fresh
+            taken = [c for c in hit.prefix.cuts if c <= hit.length]
+            cuts = [*taken, hit.length, *(c for c in cuts if c > hit.length)]
+        sequence.cuts = sorted({*cuts} - {0})
+        sequence.phase = "prompt"
+        snapshot = hit.prefix.snapshots.get(hit.length) if hit else None
+        self._runner.open(sequence, snapshot)
+        return True
+
+    def _take_pages(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """Give a sequence the pages that it shares with a prefix, and free ones; False if short."""
+        shared, partial = shared_pages(hit) if hit else ([], None)
+        used = shared if partial is None else [*shared, partial]
+        self.pages.share(used)  # so that making room does not free them
+        needed = sequence.page_count - len(shared)
+        if not self.prefixes.make_room(needed):
+            self.pages.drop(used)
+            return False
+        fresh = self.pages.take(needed)
+        if partial is not None:
+            self._runner.copy_page(partial, fresh[0])
+            self.pages.drop([partial])
+        sequence.pages = [*shared, *fresh]
+        return True
+
+    def count_chunk(self, sequence: Sequence, stop: int) -> None:
+        """Count the tokens up to `stop` as sent; keep the state there where a later prompt may."""
+        sequence.length = stop
+        if stop in sequence.cuts and snapshot_due(stop, sequence.snapshots, sequence.reused):
+            self.take_snapshot(sequence)
+
+    def take_snapshot(self, sequence: Sequence) -> None:
+        """Keep the present recurrent state of a sequence, where there is one and room for it."""
+        known = self._runner.state.recurrent and sequence.slot != NO_SLOT
+        slot = self.prefixes.take_snapshot() if known else None
+        if slot is not None:
+            self._runner.state.slots.copy(sequence.slot, slot)
+            sequence.snapshots[sequence.length] = slot
+
+    def keep(self, sequence: Sequence, length: int) -> None:
+        """Keep the first `length` tokens of a sequence for prompts that begin with them."""
+        if length == 0:
+            return
+        self._changes += 1
+        decoded = len(sequence.request.prompt)
+        prefix = new_prefix(
+            sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
+        )
+        prefix.snapshots = {at: slot for at, slot in sequence.snapshots.items() if at <= length}
+        for at in prefix.snapshots:
+            del sequence.snapshots[at]
+        self.prefixes.insert(prefix)
+
+    def forget(self) -> None:
+        """Drop what is kept of ended sequences."""
+        self._changes += 1
+        self.prefixes.clear()
+
+    def close(self, sequence: Sequence) -> None:
+        """Take everything back from a sequence.
+
+        Steps that are under way still write to its row and pages; whoever gets these next writes
+        later.
+        """
+        self._changes += 1
+        self.snapshots.drop(sequence.snapshots.values())
+        self.pages.drop(sequence.pages)
+        self.rows.drop([sequence.row])
+        self._runner.close(sequence)
+
+
+def prompt_cuts(ids: Ids[int], message_ends: Collection[int]) -> list[int]:
+    """Lengths at which a prompt is cut, in ascending order.
+
+    A cut follows every CHUNK tokens and every end of a message that is LEAST tokens or more after
+    the cut before.
+
+    Args:
+        ids: token ids of the prompt.
+        message_ends: ids of the tokens that end a message.
+
+    Returns:
+        Lengths up to `len(ids)`; that length itself only where it is a cut too.
+    """
+    cuts: list[int] = []
+    last = 0
+    ends = [index + 1 for index, id in enumerate(ids) if id in message_ends] if message_ends else []
+    for end in (*ends, len(ids)):
+        while end - last > CHUNK:
+            last += CHUNK
+            cuts.append(last)
+        if end - last == CHUNK or (end - last >= LEAST and ends and end <= ends[-1]):
+            last = end
+            cuts.append(last)
+    return cuts
+
+
+def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
+    """The first cut behind `length`; the end of the prompt where there is none."""
+    return min((cut for cut in cuts if cut > length), default=stop)
+
+
+def snapshot_due(cut: int, snapshots: Collection[int], reused: int) -> bool:
+    """True if the recurrent state is to be kept at a cut: where a message ends, or long behind one.
+
+    Args:
+        cut: length of the prompt so far.
+        snapshots: lengths at which it has been kept.
+        reused: length that the cache held.
+    """
+    since = cut - max(snapshots, default=reused)
+    return bool(since % CHUNK) or since >= SNAPSHOT_EVERY

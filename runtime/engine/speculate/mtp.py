@@ -1,0 +1,399 @@
+"""Rounds whose drafts the model's head for multi-token prediction (MTP) makes.
+
+They follow each other on the device alone: a round brings the head up to the last token, drafts k
+tokens of every sequence, sends them through the trunk and accepts those that are right; the next
+one begins with what it leaves (`Links`). On a GPU a round is one CUDA graph, and the host reads its
+tokens while the next one runs.
+
+The head needs the trunk's hidden state of every position. Steps leave the last ones of each row in
+a trail, from which the head catches up now and then, so that steps without drafts cost it little.
+"""
+
+import time
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
+from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
+from lowbit.runtime.kernels.linear.tiles import GpuLinear
+from lowbit.runtime.models.qwen3_5_mtp import MtpHead
+from lowbit.runtime.state.links import TRAIL, Links, trail_of
+from lowbit.runtime.state.posted import PLACES, new_places, write
+from lowbit.runtime.state.sampler_rows import SCRATCH
+from lowbit.runtime.state.step import (
+    EXACT_TOKENS,
+    NO_SLOT,
+    Span,
+    Step,
+    rows_and_positions,
+    starts_of,
+)
+
+MOST_BEHIND = 2 * EXACT_TOKENS  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class MtpCache:
+    """Keys and values of the head, up to where it drafts.
+
+    Attributes:
+        runner: of the model.
+        head: of the model.
+        trail: of the runner.
+        graphs: recorded steps.
+        block: [4, W] int32, rows, positions, places in the trails and ids of such a step.
+        starts: [2] int32, 0 and W.
+    """
+
+    runner: Runner
+    head: MtpHead[CpuLinear] | MtpHead[GpuLinear]
+    trail: Tensor
+    graphs: Graphs
+    block: Tensor
+    starts: Tensor
+
+    def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Run a part of a prompt through the head, but for a position whose next token is unknown.
+
+        Args:
+            sequence: with that part sent through the layers.
+            first: position of the part.
+            hidden: [M, h] of the part, before the final norm.
+        """
+        count, prompt, ints = len(hidden), sequence.request.prompt, self.runner.ints
+        stop = min(first + count, len(prompt) - 1)
+        self.trail[sequence.row, (first + count - 1) % TRAIL] = hidden[-1]
+        if stop > first:
+            span = Span(sequence.row, first, stop - first, tuple(sequence.pages))
+            rows, positions = ints(rows_and_positions([span]))
+            reach = reach_for(stop, self.runner.context)
+            step = self.step(rows, positions, ints([0, span.count]), reach, [span])
+            ids = ints(prompt[first + 1 : stop + 1])
+            self.head.hidden(ids, hidden[: span.count], self.runner.state, step)
+        sequence.drafts.seen = stop
+
+    def catch_up(self, sequence: Sequence, most: int) -> None:
+        """Bring the head up to `most` positions before the last token that the host knows.
+
+        On a GPU by recorded steps of W positions, the last of which may belong to nobody.
+        """
+        wide = self.block.shape[1]
+        # What the trail has lost stays unseen. Two rounds may be under way beyond the last token.
+        sequence.drafts.seen = max(sequence.drafts.seen, sequence.last + 2 * EXACT_TOKENS - TRAIL)
+        while (count := min(wide, sequence.last - most - sequence.drafts.seen)) > 0:
+            first = sequence.drafts.seen
+            span = Span(sequence.row, first, count, tuple(sequence.pages))
+            rows, positions = rows_and_positions([span])
+            trails = [trail_of(sequence.row, position) for position in positions]
+            ids = [sequence.id_at(position + 1) for position in positions]
+            columns = [
+                [*some, *[SCRATCH] * (wide - count)] for some in (rows, positions, trails, ids)
+            ]
+            write(self.block, columns)
+            reach = reach_for(first + count, self.runner.context)
+            if self.runner.on_gpu:
+                self.graphs.run(("catch up", reach), partial(self.part, reach), (self.block,))
+            else:
+                self.part(reach, span)
+            sequence.drafts.seen += count
+
+    def part(self, reach: int, span: Span | None = None) -> None:
+        """Run `block` through the head: all W positions, or the first `span.count` on a CPU."""
+        count = self.block.shape[1] if span is None else span.count
+        rows, positions, trails, ids = self.block[:, :count]
+        starts = self.starts if span is None else self.runner.ints([0, count])
+        step = self.step(rows, positions, starts, reach, [span or Span(SCRATCH, 0, count)])
+        hidden = self.runner.decoder.ops.embed(trails, self.trail.flatten(0, 1))
+        self.head.hidden(ids, hidden, self.runner.state, step)
+
+    def step(
+        self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: Numbers[Span]
+    ) -> Step:
+        """A step of the head, whose layer has no recurrent state.
+
+        spans: tokens of each sequence; of a recorded step their numbers alone count.
+        """
+        return Step(
+            positions=positions,
+            rows=rows,
+            starts=starts,
+            tables=self.runner.tables,
+            read=rows,
+            write=rows,
+            reach=reach,
+            longest=max(span.count for span in spans),
+            spans=tuple(spans),
+            prompt=len(spans) == 1 and len(rows) > EXACT_TOKENS,
+        )
+
+
+@dataclass(slots=True)
+class MtpRound:
+    """A round whose drafts the head makes; later ones may be sent before it is read.
+
+    Attributes:
+        rounds: that it is one of.
+        sequences: that get tokens from it.
+        drafts: of each sequence.
+        first: its inputs come from the host, not from the round before.
+        seconds: between the results of the round before and its own, once it is done; None where
+            that says nothing of its cost.
+    """
+
+    rounds: "MtpRounds"
+    sequences: list[Sequence]
+    drafts: int
+    first: bool
+    seconds: float | None = None
+    _writes: list[tuple[int, ...]] = field(default_factory=list)  # of each, see `Part`
+    _done: "torch.cuda.Event | None" = None
+
+    def run(self) -> None:
+        """Send the round behind those under way, or as the first one."""
+        rounds = self.rounds
+        recorded = len(rounds.verifier.graphs)
+        if self.first:
+            rounds.enter(self.sequences, self.drafts)
+            rounds.read_at = None
+        self._writes = [part.writes for part in rounds.parts]
+        rounds.send()
+        if len(rounds.verifier.graphs) != recorded:  # which held up the host
+            rounds.read_at = None
+        self._done = rounds.runner.results.record()
+
+    def commit(self) -> Ended:
+        """Wait for the round and append its tokens; the sequences that end with them.
+
+        A later round under way has already sent the last token, and overwritten the recurrent
+        states after the others.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+        now, before = time.perf_counter(), self.rounds.read_at
+        self.seconds, self.rounds.read_at = None if before is None else now - before, now
+        ended: Ended = []
+        results = self.rounds.runner.results
+        for sequence, writes in zip(self.sequences, self._writes, strict=True):
+            drafts = sequence.drafts
+            drafts.due -= 1 + self.drafts
+            if sequence.ended:
+                continue
+            tokens = self._accepted(sequence)
+            drafts.seen = sequence.last
+            right = count_right(tokens, sequence.request.stop_ids)
+            drafts.tally.count(self.drafts, right)
+            if drafts.pace is not None:
+                drafts.pace.note(self.drafts, right)
+            for place, token in enumerate(tokens):
+                if drafts.due == 0:
+                    advance(sequence, writes[place])
+                elif place + 1 == len(tokens):
+                    advance(sequence, sequence.row, next_sent=True)
+                else:
+                    advance(sequence, NO_SLOT)
+                end = results.append(sequence, token)
+                if end is not None:
+                    ended.append((sequence, end))
+                    break
+        return ended
+
+    def _accepted(self, sequence: Sequence) -> list[int]:
+        """Tokens that the round has put behind a sequence's output."""
+        first, places = sequence.last, self.rounds.runner.results.tokens
+        count = 1 + int(self.rounds.links.right[first % PLACES, sequence.row])
+        found = places[[(first + 1 + place) % PLACES for place in range(count)], sequence.row]
+        return [int(token) for token in found]
+
+
+@dataclass(slots=True)
+class MtpRounds:
+    """Sends rounds of the sequences of an engine.
+
+    Attributes:
+        cache: of the head.
+        verifier: of its drafts.
+        batch: sequences of the last round.
+        drafts: of each of them.
+        parts: of these sequences.
+        read_at: when the last round was read; None before the second of those that follow another.
+    """
+
+    cache: MtpCache
+    verifier: Verifier
+    batch: list[Sequence] = field(default_factory=list)
+    drafts: int = 0
+    parts: list[Part] = field(default_factory=list)
+    read_at: float | None = None
+    _seen: list[Span] = field(default_factory=list)  # positions that the head takes first
+    _seen_rows: Tensor = field(init=False)  # [W] int32, their rows
+    _seen_starts: Tensor = field(init=False)  # [W + 1] int32
+    _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
+    _places: Tensor = field(init=False)  # of drafts, which nobody reads
+
+    def __post_init__(self) -> None:
+        """Make room for the head's own inputs."""
+        rows = self.links.rows
+        self._seen_rows = torch.zeros_like(self.links.seen)
+        self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        self._seen_starts = self._singles.clone()
+        self._places = new_places(self.runner.sampler.rows, self.runner.on_gpu)
+
+    @property
+    def runner(self) -> Runner:
+        """Of the trunk."""
+        return self.cache.runner
+
+    @property
+    def links(self) -> Links:
+        """Between a round and the next one."""
+        return self.verifier.links
+
+    def follows(self, sequences: list[Sequence], drafts: int) -> bool:
+        """True if the inputs of a round of these sequences are on the device already."""
+        here = (
+            self.runner.on_gpu
+            and self.verifier.linked
+            and all(each.drafts.verified for each in sequences)
+        )
+        return here and sequences == self.batch and drafts == self.drafts
+
+    def enter(self, sequences: list[Sequence], drafts: int) -> None:
+        """Put the inputs of a first round in place, of sequences whose tokens have been read."""
+        runner = self.runner
+        leave_rounds(runner, sequences)
+        each_has = len(runner.spare) // len(sequences) if runner.spare is not None else 0
+        self.batch, self.drafts, self.parts = list(sequences), drafts, []
+        for index, each in enumerate(sequences):
+            self.cache.catch_up(each, most=1 + drafts)
+            spare = [each.row] * drafts
+            if runner.spare is not None:
+                first = runner.spare.start + index * each_has
+                spare = list(range(first, first + drafts))
+            self.parts.append(Part(each, (0,) * drafts, (each.row, *spare)))
+        self.verifier.compose(self.parts, self._width(len(sequences), drafts))
+        self._compose_head(sequences, drafts)
+        self.verifier.linked = True
+
+    def send(self) -> None:
+        """Send a round behind those under way."""
+        runner, k, B = self.runner, self.drafts, len(self.batch)
+        M = self._width(B, k)
+        stop = max(each.last + each.drafts.due for each in self.batch) + k + 1
+        reach = reach_for(stop, runner.context)
+        ordered = any(part.ordered for part in self.parts)
+        if runner.on_gpu:
+            key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
+            links = self.links
+            kept = (links.chosen, links.seen, links.trails, links.ends)
+            run = partial(self.round, M, B, k, reach, ordered)
+            self.verifier.graphs.run(key, run, (links.block[:5],), kept)
+        else:
+            self.round(M, B, k, reach, ordered)
+        for each in self.batch:
+            if each.drafts.due == 0:
+                advance(each, each.row)
+            each.drafts.due += 1 + k
+
+    def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
+        """Draft, send through the trunk, accept: M tokens, padding included, of B sequences."""
+        runner, links = self.runner, self.links
+        drafts = self.draft(B, k, reach)
+        links.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
+        adjusted = runner.sampler.shape.adjusted
+        if adjusted:  # so that penalties count them once, when they are chosen
+            rows = links.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
+            runner.sampler.uncount(rows.flatten(), drafts.flatten())
+        spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
+        self.verifier.check_tokens(M, reach, B + (B * (k + 1) < M), k + 1, ordered, spans)
+        runner.decoder.ops.accept(links, B, k)
+        if adjusted:
+            count = B * (k + 1)
+            runner.sampler.uncount(links.wrong[:count], links.chosen[:count])
+
+    def draft(self, B: int, k: int, reach: int) -> Tensor:
+        """Draft k tokens of each sequence: [B, k] int64.
+
+        A draft is drawn with the random number of its place, as the token itself will be, which
+        makes the two meet more often than if each had its own.
+        """
+        runner, head, links = self.runner, self.cache.head, self.links
+        hidden = self._first(B, k, reach)
+        firsts = (
+            each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (links.rows, links.positions)
+        )
+        rows, first = (each.contiguous() for each in firsts)
+        positions = first + self._singles[:k, None]  # [k, B]
+        moved = positions.clone()  # by choosing
+        drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
+        for ahead, token in enumerate(drafts):
+            head.choose(hidden, runner.sampler, rows, moved[ahead], token, self._places)
+            if ahead + 1 < k:
+                spans = [
+                    Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
+                    for part in self.parts
+                ]
+                step = self.cache.step(rows, positions[ahead], self._singles[: B + 1], reach, spans)
+                hidden = head.hidden(token, hidden, runner.state, step, own=True)
+        return drafts.T
+
+    def _first(self, B: int, k: int, reach: int) -> Tensor:
+        """Bring the head up to the last token of each sequence: its output there, [B, h]."""
+        links, runner, embed = self.links, self.runner, self.runner.decoder.ops.embed
+        count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
+        rows, seen = self._seen_rows[:count], links.seen[:count]
+        step = self.cache.step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
+        hidden = embed(links.trails[:count], self.cache.trail.flatten(0, 1))
+        found = self.cache.head.hidden(links.chosen[:count], hidden, runner.state, step)
+        return embed(links.ends[:B], found)
+
+    def _compose_head(self, sequences: list[Sequence], drafts: int) -> None:
+        """Put in place what the head reads first: positions that it has not seen.
+
+        A recorded round takes as many of each sequence as the round before had tokens. Those beyond
+        the right ones are overwritten before anything reads them.
+        """
+        links, self._seen = self.links, []
+        ids: list[int] = []
+        ends: list[int] = []
+        for each in sequences:
+            count = 1 + drafts if self.runner.on_gpu else behind(each)
+            known = [each.id_at(each.drafts.seen + 1 + place) for place in range(behind(each))]
+            ends.append(len(ids) + behind(each) - 1)
+            ids += known + [0] * (count - behind(each))
+            self._seen.append(Span(each.row, each.drafts.seen, count, tuple(each.pages)))
+        count, starts = len(ids), starts_of(self._seen)
+        rows, seen = rows_and_positions(self._seen)
+        trails = [trail_of(*each) for each in zip(rows, seen, strict=True)]
+        block = self.runner.ints([rows, seen, trails, ids])
+        self._seen_rows[:count], links.seen[:count] = block[:2]
+        links.trails[:count], links.chosen[:count] = block[2:]
+        self._seen_starts[: len(starts)] = self.runner.ints(starts)
+        links.ends[: len(ends)] = self.runner.ints(ends)
+
+    def _width(self, B: int, k: int) -> int:
+        """Tokens of a round, padding included."""
+        return width_for(B * (k + 1)) if self.runner.on_gpu else B * (k + 1)
+
+
+def behind(sequence: Sequence) -> int:
+    """Positions that the head has not seen, of those before the last token."""
+    return sequence.last - sequence.drafts.seen
+
+
+def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
+    """Rounds by the head of a runner's model, where it was read."""
+    runner = verifier.runner
+    head, trail = runner.decoder.mtp, runner.trail
+    if head is None or trail is None:
+        return None
+    block = torch.zeros(4, EXACT_TOKENS, dtype=torch.int32, device=trail.device)
+    starts = runner.ints([0, EXACT_TOKENS])
+    return MtpRounds(MtpCache(runner, head, trail, verifier.graphs, block, starts), verifier)

@@ -1,0 +1,383 @@
+"""Verified rounds: steps that send the last token of each sequence and drafts behind it.
+
+The host knows the drafts: copies of earlier tokens, tokens that a constraint forces, or a block of
+a drafter. A round chooses behind every draft what a step without drafts would have chosen there,
+and the drafts up to the first one that was not chosen are right.
+"""
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.constraints import mask_of, restrict
+from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_for
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
+from lowbit.runtime.state.links import Links, new_links
+from lowbit.runtime.state.posted import PLACES, write
+from lowbit.runtime.state.sampler_rows import SCRATCH, SamplerRows
+from lowbit.runtime.state.step import (
+    EXACT_TOKENS,
+    NO_SLOT,
+    Span,
+    Step,
+    rows_and_positions,
+    starts_of,
+)
+from lowbit.runtime.text.constraint import Constraint
+
+Source = Literal["none", "forced", "copied", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence's tokens in a round.
+
+    Attributes:
+        sequence: all of whose tokens have been read.
+        drafts: behind its last token.
+        writes: slots that take the recurrent state after the last token and after each draft.
+        source: of its drafts.
+    """
+
+    sequence: Sequence
+    drafts: tuple[int, ...]
+    writes: tuple[int, ...]
+    source: Source = "none"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the sequence in the round."""
+        return (self.sequence.output[-1], *self.drafts)
+
+    @property
+    def ordered(self) -> bool:
+        """True if what is chosen after a draft depends on what was chosen before it."""
+        return bool(self.drafts) and self.sequence.request.sampling.penalized
+
+    @property
+    def span(self) -> Span:
+        """These tokens as a step names them."""
+        each = self.sequence
+        pages = tuple(each.pages)
+        return Span(each.row, each.last, len(self.writes), pages, each.slot, self.writes)
+
+
+@dataclass(slots=True)
+class VerifiedRound:
+    """A round whose drafts the host knows.
+
+    Attributes:
+        verifier: runs it.
+        parts: of its sequences, EXACT_TOKENS tokens at most.
+        started: when its drafts began to be made, or when it was sent.
+        seconds: until it was done; None where that says nothing, since a graph was recorded.
+    """
+
+    verifier: "Verifier"
+    parts: list[Part]
+    started: float | None = None
+    seconds: float | None = None
+    _drafts: list[tuple[int, ...]] = field(default_factory=list)  # of each part, that are checked
+    _failed: Ended = field(default_factory=list)
+    _done: "torch.cuda.Event | None" = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Sequences that get tokens from it."""
+        return [part.sequence for part in self.parts]
+
+    def run(self) -> None:
+        """Send the round; masks are made while the layers run."""
+        verifier, parts = self.verifier, self.parts
+        recorded = len(verifier.graphs)
+        self.started = self.started or time.perf_counter()
+        self._drafts = [part.drafts for part in parts]
+        if any(part.sequence.limited for part in parts):
+            launch = verifier.send_layers(parts)
+            self._failed, self._drafts = restrict_round(parts, verifier.runner.sampler)
+            verifier.send_choice(*launch)
+        else:
+            verifier.send(parts)
+        self._done = verifier.runner.results.record()
+        self.seconds = None if len(verifier.graphs) != recorded else 0.0
+
+    def commit(self) -> Ended:
+        """Wait for the round and append its tokens; the sequences that end with them."""
+        if self._done is not None:
+            self._done.synchronize()
+        if self.seconds is not None and self.started is not None:
+            self.seconds = time.perf_counter() - self.started
+        results, ended = self.verifier.runner.results, list(self._failed)
+        failed = {sequence for sequence, _ in self._failed}
+        chosen = [
+            self._chosen(part.sequence, drafts)
+            for part, drafts in zip(self.parts, self._drafts, strict=True)
+        ]
+        self.verifier.uncount(self.parts, [len(tokens) - 1 for tokens in chosen])
+        for part, tokens in zip(self.parts, chosen, strict=True):
+            sequence = part.sequence
+            if sequence in failed:
+                continue
+            _note(part, count_right(tokens, sequence.request.stop_ids))
+            for slot, token in zip(part.writes, tokens, strict=False):
+                advance(sequence, slot)
+                end = results.append(sequence, token)
+                if end is not None:
+                    ended.append((sequence, end))
+                    break
+        return ended
+
+    def _chosen(self, sequence: Sequence, drafts: Numbers[int]) -> list[int]:
+        """Tokens chosen behind a sequence's output, up to the first draft that was not chosen."""
+        places, tokens = self.verifier.runner.results.tokens, []
+        for position, draft in enumerate((*drafts, None), sequence.last + 1):
+            tokens.append(int(places[position % PLACES, sequence.row]))
+            if tokens[-1] != draft:
+                break
+        return tokens
+
+
+def count_right(tokens: Numbers[int], stop_ids: frozenset[int]) -> int:
+    """Drafts that were right before the last of these tokens, or up to the first stop token."""
+    ends = (place for place, token in enumerate(tokens) if token in stop_ids)
+    return min(next(ends, len(tokens)) + 1, len(tokens) - 1)
+
+
+def _note(part: Part, right: int) -> None:
+    """Count the drafts of a part, and tell who made them how many were right."""
+    drafts, drafted = part.sequence.drafts, len(part.drafts)
+    drafts.tally.count(drafted, right)
+    if part.source == "copied" and drafts.drafter is not None:
+        drafts.drafter.note(drafted, right)
+    elif part.source == "block" and drafts.pace is not None:
+        drafts.pace.note(drafted, right)
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Sends rounds of a runner's sequences.
+
+    Attributes:
+        runner: of the model.
+        links: inputs of a round.
+        graphs: recorded rounds.
+        masks: [EXACT_TOKENS] int32, the sampler's mask of each token of a restricted round.
+        linked: `links` holds what the last round by the head has left, so that the next one needs
+            nothing from the host.
+    """
+
+    runner: Runner
+    links: Links = field(init=False)
+    graphs: Graphs = field(init=False)
+    masks: Tensor = field(init=False)
+    linked: bool = False
+
+    def __post_init__(self) -> None:
+        """Make room for inputs."""
+        rows = self.runner.sampler.rows
+        self.links = new_links(rows, self.runner.state.device)
+        self.masks = self.runner.ints(range(rows, rows + EXACT_TOKENS))
+        self.graphs = Graphs(self.runner.graphs)
+
+    def send(self, parts: list[Part]) -> None:
+        """Send the last token of every sequence and drafts behind it, and choose after each."""
+        M, reach, B, longest, ordered, spans = self._prepare(parts)
+        if self.runner.on_gpu:
+            key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
+            step = partial(self.check_tokens, M, reach, B, longest, ordered)
+            self.graphs.run(key, step, (self.links.block[:5],))
+        else:
+            self.check_tokens(M, reach, B, longest, ordered, spans)
+
+    def send_layers(self, parts: list[Part]) -> tuple[int, int, bool]:
+        """The first half of `send`: up to the logits; the arguments of `send_choice`."""
+        M, reach, B, longest, ordered, spans = self._prepare(parts)
+        if self.runner.on_gpu:
+            self.runner.make_room_to_keep()
+            step = partial(self.keep_logits, M, reach, B, longest)
+            self.graphs.run(("layers", M, reach, B, longest), step, (self.links.block[:5],))
+        else:
+            self.keep_logits(M, reach, B, longest, spans)
+        return M, longest, ordered
+
+    def send_choice(self, M: int, longest: int, ordered: bool) -> None:
+        """The second half of `send`: choose under a mask for each token."""
+        if self.runner.on_gpu:
+            places = longest if ordered else 1
+            key = ("choice", M, places, self.runner.sampler.shape, ordered)
+            step = partial(self.choose_restricted, M, places, ordered)
+            self.graphs.run(key, step, (self.links.block[:5],))
+        else:
+            self.choose_restricted(M, longest, ordered)
+
+    def _prepare(self, parts: list[Part]) -> tuple[int, int, int, int, bool, tuple[Span, ...]]:
+        """Put the inputs of a round in place.
+
+        Returns:
+            M, the tokens with padding; the reach; B, the sequences with padding; most tokens of a
+            sequence; true to choose place by place; the sequences as the host knows them.
+        """
+        spans = tuple(part.span for part in parts)
+        M, B = sum(span.count for span in spans), len(spans)
+        reach = reach_for(max(span.first + span.count for span in spans), self.runner.context)
+        longest = max(span.count for span in spans)
+        if self.runner.on_gpu:  # rounded up, so that few steps are recorded
+            M, longest = width_for(M), longest_for(longest)
+            B += 1  # padding, if any
+        self.compose(parts, M)
+        return M, reach, B, longest, any(part.ordered for part in parts), spans
+
+    def compose(self, parts: list[Part], M: int) -> None:
+        """Put the inputs of a round in place, up to M tokens with padding; the host goes on."""
+        block = self.links.block
+        write(block, columns_of(parts, M, block.shape[1]))
+        enter_rounds(self.runner)
+        self.linked = False
+
+    def check_tokens(
+        self,
+        M: int,
+        reach: int,
+        B: int,
+        longest: int,
+        ordered: bool,
+        spans: tuple[Span, ...] = (),
+    ) -> None:
+        """Send a round of M tokens of B sequences.
+
+        ordered: choose place by place, so that penalties know what was chosen before.
+        """
+        logits = self._logits_of(M, reach, B, longest, spans)
+        self._choose(logits, M, longest, ordered, None)
+
+    def keep_logits(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
+    ) -> None:
+        """The first half of `check_tokens`: up to the logits, for `choose_restricted`."""
+        self.runner.keep(self._logits_of(M, reach, B, longest, spans))
+
+    def choose_restricted(self, M: int, longest: int, ordered: bool) -> None:
+        """The second half, under a mask for each token."""
+        self._choose(self.runner.kept(M), M, longest, ordered, self.masks[:M])
+
+    def _logits_of(
+        self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...]
+    ) -> Tensor:
+        """Logits after each of M tokens of B sequences."""
+        runner, links = self.runner, self.links
+        step = Step(
+            positions=links.positions[:M],
+            rows=links.rows[:M],
+            starts=links.starts[: B + 1],
+            tables=runner.tables,
+            read=links.reads[:B],
+            write=links.writes[:M],
+            reach=reach,
+            longest=longest,
+            spans=spans,
+        )
+        return runner.logits_of(links.ids[:M], step)
+
+    def _choose(
+        self, logits: Tensor, M: int, longest: int, ordered: bool, masks: Tensor | None
+    ) -> None:
+        """Choose behind each token of a round, see `check_tokens`."""
+        runner, links = self.runner, self.links
+        rows, positions, chosen = links.rows[:M], links.positions[:M], links.chosen[:M]
+        if not ordered:
+            runner.choose_tokens(logits, rows, positions, chosen, masks)
+            return
+        tokens = torch.empty_like(chosen)
+        for place in range(longest):
+            now = links.places[:M] == place
+            if runner.on_gpu:  # of one size, whatever the drafts
+                these = rows.masked_fill(~now, SCRATCH)
+                runner.choose_tokens(logits, these, positions, tokens, masks)
+                chosen.copy_(torch.where(now, tokens, chosen))
+                continue
+            moved, token = positions[now], chosen[now]
+            used = None if masks is None else masks[now]
+            runner.choose_tokens(logits[now], rows[now], moved, token, used)
+            positions[now], chosen[now] = moved, token
+
+    def uncount(self, parts: list[Part], rights: Numbers[int]) -> None:
+        """Take back from penalties what a round chose behind drafts that were wrong.
+
+        rights: drafts of each part that were right.
+        """
+        wrong: list[int] = []
+        first = 0
+        for part, right in zip(parts, rights, strict=True):
+            if part.ordered:
+                wrong += range(first + right + 1, first + len(part.ids))
+            first += len(part.ids)
+        if wrong:
+            columns = self.runner.ints(wrong).long()
+            self.runner.sampler.uncount(self.links.rows[columns], self.links.chosen[columns])
+
+
+def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
+    """The tokens of a round as the device takes them, with padding up to M tokens.
+
+    Padding is a last sequence, of row SCRATCH, which may be empty.
+
+    Returns:
+        The rows of `Links.block`, each of `wide` numbers.
+    """
+    spans = [part.span for part in parts]
+    ids = [id for part in parts for id in part.ids]
+    rows, positions = rows_and_positions(spans)
+    reads = [span.read for span in spans]
+    writes = [slot for span in spans for slot in span.writes]
+    writes += [NO_SLOT] * (wide - len(writes))
+    places = [place for span in spans for place in range(span.count)]
+    columns = (ids, positions, rows, reads, writes, places, [*starts_of(spans), M])
+    return [[*numbers, *[SCRATCH] * (wide - len(numbers))] for numbers in columns]
+
+
+def restrict_round(
+    parts: Iterable[Part], sampler: SamplerRows
+) -> tuple[Ended, list[tuple[int, ...]]]:
+    """Set the masks behind every token of a round, of constrained sequences.
+
+    Returns:
+        The sequences whose constraint has failed, and the drafts of each part that can be checked:
+        those with a mask behind them. Behind the others nothing that is chosen counts.
+    """
+    failed: Ended = []
+    checked = []
+    start = sampler.rows
+    for part in parts:
+        masks, drafts = sampler.mask[start : start + len(part.ids)], part.drafts
+        start += len(part.ids)
+        if part.sequence.limited:
+            failed += restrict([part.sequence], sampler)
+            masks[0] = sampler.mask[part.sequence.row]
+            drafts = drafts[: _set_masks(part.sequence.drafts.ahead, drafts, masks[1:])]
+        elif part.sequence.request.constraint is not None:  # done; the device still reads masks
+            masks.fill_(-1)
+        checked.append(drafts)
+    return failed, checked
+
+
+def _set_masks(ahead: Constraint | None, drafts: Numbers[int], masks: Tensor) -> int:
+    """Set the masks behind drafts; returns the number of those that have one."""
+    for count, (draft, place) in enumerate(zip(drafts, masks, strict=True)):
+        if ahead is None:
+            return count
+        try:
+            if not ahead.done:
+                ahead.accept(draft)
+            mask = mask_of(ahead, len(place))
+        except Exception:  # of a copy; the request ends if the constraint itself comes here
+            return count
+        place.copy_(torch.tensor(-1) if mask is None else mask)
+    return len(drafts)

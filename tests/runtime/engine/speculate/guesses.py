@@ -1,0 +1,71 @@
+"""A drafter whose drafts are right as often as a test wants."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.speculate.drafting import Drafting
+from lowbit.runtime.engine.speculate.mtp import new_mtp_rounds
+from lowbit.runtime.engine.speculate.verify import Verifier
+from lowbit.runtime.speculation.ngram import NewDrafter
+from lowbit.runtime.speculation.pace import Cost, Costs, Line
+
+
+@dataclass
+class Guesser:
+    """Knows what will be chosen, and proposes it with a mistake somewhere or none.
+
+    Attributes:
+        truth: tokens that will be chosen.
+        counts: gives the number of drafts, and of those before the first wrong one, of at most so
+            many.
+        wrong: a token that stands in for a right one; another where it would be right.
+        at: tokens that have been chosen.
+    """
+
+    truth: Sequence[int]
+    counts: Callable[[int], tuple[int, int]]
+    wrong: int = 3
+    at: int = 0
+    notes: list[tuple[int, int]] | None = None
+
+    def append(self, id: int) -> None:
+        assert id == self.truth[self.at]
+        self.at += 1
+
+    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
+        count, right = self.counts(most)
+        drafts = [*self.truth[self.at : self.at + count]]
+        drafts += [self.wrong] * (count - len(drafts))
+        if right < count:
+            drafts[right] = self.wrong + (drafts[right] == self.wrong)
+        return drafts
+
+    def skip(self) -> None:
+        pass
+
+    def note(self, drafted: int, right: int) -> None:
+        if self.notes is not None:
+            self.notes.append((drafted, right))
+
+
+def guessers(
+    truths: Mapping[tuple[int, ...], Sequence[int]], seed: int, wrong: int = 3
+) -> Callable[[Sequence[int]], Guesser]:
+    """Makes drafters that know the answers to these prompts and propose some at random."""
+    draw = random.Random(seed)
+
+    def counts(most: int) -> tuple[int, int]:
+        count = draw.randint(0, most)
+        return count, draw.randint(0, count)
+
+    return lambda ids: Guesser(truths[tuple(ids)], counts, wrong)
+
+
+def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafting:
+    """Drafts of these drafters, and of the model's head where it has one."""
+    checks = Verifier(runner)
+    return Drafting(
+        checks, most, new_drafter, new_mtp_rounds(checks), Costs(Line(0.0, 0.1), Line(0.0, 0.2))
+    )

@@ -1,0 +1,179 @@
+"""Rounds by the head as a GPU runs them, without a GPU: they follow each other on the device.
+
+`graph_stand_in` takes sequences, positions and slots of a round from the tensors that the round
+before has left; the host reads each of them while the next one runs.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.speculate.mtp import MOST_BEHIND, behind
+from lowbit.runtime.engine.stream import Handle
+from lowbit.runtime.speculation.pace import Costs, Line
+from tests.runtime.engine.residues import Later, Residues, follows
+from tests.runtime.graph_stand_in import run_through_graphs
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+GREEDY = lowbit.SamplingParams(logprobs=2)
+HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=5, logprobs=1)
+STRICT = lowbit.SamplingParams(0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=3)
+CONTEXT = 400
+
+
+def load(mode: str, drafts: int | None = None) -> lowbit.Model:
+    return lowbit.load(
+        EXAMPLES / "models" / "tiny-qwen3.5",
+        device="cpu",
+        dtype=torch.float32,
+        context=CONTEXT,
+        max_sequences=8,
+        speculate=mode,  # type: ignore[arg-type]
+        draft_tokens=drafts,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> lowbit.Model:
+    return load("off")
+
+
+@pytest.fixture(params=[1, 4], ids=lambda drafts: f"k{drafts}")
+def flying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
+    """A model whose rounds go through graphs, always with as many drafts as it may make."""
+    model = load("mtp", request.param)
+    run_through_graphs(model, monkeypatch)
+    assert model.engine.drafting is not None
+    model.engine.drafting.costs = Costs(Line(0.0, 0.0), Line(0.0, 0.0))
+    return model
+
+
+def asked(model: lowbit.Model, count: int = 26) -> list[TokenRequest]:
+    text = (EXAMPLES / "data" / "stories-eval.txt").read_text()
+    starts = ("Once upon a time, a little robot", text[:700], "Lily", text[2000:2100])
+    params = (GREEDY, HOT, STRICT, replace(HOT, seed=6))
+    ids = [model.tokenizer.encode(start, framed=True, context=CONTEXT) for start in starts]
+    return [TokenRequest(tuple(some), each, count) for some, each in zip(ids, params, strict=True)]
+
+
+def assert_same(found: Handle, expected: Handle) -> None:
+    assert found.result() == expected.result()
+    assert found.log_probabilities == expected.log_probabilities
+    assert found.finish_reason == expected.finish_reason
+
+
+def test_rounds_that_follow_each_other_change_nothing(
+    plain: lowbit.Model, flying: lowbit.Model
+) -> None:
+    """Alone, and in the turn after, which begins with the states that the rounds have left."""
+    plain.engine.forget()
+    for request in asked(plain):
+        expected, found = plain.engine.submit(request), flying.engine.submit(request)
+        assert_same(found, expected)
+        assert found.tally.rounds > 3
+        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8))
+        expected, found = plain.engine.submit(turn), flying.engine.submit(turn)
+        assert_same(found, expected)
+    assert flying.engine.drafting is not None
+    graphs: Any = flying.engine.drafting.verifier.graphs
+    assert "head" in {key[0] for key in graphs._graphs}
+
+
+def test_sequences_that_come_and_go_change_nothing(
+    plain: lowbit.Model, flying: lowbit.Model
+) -> None:
+    plain.engine.forget()
+    requests = [replace(each, max_new_tokens=14 + 6 * at) for at, each in enumerate(asked(plain))]
+    expected = [plain.engine.submit(request) for request in requests]
+    for each in expected:
+        each.result()
+    first = flying.engine.submit(requests[0])
+    begun = [next(first) for _ in range(6)]
+    others = [flying.engine.submit(request) for request in requests[1:]]
+    left = flying.engine.submit(replace(requests[1], max_new_tokens=50))
+    next(left)
+    left.cancel()
+    assert [*begun, *first] == list(expected[0].result())
+    for found, one in zip(others, expected[1:], strict=True):
+        assert_same(found, one)
+
+
+def test_a_stop_token_ends_a_sequence_in_the_middle_of_a_round(
+    plain: lowbit.Model, flying: lowbit.Model
+) -> None:
+    """What a round behind it has written over is not offered to the next turn."""
+    plain.engine.forget()
+    [request, *_] = asked(plain)
+    tokens = plain.engine.submit(request).result()
+    for place in range(4, 16):
+        if tokens[place] in tokens[:place]:
+            continue
+        ending = replace(request, stop_ids=frozenset({tokens[place]}))
+        found = flying.engine.submit(ending)
+        assert found.result() == tokens[: place + 1]
+        turn = replace(request, prompt=(*request.prompt, *found.result(), 9, 8), max_new_tokens=8)
+        plain.engine.forget()
+        after = flying.engine.submit(turn), plain.engine.submit(turn)
+        assert after[0].result() == after[1].result()  # their prompts began in other chunks
+        flying.engine.forget()
+
+
+def test_the_head_catches_up_with_steps_without_drafts(
+    plain: lowbit.Model, flying: lowbit.Model
+) -> None:
+    """Its drafts behind them are those that it makes behind rounds."""
+    plain.engine.forget()
+    [request, *_] = asked(plain, 144)
+    drafting: Any = flying.engine.drafting
+    costs = drafting.costs
+    expected = plain.engine.submit(request).result()
+    rights = []
+    for pause in (0, 110):
+        flying.engine.forget()
+        handle = flying.engine.submit(request)
+        begun = [next(handle)]
+        drafting.costs = Costs(Line(9.0, 9.0), Line(9.0, 9.0))  # nothing is worth it
+        begun += [next(handle) for _ in range(pause)]
+        drafting.costs = costs
+        before = handle.tally.speculated
+        begun += [next(handle) for _ in range(130 - pause)]
+        assert (*begun, *handle) == expected
+        rounds = handle.tally.rounds - before.rounds
+        rights.append((handle.tally.accepted[0] - sum(before.accepted[:1])) / rounds)
+    assert min(rights) > 0.6
+
+
+def test_the_head_keeps_up_beside_a_constrained_sequence(flying: lowbit.Model) -> None:
+    """It drafts nothing then, and does not fall behind what the trail holds."""
+    [request, *_] = asked(flying, 100)
+    free = flying.engine.submit(request)
+    limited = flying.engine.submit(TokenRequest(request.prompt, HOT, 80, constraint=Residues()))
+    for _ in range(70):
+        next(limited)
+    [sequence] = (each for each in flying.engine.scheduler.running if each.request is request)
+    assert sequence.drafts.tally.rounds == 0
+    assert behind(sequence) <= MOST_BEHIND
+    limited.cancel()
+    assert len(free.result()) == 100
+    assert sequence.drafts.tally.rounds > 5
+
+
+def test_the_head_drafts_up_to_the_first_mask(plain: lowbit.Model, flying: lowbit.Model) -> None:
+    first = 71
+    plain.engine.forget()
+    requests = asked(plain, first + 20)[:2]
+    found = []
+    for model in (plain, flying):
+        handles = [model.engine.submit(replace(each, constraint=Later(first))) for each in requests]
+        for handle in handles:
+            handle.result()
+        found.append(handles)
+    for expected, drafted in zip(*found, strict=True):
+        assert_same(drafted, expected)
+        assert follows(drafted.result()[first:])
+        assert drafted.tally.rounds > 10

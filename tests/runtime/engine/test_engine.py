@@ -1,0 +1,172 @@
+"""Requests of one user through one engine: reuse, limits, stopping early."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.models.dense import Dense
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+GREEDY = lowbit.SamplingParams()
+PROMPT = [10, 20, 30, 40, 50, 60]
+SYSTEM = torch.randint(200, (70,), generator=torch.Generator().manual_seed(2)).tolist()
+END = 250  # of a message
+Load = Callable[[], lowbit.Model]
+
+
+@pytest.fixture
+def load(make_model: "Callable[..., PackedModel]") -> Load:
+    folder = make_model().folder
+    return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=200)
+
+
+def ask(model: lowbit.Model, prompt: list[int], count: int = 10) -> tuple[list[int], int]:
+    """The answer, and how many tokens of the prompt were reused."""
+    request = lowbit.TokenRequest(tuple(prompt), GREEDY, count, message_ends=frozenset({END}))
+    handle = model.engine.submit(request)
+    return list(handle), handle.reused
+
+
+def test_a_longer_prompt_reuses_the_cache_and_gives_the_same(load: Load) -> None:
+    model = load()
+    answer, _ = ask(model, PROMPT)
+    longer = [*PROMPT, *answer, 7, 8, 9]
+    got, reused = ask(model, longer)
+    # the last token of an answer has not been through the model yet
+    assert reused == len(PROMPT) + len(answer) - 1
+    assert got == ask(load(), longer)[0]
+
+
+def test_a_conversation_may_take_the_whole_cache_in_every_turn(load: Load) -> None:
+    """One page more than the context is what copying a page that goes on takes."""
+    folder = load().folder
+    engine = lowbit.load(folder, device="cpu", context=200, max_sequences=1).engine
+    prompt = tuple(PROMPT)
+    for turn in range(3):
+        handle = engine.submit(lowbit.TokenRequest(prompt, GREEDY, None))
+        answer = list(islice(handle, 30))
+        assert handle.reused == (0 if turn == 0 else len(prompt) - 4)
+        handle.cancel()
+        prompt = (*prompt, *answer, 7, 8, 9)
+
+
+def test_a_prompt_that_diverges_reuses_whole_messages(load: Load) -> None:
+    model = load()
+    ask(model, [*SYSTEM, END, *PROMPT])
+    other = [*SYSTEM, END, *PROMPT[:4], 99, 98]
+    got, reused = ask(model, other)
+    assert reused == len(SYSTEM) + 1
+    assert got == ask(load(), other)[0]
+    assert ask(model, [*SYSTEM, 5, *PROMPT])[1] == 0
+    assert ask(model, [*SYSTEM[:50], END, *PROMPT])[1] == 0
+
+
+def test_a_prompt_asked_before_takes_the_same_steps_again(load: Load) -> None:
+    """Prefill and decode round differently: reusing its own rows could change the answer."""
+    model = load()
+    for prompt in (PROMPT, [*SYSTEM, END, *PROMPT]):
+        first, _ = ask(model, prompt)
+        again, reused = ask(model, prompt)
+        assert again == first
+        assert reused == (0 if prompt == PROMPT else len(SYSTEM) + 1)
+        assert ask(model, [*prompt, first[0]], 9)[0] == first[1:]
+
+
+def test_conversations_in_turn_are_all_reused(load: Load) -> None:
+    model = load()
+    talks = [[seed, *PROMPT] for seed in range(3)]
+    for turn in range(3):
+        for talk in talks:
+            got, reused = ask(model, talk, 5)
+            assert reused == (len(talk) - 3 if turn else 0)
+            talk += [*got, 7, 8]
+
+
+def test_streams_may_run_at_once(load: Load) -> None:
+    model = load()
+    first = model.engine.generate(PROMPT, GREEDY, 10)
+    begun = [next(first)]
+    second = model.engine.generate([5, 6, 7], GREEDY, 10)
+    begun.append(next(second))
+    tokens = [[begun[0], *first], [begun[1], *second]]
+    assert tokens == [list(load().engine.generate(p, GREEDY, 10)) for p in (PROMPT, [5, 6, 7])]
+
+
+def test_every_pass_has_a_reach_that_depends_on_its_length_alone(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode graphs are recorded by reach: few sizes, and enough for the longest sequence."""
+    monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_REACH", 8)
+    model, seen = load(), set()
+    hidden = Dense.hidden
+
+    def noted(decoder: Dense[Any], ids: torch.Tensor, state: Any, step: Any) -> torch.Tensor:
+        if len(ids) == 1:
+            seen.add((int(step.positions), step.reach))
+        return hidden(decoder, ids, state, step)
+
+    monkeypatch.setattr(Dense, "hidden", noted)
+    for prompt, count in (([5], 200), (PROMPT, 50), ([5], 1), (PROMPT, 1), ([*PROMPT, 7], 1)):
+        list(model.engine.generate(prompt, GREEDY, count))
+    model.logits([6])
+    reaches = dict(seen)
+    assert len(reaches) == len(seen) == 200
+    assert [reaches[n] for n in (0, 7, 8, 31, 32, 127, 128, 199)] == [
+        8,
+        8,
+        32,
+        32,
+        128,
+        128,
+        256,
+        256,
+    ]
+
+
+def test_an_abandoned_request_leaves_the_engine_usable(load: Load) -> None:
+    model = load()
+    request = model.engine.generate(PROMPT, GREEDY, 10)
+    begun = list(islice(request, 3))
+    del request
+    longer = [*PROMPT, *begun, 1]
+    got, reused = ask(model, longer, 5)
+    assert reused >= len(PROMPT)
+    assert got == ask(load(), longer, 5)[0]
+
+
+def test_generation_ends_when_the_context_is_full(load: Load) -> None:
+    model = load()
+    # the last token needs no place of its own
+    assert len(list(model.engine.generate(PROMPT, GREEDY, 1000))) == 200 - len(PROMPT) + 1
+    assert len(list(model.engine.generate((PROMPT * 40)[:200], GREEDY, 1000))) == 1
+
+
+def test_logits_after_generating_are_those_of_a_fresh_model(load: Load) -> None:
+    model = load()
+    fresh = model.logits(PROMPT)
+    list(model.engine.generate([5, 6, 7], GREEDY, 10))
+    assert torch.equal(model.logits(PROMPT), fresh)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1] * 201, "the prompt has 201 tokens, the context is 200"),
+        ([1, 272], "token ids must be between 0 and 271"),
+        ([-1], "token ids must be between 0 and 271"),
+    ],
+)
+def test_prompts_that_cannot_run_are_refused(load: Load, ids: list[int], message: str) -> None:
+    model = load()
+    with pytest.raises(RequestError, match=message):
+        next(model.engine.generate(ids, GREEDY, 1))
+    with pytest.raises(RequestError, match=message):
+        model.logits(ids)

@@ -1,0 +1,394 @@
+"""The engine's GPU branch without a GPU: a stand-in graph shows what a recording may not change.
+
+A real recording notes a step and does not run it; what it notes are the number of tokens, the reach
+and the sampler's shape of that moment, and tensors that do not move. The stand-in takes sequences,
+positions, pages and slots from these tensors alone. `test_engine_gpu` runs the real one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.formats.errors import RequestError
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.request import TokenRequest
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.text.constraint import Constraint
+from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
+from tests.runtime.graph_stand_in import run_through_graphs
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import PackedModel
+
+GREEDY = lowbit.SamplingParams()
+HOT = lowbit.SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2)
+STRICT = lowbit.SamplingParams(1.0, repetition_penalty=1.3, presence_penalty=0.5, seed=3)
+EVERY = pytest.mark.parametrize("params", [GREEDY, HOT, STRICT], ids=["greedy", "hot", "strict"])
+PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+CONTEXT = 128
+
+
+@pytest.fixture(params=["dense", "hybrid"])
+def fresh(
+    request: pytest.FixtureRequest,
+    make_model: "Callable[..., PackedModel]",
+    make_qwen3_5: "Callable[..., PackedModel]",
+) -> Callable[[], lowbit.Model]:
+    """A model that has seen nothing."""
+    folder = (make_model if request.param == "dense" else make_qwen3_5)().folder
+
+    def load() -> lowbit.Model:
+        model = lowbit.load(
+            folder, device="cpu", dtype=torch.float32, context=CONTEXT, speculate="ngram"
+        )
+        model.engine.drafting = None
+        return model
+
+    return load
+
+
+@pytest.fixture
+def graphs(fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch) -> lowbit.Model:
+    """A model whose decode steps go through graphs."""
+    model = fresh()
+    run_through_graphs(model, monkeypatch)
+    return model
+
+
+@pytest.fixture
+def reaches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`reaches(n)`: the smallest reach is n tokens."""
+    return lambda first: monkeypatch.setattr("lowbit.runtime.engine.graphs.FIRST_REACH", first)
+
+
+def run(
+    model: lowbit.Model, prompt: list[int], params: lowbit.SamplingParams = GREEDY, count: int = 12
+) -> list[int]:
+    return list(model.engine.generate(prompt, params, count))
+
+
+def recorded(model: lowbit.Model) -> list[tuple[int, int]]:
+    """Tokens and reach of the recorded steps."""
+    keys: Any = model.engine.runner.graphs._graphs
+    return [(key[0], key[1]) for key in keys if len(key) == 3]
+
+
+@EVERY
+def test_the_graph_gives_the_tokens_of_the_step(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], params: lowbit.SamplingParams
+) -> None:
+    expected = run(fresh(), PROMPT, params, 30)
+    assert run(graphs, PROMPT, params, 30) == expected
+    assert recorded(graphs) == [(1, CONTEXT)]
+    assert run(graphs, PROMPT, params, 30) == expected
+    assert recorded(graphs) == [(1, CONTEXT)]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("first", "prompt", "expected"), [(12, PROMPT, [48, 128]), (4, [9], [4, 16, 64, 128])]
+)
+def test_a_request_that_outgrows_its_graph_records_another(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    reaches: Callable[[int], None],
+    params: lowbit.SamplingParams,
+    first: int,
+    prompt: list[int],
+    expected: list[int],
+) -> None:
+    """In the middle of it: what has been drawn, seen and remembered goes on as it was."""
+    reaches(first)
+    tokens = run(fresh(), prompt, params, 70)
+    assert run(graphs, prompt, params, 70) == tokens
+    assert recorded(graphs) == [(1, reach) for reach in expected]
+    kept = graphs.engine.runner.graphs._graphs
+    assert len({id(graph.pool()) for graph in kept.values()}) == 1
+    assert run(graphs, prompt, params, 70) == tokens
+    assert recorded(graphs) == [(1, reach) for reach in expected]
+
+
+def test_requests_that_join_and_leave_take_graphs_of_their_number(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
+    expected = [run(fresh(), *each) for each in asked]
+    for _ in range(2):
+        handles = [graphs.engine.generate(*asked[0])]
+        begun = [next(handles[0])]
+        handles += [graphs.engine.generate(*each) for each in asked[1:]]
+        assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
+    assert {M for M, _ in recorded(graphs)} == {1, 2, 4}  # three sequences take the graph of four
+    assert {reach for _, reach in recorded(graphs)} == {64}
+
+
+def test_a_recording_leaves_what_is_reused_as_it_was(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    """Every turn outgrows a graph while the cache holds the turns before."""
+    reaches(4)
+    prompt = PROMPT[:3]
+    for params in (GREEDY, HOT, STRICT, GREEDY):
+        handle = graphs.engine.generate(prompt, params, 12)
+        got = list(handle)
+        assert got == run(fresh(), prompt, params)
+        assert (handle.reused > 0) == (len(prompt) > 3)
+        prompt = [*prompt, *got[:-1], 7, 8, 9]  # goes on where the cache ends
+    assert set(recorded(graphs)) == {(1, 4), (1, 16), (1, 64)}
+
+
+def test_a_request_that_was_left_leaves_a_step_behind(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
+) -> None:
+    """The step after the last token read has run already."""
+    request = graphs.engine.generate(PROMPT, GREEDY, 12)
+    begun = list(islice(request, 3))
+    del request
+    longer = [*PROMPT, *begun, 1]
+    handle = graphs.engine.generate(longer, GREEDY, 12)
+    assert list(handle) == run(fresh(), longer)
+    assert handle.reused == len(PROMPT) + 3
+
+
+def test_a_full_context_leaves_room_for_the_next_recording(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
+) -> None:
+    room = CONTEXT - len(PROMPT) + 1
+    full = run(graphs, PROMPT, GREEDY, 1000)
+    assert len(full) == room
+    assert full == run(fresh(), PROMPT, GREEDY, 1000)
+    longest = [*PROMPT, *full][: CONTEXT - 1]
+    longest[-1] ^= 1
+    assert run(graphs, longest, HOT) == run(fresh(), longest, HOT)
+
+
+@pytest.mark.parametrize("first", [256, 48], ids=["at-first", "midway"])
+@pytest.mark.parametrize("at", ["step", "recording"])
+def test_an_interrupted_recording_is_forgotten(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    monkeypatch: pytest.MonkeyPatch,
+    reaches: Callable[[int], None],
+    first: int,
+    at: str,
+) -> None:
+    """The first one compiles kernels for seconds: that is when Ctrl-C comes."""
+    reaches(first)
+    decode, calls = Runner._decode, [0]
+
+    def interrupted(runner: Runner, M: int, reach: int, *rest: Any) -> None:
+        decode(runner, M, reach, *rest)
+        calls[0] += reach == CONTEXT
+        if calls[0] == {"step": 1, "recording": 2}[at]:
+            raise KeyboardInterrupt
+
+    other = graphs.engine.generate(PROMPT[:4], GREEDY, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(graphs, PROMPT, STRICT, 20)
+    here: Any = torch.cuda.current_stream()
+    assert len(here.awaited) == (2 if first == 48 else 1)  # a step that has begun goes on
+    assert recorded(graphs) == ([(2, 48)] if first == 48 else [])
+    with pytest.raises(RequestError, match="a step was interrupted while this request ran"):
+        list(other)
+    assert run(graphs, PROMPT, STRICT, 20) == run(fresh(), PROMPT, STRICT, 20)
+    assert (1, CONTEXT) in recorded(graphs)
+
+
+def test_the_least_recently_used_recordings_are_dropped(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    reaches(4)
+    graphs.engine.runner.graphs = Graphs(most=2)
+    for _ in range(2):
+        assert run(graphs, [9], STRICT, 70) == run(fresh(), [9], STRICT, 70)
+        assert recorded(graphs) == [(1, 64), (1, 128)]
+
+
+@dataclass
+class Odd(Constraint):
+    """Even and odd ids take turns; every third token is free."""
+
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+    unbound: int = 0
+
+    def mask(self) -> torch.Tensor | None:
+        word = (0x55555555, -0x55555556)[len(self.tokens) % 2]  # even ids, odd ids
+        return None if len(self.tokens) % 3 == 2 else torch.full((9,), word, dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+@EVERY
+def test_constrained_requests_take_two_graphs_a_step_and_others_go_on_as_they_were(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    reaches: Callable[[int], None],
+    params: lowbit.SamplingParams,
+) -> None:
+    reaches(16)
+    asked = [(PROMPT, params, 9), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 14), ([5], HOT, 4)]
+
+    def submit(model: lowbit.Model, number: int) -> lowbit.Handle:
+        prompt, sampling, count = asked[number]
+        bound = None if number % 2 else Odd()
+        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+
+    expected = [submit(fresh(), number).result() for number in range(4)]
+    for number in (0, 2):
+        for n, id in enumerate(expected[number]):
+            assert n % 3 == 2 or id % 2 == n % 2
+    for _ in range(2):
+        handles = [submit(graphs, 1)]
+        begun = [next(handles[0])]
+        handles += [submit(graphs, number) for number in (2, 0, 3)]
+        assert [handle.result() for handle in handles] == [expected[n] for n in (1, 2, 0, 3)]
+        assert begun == [expected[1][0]]
+    keys: Any = graphs.engine.runner.graphs._graphs
+    assert {len(key) for key in keys} == {2, 3}  # halves, and whole steps
+    assert {key[0] for key in keys if len(key) == 2} == {2, 4}
+
+
+@dataclass
+class Foreseen(Odd):
+    """It can be copied, and knows its answer but for every fourth guess."""
+
+    truth: tuple[int, ...] = ()
+
+    def copy(self) -> "Foreseen":
+        return replace(self, tokens=list(self.tokens))
+
+    def forced(self, most: int) -> list[int]:
+        at = len(self.tokens)
+        return [id + 2 * (n % 4 == 3) for n, id in enumerate(self.truth[at : at + most], start=at)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_drafts_of_constrained_requests_take_two_graphs_a_round(
+    graphs: lowbit.Model,
+    fresh: Callable[[], lowbit.Model],
+    reaches: Callable[[int], None],
+    known: bool,
+) -> None:
+    """Drafts come from the constraint, or from whoever knows the answer, masked or not."""
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 30), (PROMPT[3:20], STRICT, 24), ([5], HOT, 9)]
+
+    def submit(model: lowbit.Model, number: int, truth: tuple[int, ...] = ()) -> lowbit.Handle:
+        prompt, sampling, count = asked[number]
+        bound = Foreseen(truth=truth) if number < 3 else None
+        return model.engine.submit(TokenRequest(tuple(prompt), sampling, count, constraint=bound))
+
+    expected = [submit(fresh(), number).result() for number in range(4)]
+    truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
+    drafter = None if known else guessers(truths, seed=5)
+    graphs.engine.drafting = drafting_by(drafter, graphs.engine.runner, 15)
+    for numbers in ([0], [1, 2, 0, 3]):
+        graphs.engine.forget()
+        handles = [submit(graphs, n, expected[n] if known else ()) for n in numbers]
+        begun = [next(handles[0])]
+        found = [handle.result() for handle in handles]
+        assert begun == [found[0][0]]
+        assert found == [expected[n] for n in numbers]
+        tallies = {n: handle.tally for n, handle in zip(numbers, handles, strict=True)}
+        assert all(sum(each.accepted) or (known and n == 3) for n, each in tallies.items())
+    rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
+    kinds = {key[0] for key in rounds if isinstance(key[0], str)}
+    assert kinds == {"layers", "choice"}
+
+
+@dataclass
+class Blocks(Odd):
+    """Three tokens in eight are limited."""
+
+    halves: list[int] = field(default_factory=list)
+
+    def mask(self) -> torch.Tensor | None:
+        self.halves.append(len(self.tokens))
+        return torch.full((9,), 0x55555555, dtype=torch.int32)  # even ids
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+        place = len(self.tokens) % 8
+        self.unbound = 8 - place if place >= 3 else 0
+
+
+def test_tokens_that_are_unbound_come_in_whole_steps(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request() -> TokenRequest:
+        return TokenRequest(tuple(PROMPT), HOT, 40, constraint=Blocks())
+
+    expected = fresh().engine.submit(request()).result()
+    assert all(n % 8 >= 3 or id % 2 == 0 for n, id in enumerate(expected))
+    sent: list[str] = []
+    for name in ("decode", "forward"):
+        method: Any = getattr(Runner, name)
+
+        def noted(runner: Runner, sequences: Any, name: str = name, method: Any = method) -> Any:
+            sent.append(name[0])
+            return method(runner, sequences)
+
+        monkeypatch.setattr(Runner, name, noted)
+    asked = request()
+    assert graphs.engine.submit(asked).result() == expected
+    assert isinstance(asked.constraint, Blocks)
+    assert asked.constraint.halves == [n for n in range(40) if n % 8 < 3]
+    # The prompt brings the first token; behind a mask, half a step takes it away.
+    assert "".join(sent[:35]) == "fff" + 4 * "ddddffff"
+
+
+def test_drafts_are_checked_by_graphs_of_their_number(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model], reaches: Callable[[int], None]
+) -> None:
+    """Rounds and steps without drafts take turns, and sequences join and leave meanwhile."""
+    reaches(16)
+    asked = [(PROMPT, GREEDY, 30), (PROMPT[:3], HOT, 40), (PROMPT[3:20], STRICT, 14), ([5], HOT, 9)]
+    expected = [run(fresh(), *each) for each in asked]
+    truths = {tuple(each[0]): tokens for each, tokens in zip(asked, expected, strict=True)}
+    graphs.engine.drafting = drafting_by(guessers(truths, seed=3), graphs.engine.runner, 15)
+    for _ in range(3):
+        handles = [graphs.engine.generate(*asked[0])]
+        begun = [next(handles[0])]
+        handles += [graphs.engine.generate(*each) for each in asked[1:]]
+        assert [begun + list(handles[0]), *map(list, handles[1:])] == expected
+        assert [handle.tally.rounds > 0 for handle in handles] == [True] * 4
+    rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
+    assert len(rounds) > 5
+    assert all(M <= 16 for M, *_ in rounds)
+
+
+def test_rounds_of_a_sequence_take_five_graphs(
+    graphs: lowbit.Model, fresh: Callable[[], lowbit.Model]
+) -> None:
+    """Of 2 to 16 tokens, padding not told apart."""
+    expected = run(fresh(), PROMPT, GREEDY, 80)
+    sizes = iter([*range(1, 16), 1, 2, 4])
+
+    def counts(most: int) -> tuple[int, int]:
+        count = min(next(sizes, 0), most)
+        return count, count // 3
+
+    graphs.engine.drafting = drafting_by(
+        lambda ids: Guesser(expected, counts), graphs.engine.runner, 15
+    )
+    handle = graphs.engine.generate(PROMPT, GREEDY, 80)
+    assert handle.result() == tuple(expected)
+    assert handle.tally.rounds >= 15
+    rounds: Any = graphs.engine.drafting.verifier.graphs._graphs
+    assert sorted((M, longest) for M, _, longest, *_ in rounds) == [
+        (2, 2),
+        (4, 4),
+        (8, 8),
+        (12, 16),
+        (16, 16),
+    ]

@@ -1,0 +1,60 @@
+"""Cuts of a prompt: decided by the tokens before them alone, at the right distances."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit.runtime.engine.scheduler import CHUNK, LEAST, prompt_cuts
+
+END = 9
+ENDS = frozenset({END, 8})
+
+
+def ids_of(lengths: list[int]) -> list[int]:
+    """Messages of such lengths, and the beginning of another one at the end."""
+    return [id for n in lengths for id in [1] * n + [END]][: sum(lengths)]
+
+
+MESSAGES = st.lists(st.integers(0, 3 * CHUNK) | st.integers(0, 2 * LEAST), min_size=1, max_size=12)
+
+
+@given(MESSAGES, st.data())
+def test_the_cuts_of_a_prefix_are_those_of_the_whole_up_to_there(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    ids = ids_of(lengths)
+    cuts = prompt_cuts(ids, ENDS)
+    near = [n for cut in cuts for n in (cut - 1, cut, cut + 1) if n <= len(ids)]
+    stop = data.draw(st.integers(0, len(ids)) | st.sampled_from(near or [0]))
+    other = [*ids[:stop], *data.draw(st.sampled_from([[], [1], [END], [1] * LEAST]))]
+    assert prompt_cuts(ids[:stop], ENDS) == [cut for cut in cuts if cut <= stop]
+    assert [c for c in prompt_cuts(other, ENDS) if c <= stop] == [c for c in cuts if c <= stop]
+
+
+@given(MESSAGES)
+def test_chunks_have_the_right_lengths(lengths: list[int]) -> None:
+    ids = ids_of(lengths)
+    cuts = prompt_cuts(ids, ENDS)
+    assert cuts == sorted(set(cuts))
+    for first, cut in zip([0, *cuts], cuts, strict=False):
+        assert LEAST <= cut - first <= CHUNK
+        assert cut - first == CHUNK or ids[cut - 1] in ENDS
+    last = max(cuts, default=0)
+    assert len(ids) - last <= CHUNK
+    missed = [at for at, id in enumerate(ids, start=1) if id in ENDS and at - last >= LEAST]
+    assert not [at for at in missed if at > last]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cuts"),
+    [
+        (0, []),
+        (CHUNK - 1, []),
+        (CHUNK, [CHUNK]),
+        (CHUNK + 1, [CHUNK]),
+        (2 * CHUNK + 5, [CHUNK, 2 * CHUNK]),
+    ],
+)
+def test_without_messages_every_chunk_is_full(tokens: int, cuts: list[int]) -> None:
+    assert prompt_cuts([1] * tokens, frozenset()) == cuts
+    assert prompt_cuts([1] * tokens, ENDS) == cuts
