@@ -25,21 +25,17 @@ Plan    A program takes one kv head of one token and a split of its keys (or par
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.attention.heads import heads_of, plan
 from lowbit.runtime.kernels.attention.join import join_splits
-from lowbit.runtime.kernels.attention.kernel import attention_kernel
-from lowbit.runtime.kernels.launch.attention import (
-    MOST_OF_ONE,
-    attention_launch,
-    join_bytes,
-    row_bytes,
-)
+from lowbit.runtime.kernels.attention.split import attention_split_kernel
+from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
+from lowbit.runtime.kernels.launch.attention import MOST_OF_ONE, attention_launch
 from lowbit.runtime.kernels.launch.device import (
     hopper_registers,
     power_of_two,
     programmatic_launch,
     run,
 )
-from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
@@ -67,64 +63,35 @@ def attention_decode(
     Raises:
         ValueError: more than MOST_OF_ONE tokens of one sequence.
     """
-    M = qkv.shape[0]
-    Hkv, D = pages.k.shape[3:]
-    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
-    shared = Hq // Hkv
-    launch = attention_launch(Hkv, shared, D, step.reach, M)
-    keys, together = launch.keys, power_of_two(step.longest)
+    M, together = qkv.shape[0], power_of_two(step.longest)
     if together > MOST_OF_ONE:
         raise ValueError(f"{step.longest} tokens of one sequence, at most {MOST_OF_ONE}")
-    part = state = None
-    if launch.splits > 1:
-        part = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
-        state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
-    out = torch.empty((M, Hq * D), dtype=qkv.dtype, device=qkv.device)
+    heads = heads_of(qkv, rope, pages, gated)
+    Hq, D = heads.queries, heads.dim
+    launch = attention_launch(heads.kv, heads.shared, D, step.reach, M)
     pdl = programmatic_launch(qkv)
-    warps = keys.warps if launch.splits > 1 else keys.warps * keys.groups
-    run(
-        attention_kernel,
-        (Hkv, M, launch.splits * launch.parts),
-        qkv,
-        q_norm,
-        k_norm,
-        rope.cos,
-        rope.sin,
-        pages.k[layer],
-        pages.v[layer],
-        step.positions,
-        step.rows,
-        step.tables,
-        part,
-        state,
-        out,
-        step.tables.shape[1],
-        launch.splits,
-        eps,
-        D**-0.5 * LOG2_E,
-        HEADS=Hkv,
-        SHARED=shared,
-        GATED=gated,
-        D=D,
-        R=2 * rope.cos.shape[1],
-        TOGETHER=together,
-        MOST=keys.most,
-        GROUPS=keys.groups,
-        WHOLE=keys.whole,
-        SPLIT=launch.splits > 1,
-        PARTS=launch.parts,
-        BLOCKS=keys.blocks,
-        AHEAD=launch.ahead,
-        WARPS=warps,
-        STRIDE=row_bytes(D),
-        BUFFER=declaration(join_bytes(shared, D, warps, launch.parts, together)),
-        PDL=pdl,
-        EARLY=launch.early and launch.splits == 1,
-        num_warps=warps,
-        maxnreg=hopper_registers(qkv, launch.registers),
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
+    constants = plan(heads, None if q_norm is None else q_norm.dtype, launch, together, pdl)
+    keys = pages.k[layer], pages.v[layer]
+    given = (
+        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *keys),
+        *(step.positions, step.rows, step.tables),
     )
-    if part is not None and state is not None:
-        join_splits(part, state, qkv, step.positions, out, keys, launch.early, gated, pdl)
+    numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E
+    options = {
+        "PLAN": constants,
+        "num_warps": constants.warps,
+        "maxnreg": hopper_registers(qkv, launch.registers),
+        "launch_pdl": pdl,
+        "enable_fp_fusion": False,
+    }
+    out = torch.empty((M, Hq * D), dtype=qkv.dtype, device=qkv.device)
+    if launch.splits == 1:
+        grid = heads.kv, M, launch.parts
+        run(attention_whole_kernel, grid, *given, out, *numbers, **options)
+        return out
+    sums = torch.empty((M * Hq, launch.splits, D), dtype=torch.float32, device=qkv.device)
+    state = torch.empty((M * Hq, launch.splits, 2), dtype=torch.float32, device=qkv.device)
+    grid = heads.kv, M, launch.splits
+    run(attention_split_kernel, grid, *given, sums, state, *numbers, **options)
+    join_splits(sums, state, qkv, step.positions, out, launch.keys, launch.early, gated, pdl)
     return out

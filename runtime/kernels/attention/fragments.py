@@ -42,39 +42,38 @@ def _row_address(base, page, row, end, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(
-    base, page, row, end, t, wanted, D: gl.constexpr, STRIDE: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
-    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its D elements.
+def load_keys(base, page, row, end, t, wanted, PLAN: gl.constexpr):
+    """B fragments of 8 keys a block: key g of this lane, chunks 4 * j + t of its elements.
 
-    base: address of this head in row 0 of page 0; row: of key g in the first block; STRIDE: bytes
-    from row to row; wanted: the warps that load, others get zeros. None: all load.
+    base: address of this head in row 0 of page 0; row: of key g in the first block; wanted: the
+    warps that load, others get zeros. None: all load.
     """
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    CHUNKS: gl.constexpr = PLAN.chunks
     keys = ()
     for b in gl.static_range(BLOCKS):
-        at = _row_address(base, page, row + b * 8, end, STRIDE)
-        for j in gl.static_range((D + 31) // 32):
-            chunk = at + gl.minimum(4 * j + t, D // 8 - 1) * 16
+        at = _row_address(base, page, row + b * 8, end, PLAN.row)
+        for j in gl.static_range(CHUNKS):
+            chunk = at + gl.minimum(4 * j + t, PLAN.heads.dim // 8 - 1) * 16
             keys = keys + (stream16(chunk) if wanted is None else stream16_if(chunk, wanted),)
     return keys
 
 
 @gluon.jit
-def load_values(
-    base, page, row, end, g, wanted, COLUMNS: gl.constexpr, STRIDE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
+def load_values(base, page, row, end, g, wanted, PLAN: gl.constexpr):
     """Chunks 8 * j + g of two values a block, of the keys whose scores this lane holds.
 
     base: address of the first column that is loaded; row: of key 2 * t in the first block; the rest
     as in `load_keys`.
     """
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    SETS: gl.constexpr = PLAN.sets
     values = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
-            at = _row_address(base, page, row + b * 8 + i, end, STRIDE)
-            for j in gl.static_range((COLUMNS + 63) // 64):
-                chunk = at + gl.minimum(8 * j + g, COLUMNS // 8 - 1) * 16
+            at = _row_address(base, page, row + b * 8 + i, end, PLAN.row)
+            for j in gl.static_range(SETS):
+                chunk = at + gl.minimum(8 * j + g, PLAN.columns // 8 - 1) * 16
                 values = values + (
                     stream16(chunk) if wanted is None else stream16_if(chunk, wanted),
                 )
@@ -82,23 +81,21 @@ def load_values(
 
 
 @gluon.jit
-def with_fresh_keys(
-    keys, staged, row, end, first, position, t, D: gl.constexpr, STRIDE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
+def with_fresh_keys(keys, staged, row, end, first, position, t, PLAN: gl.constexpr):
     """Replace keys of rows from `first` on, which this step appends, by those in shared memory.
 
-    staged: address of this lane's chunk of the key at `position`; the key one row earlier follows
-    STRIDE bytes later.
+    staged: address of this lane's chunk of the key at `position`; behind it lies the key one row
+    earlier.
     """
-    CHUNKS: gl.constexpr = (D + 31) // 32
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    CHUNKS: gl.constexpr = PLAN.chunks
     new = ()
     for b in gl.static_range(BLOCKS):
         r = gl.maximum(gl.minimum(row + b * 8, end - 1), 0)
         fresh = r >= first
-        at = staged + gl.where(fresh, position - r, 0) * STRIDE
+        at = staged + gl.where(fresh, position - r, 0) * PLAN.staged
         for j in gl.static_range(CHUNKS):
-            words = load_queries(at, j, t, D)
+            words = load_queries(at, j, t, PLAN)
             old = keys[b * CHUNKS + j]
             one = ()
             for i in gl.static_range(4):
@@ -108,23 +105,21 @@ def with_fresh_keys(
 
 
 @gluon.jit
-def with_fresh_values(
-    values, value, row, end, first, position, g, COLUMNS: gl.constexpr, STRIDE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
+def with_fresh_values(values, value, row, end, first, position, g, PLAN: gl.constexpr):
     """Replace values of rows from `first` on, which this step appends, by those of its input.
 
-    value: address of the value at `position`, first column; STRIDE: bytes from token to token.
+    value: address of the value at `position`, first column.
     """
-    SETS: gl.constexpr = (COLUMNS + 63) // 64
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    SETS: gl.constexpr = PLAN.sets
     new = ()
     for b in gl.static_range(BLOCKS):
         for i in gl.static_range(2):
             r = gl.maximum(gl.minimum(row + b * 8 + i, end - 1), 0)
             fresh = r >= first
-            at = value - gl.where(fresh, position - r, 0).to(gl.int64) * STRIDE
+            at = value - gl.where(fresh, position - r, 0).to(gl.int64) * (2 * PLAN.width)
             for j in gl.static_range(SETS):
-                chunk = at + gl.minimum(8 * j + g, COLUMNS // 8 - 1) * 16
+                chunk = at + gl.minimum(8 * j + g, PLAN.columns // 8 - 1) * 16
                 words = stream16_if(chunk, fresh)
                 old = values[(2 * b + i) * SETS + j]
                 one = ()
@@ -135,29 +130,30 @@ def with_fresh_values(
 
 
 @gluon.jit
-def load_queries(at, j: gl.constexpr, t, D: gl.constexpr):
+def load_queries(at, j: gl.constexpr, t, PLAN: gl.constexpr):
     """A fragment of the j-th chunk of every lane: four words of its row in shared memory."""
     words = load_shared16(at + j * 64)
-    if D < 32:  # past the head
-        words = words_where(t < D // 8, words)
+    if PLAN.heads.dim < 32:  # past the head
+        words = words_where(t < PLAN.heads.dim // 8, words)
     return words
 
 
 @gluon.jit
-def key_scores(q, keys, none, t, D: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr):
+def key_scores(q, keys, none, t, PLAN: gl.constexpr):
     """Products of head g of this lane with keys 2 * t, 2 * t + 1 of each block.
 
-    q: words of the chunks; where STAGED the shared memory that `load_queries` reads.
+    q: words of the chunks; of wide heads, where they would be too many registers, the shared memory
+    that `load_queries` reads.
     """
-    CHUNKS: gl.constexpr = (D + 31) // 32
+    CHUNKS: gl.constexpr = PLAN.chunks
     zero = none.to(gl.int32)
     scores = ()
-    for b in gl.static_range(BLOCKS):
+    for b in gl.static_range(len(keys) // CHUNKS):
         s = (none, none, none, none)
         r = (none, none, none, none)  # a second chain, for latency
         for j in gl.static_range(CHUNKS):
             k = keys[b * CHUNKS + j]
-            a = load_queries(q, j, t, D) if STAGED else q[j]
+            a = load_queries(q, j, t, PLAN) if PLAN.heads.dim > 128 else q[j]
             s = mma(s, a[0], zero, a[1], zero, k[0], k[1])
             r = mma(r, a[2], zero, a[3], zero, k[2], k[3])
         scores = scores + (s[0] + r[0], s[1] + r[1])
@@ -165,10 +161,10 @@ def key_scores(q, keys, none, t, D: gl.constexpr, BLOCKS: gl.constexpr, STAGED: 
 
 
 @gluon.jit
-def visible(scores, row, end, t, scale, BLOCKS: gl.constexpr):
+def visible(scores, row, end, t, scale):
     """Scaled scores, without keys from `end` on."""
     out = ()
-    for i in gl.static_range(2 * BLOCKS):
+    for i in gl.static_range(len(scores)):
         inside = row + i // 2 * 8 + 2 * t + i % 2 < end
         out = out + (gl.where(inside, scores[i] * scale, float("-inf")),)
     return out
@@ -197,12 +193,13 @@ def online_softmax(top, total, scores):
 
 
 @gluon.jit
-def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr):
+def add_values(acc, fade, p, values, none, t, PLAN: gl.constexpr):
     """Acc * fade + v^T @ p: columns 2 * u and 2 * u + 1 of chunks 8 * j + g, heads 2 * t and + 1.
 
     p, as the scores lie in the lanes, is a B fragment; fade is that of head g. None: acc is zero.
     """
-    SETS: gl.constexpr = (COLUMNS + 63) // 64
+    BLOCKS: gl.constexpr = PLAN.keys.blocks
+    SETS: gl.constexpr = PLAN.sets
     zero = none.to(gl.int32)
     b0 = bf16_pair(p[0], p[1])
     b1 = bf16_pair(p[2], p[3]) if BLOCKS == 2 else zero
@@ -229,15 +226,3 @@ def add_values(acc, fade, p, values, none, t, COLUMNS: gl.constexpr, BLOCKS: gl.
                 c = (c[0] * even, c[1] * odd, c[2] * even, c[3] * odd)
             new = new + (mma(c, a0, a1, a2, a3, b0, b1),)
     return new
-
-
-@gluon.jit
-def attend(
-    top, total, acc, q, keys, values, row, end, t, none, scale, D: gl.constexpr,
-    COLUMNS: gl.constexpr, BLOCKS: gl.constexpr, STAGED: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Top, total and acc with one turn of keys and values; FIRST: total and acc are zero."""
-    scores = visible(key_scores(q, keys, none, t, D, BLOCKS, STAGED), row, end, t, scale, BLOCKS)
-    top, total, fade, p = online_softmax(top, total, scores)
-    acc = add_values(acc, None if FIRST else fade, p, values, none, t, COLUMNS, BLOCKS)
-    return top, total, acc

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
-from lowbit.runtime.kernels.attention.rotate import rotated
+from lowbit.runtime.kernels.attention.heads import heads_of
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.tokens import PROMPT_TOKENS
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
@@ -33,30 +33,47 @@ LOG2E = math.log2(math.e)
 BLOCK_M = 16  # tokens of a program
 
 
+@triton.jit
+def _rotated(
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, starts, inside, position, eps, HEADS: tl.constexpr
+):  # fmt: skip
+    """Heads of x at one position, normed and rotated: [BLOCK_H, D] float32.
+
+    n = x * rsqrt(mean(x^2) + eps) * gain                                (x itself without a gain)
+    out[d] = n[d] * cos - n[d + R/2] * sin,  out[d + R/2] = n[d + R/2] * cos + n[d] * sin
+    for d < R/2, R the rotated elements; the other D - R of n pass through.
+
+    starts [BLOCK_H] is each head's first element.
+    """
+    D: tl.constexpr = HEADS.dim
+    R: tl.constexpr = HEADS.rotated
+    offs_d = tl.arange(0, D)
+    turns = offs_d < R
+    partner = tl.where(turns, (offs_d + R // 2) % R, offs_d)
+    angle = position * (R // 2) + offs_d % (R // 2)
+    cos = tl.where(turns, tl.load(cos_ptr + angle), 1.0)
+    sin = tl.load(sin_ptr + angle) * tl.where(offs_d < R // 2, -1.0, tl.where(turns, 1.0, 0.0))
+    mask = inside[:, None]
+    x = tl.load(x_ptr + starts[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    y = tl.load(x_ptr + starts[:, None] + partner[None, :], mask=mask, other=0.0)
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if gain_ptr is not None:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x *= factor * tl.load(gain_ptr + offs_d).to(tl.float32)[None, :]
+        y *= factor * tl.load(gain_ptr + partner).to(tl.float32)[None, :]
+    return x * cos[None, :] + y * sin[None, :]
+
+
 @triton.jit(do_not_specialize=["length", "sequence", "table_stride"])  # or it compiles again
 def _rotate_append_kernel(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    sequence,
-    table_stride,
-    length,
-    eps,
-    Hq: tl.constexpr,
-    Hkv: tl.constexpr,
-    GATED: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """ROWS: of a page."""
-    QUERY: tl.constexpr = 2 * D if GATED else D  # from one query to the next
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, sequence,
+    table_stride, length, eps, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """HEADS: see `Heads`; ROWS: of a page."""
+    D: tl.constexpr = HEADS.dim
+    Hkv: tl.constexpr = HEADS.kv
+    Hq: tl.constexpr = HEADS.kv * HEADS.shared
+    QUERY: tl.constexpr = 2 * D if HEADS.gated else D  # from one query to the next
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, D)
     x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
@@ -67,11 +84,12 @@ def _rotate_append_kernel(
     page = tl.load(tables_ptr + sequence * table_stride + row // ROWS).to(tl.int64)
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if head < Hq:
-        q = rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, D, R)
+        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, HEADS)
         out = q_ptr + (token * Hq + head) * D + offs_d[None, :]
         tl.store(out, q.to(q_ptr.dtype.element_ty))
     elif head < Hq + Hkv:
-        k = rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, one + appended, one == 0, row, eps, D, R)
+        start = one + appended
+        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, HEADS)
         out = k_ptr + (stored + head - Hq) * D + offs_d[None, :]
         tl.store(out, k.to(k_ptr.dtype.element_ty))
     else:
@@ -81,27 +99,14 @@ def _rotate_append_kernel(
 
 @triton.jit(do_not_specialize=["M", "length", "sequence", "table_stride"])
 def _attend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    qkv_ptr,
-    out_ptr,
-    tables_ptr,
-    sequence,
-    table_stride,
-    M,
-    length,
-    scale,
-    Hq: tl.constexpr,
-    Hkv: tl.constexpr,
-    GATED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, qkv_ptr, out_ptr, tables_ptr, sequence, table_stride, M, length, scale,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter)."""
+    D: tl.constexpr = HEADS.dim
+    Hkv: tl.constexpr = HEADS.kv
+    Hq: tl.constexpr = HEADS.kv * HEADS.shared
     head = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
@@ -137,7 +142,7 @@ def _attend_kernel(
             acc += tl.dot(weights.to(v.dtype), v)
         top = new_top
     out = acc / total[:, None]
-    if GATED:
+    if HEADS.gated:
         gate = tokens[:, None] * (2 * Hq + 2 * Hkv) * D + (2 * head + 1) * D + offs_d[None, :]
         out *= tl.sigmoid(tl.load(qkv_ptr + gate, mask=there, other=0.0).to(tl.float32))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
@@ -159,14 +164,14 @@ def attention_prefill(
     Returns:
         [M, Hq * D] in the dtype of qkv.
     """
-    Hkv, D = pages.k.shape[3:]
     M, (span,) = qkv.shape[0], step.spans
-    Hq = (qkv.shape[1] // D - 2 * Hkv) // (2 if gated else 1)
+    heads = heads_of(qkv, rope, pages, gated)
+    Hq, D = heads.queries, heads.dim
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     keys, values = pages.k[layer], pages.v[layer]
     run(
         _rotate_append_kernel,
-        (M, Hq + 2 * Hkv),
+        (M, Hq + 2 * heads.kv),
         qkv,
         q_norm,
         k_norm,
@@ -180,11 +185,7 @@ def attention_prefill(
         step.tables.shape[1],
         span.first,
         eps,
-        Hq=Hq,
-        Hkv=Hkv,
-        GATED=gated,
-        D=D,
-        R=2 * rope.cos.shape[1],
+        HEADS=heads,
         ROWS=PAGE,
         num_warps=1,
         enable_fp_fusion=True,
@@ -205,10 +206,7 @@ def attention_prefill(
             M,
             span.first,
             D**-0.5 * LOG2E,
-            Hq=Hq,
-            Hkv=Hkv,
-            GATED=gated,
-            D=D,
+            HEADS=heads,
             BLOCK_M=BLOCK_M,
             BLOCK_N=64 if D <= 128 else 32,  # two programs in 99 KB of shared memory
             ROWS=PAGE,

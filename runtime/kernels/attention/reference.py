@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from lowbit.runtime.kernels.attention.rotate import rotated_ref
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
@@ -34,8 +33,8 @@ def attention_ref(
     if gated:
         q, gate = q[:, 0::2], q[:, 1::2].sigmoid()
     positions, rows = step.positions.tolist(), step.rows.tolist()
-    q = torch.stack([rotated_ref(q[m], q_norm, eps, rope, p) for m, p in enumerate(positions)])
-    k = torch.stack([rotated_ref(k[m], k_norm, eps, rope, p) for m, p in enumerate(positions)])
+    q = torch.stack([_rotated(q[m], q_norm, eps, rope, p) for m, p in enumerate(positions)])
+    k = torch.stack([_rotated(k[m], k_norm, eps, rope, p) for m, p in enumerate(positions)])
     stored = k.to(dtype).double()
     rounded = q.to(dtype).double()
     out = torch.empty_like(q)
@@ -52,6 +51,17 @@ def attention_ref(
         scores = torch.einsum("hd,thd->ht", rounded[m], keys) * D**-0.5
         out[m] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1), values)
     return (out * gate).view(M, -1), k, v
+
+
+def _rotated(x: Tensor, gain: Tensor | None, eps: float, rope: Rope, position: int) -> Tensor:
+    """Heads x [..., D] at a position, normed and rotated, in float64."""
+    x = x.double()
+    if gain is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.double()
+    cos, sin = rope.cos[position].double(), rope.sin[position].double()
+    half = cos.shape[0]
+    low, high, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
 def _rows(paged: Tensor, step: Step, row: int, last: int) -> Tensor:

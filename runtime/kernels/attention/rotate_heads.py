@@ -46,8 +46,10 @@ def _scaled(word, gains, NORM: gl.constexpr, FP32: gl.constexpr):
 
 
 @gluon.jit
-def load_angles(cos, sin, position, lane, D: gl.constexpr, R: gl.constexpr):
+def load_angles(cos, sin, position, lane, PLAN: gl.constexpr):
     """Cosines and sines of this lane's words at a position, the same for every head."""
+    D: gl.constexpr = PLAN.heads.dim
+    R: gl.constexpr = PLAN.heads.rotated
     loaded = ()
     for i in gl.static_range((D + 63) // 64):
         at = (position * (R // 2) + 2 * _own(lane, i, D) % (R // 2)).to(gl.int64) * 4
@@ -56,26 +58,28 @@ def load_angles(cos, sin, position, lane, D: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def load_head_gains(
-    gain, lane, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr, R: gl.constexpr
-):  # fmt: skip
-    """Gains of this lane's words and of their partners, as stored."""
+def load_head_gains(gain, lane, PLAN: gl.constexpr):
+    """Gains of this lane's words and of their partners, as stored; none without a norm."""
+    D: gl.constexpr = PLAN.heads.dim
+    R: gl.constexpr = PLAN.heads.rotated
+    FP32: gl.constexpr = PLAN.wide_gains
     loaded = ()
-    for i in gl.static_range((D + 63) // 64 if NORM else 0):
+    for i in gl.static_range((D + 63) // 64 if PLAN.normed else 0):
         word = _own(lane, i, D)
         loaded = loaded + ((_gains(gain, word, FP32), _gains(gain, _partner(word, R), FP32)),)
     return loaded
 
 
 @gluon.jit
-def rotated(
-    x, gains, angles, lane, none, eps, NORM: gl.constexpr, FP32: gl.constexpr, D: gl.constexpr,
-    R: gl.constexpr,
-):  # fmt: skip
+def rotated(x, gains, angles, lane, none, eps, PLAN: gl.constexpr):
     """A head, normed and rotated: words lane, lane + 32... of it in BF16.
 
     x: its address; gains, angles: as loaded.
     """
+    D: gl.constexpr = PLAN.heads.dim
+    R: gl.constexpr = PLAN.heads.rotated
+    NORM: gl.constexpr = PLAN.normed
+    FP32: gl.constexpr = PLAN.wide_gains
     words = ()
     for i in gl.static_range((D + 63) // 64):
         word = _own(lane, i, D)

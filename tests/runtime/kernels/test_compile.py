@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
@@ -46,7 +47,8 @@ DECODE = {
     "gemv_one",
     "gemv_several",
     "dense_gemv",
-    "attention",
+    "attention_whole",
+    "attention_split",
     "attention_join",
     "recurrence",
     "embed",
@@ -340,9 +342,10 @@ def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
     whole = "NORMED" in arguments and arguments["SPLITS"] == 1
     whole |= arguments.get("numbers_ptr") is not None
-    tokens: int = max(arguments.get("TOKENS", 1), arguments.get("TOGETHER", 1))
+    tokens: int = arguments.get("TOKENS", 1)
     if "PLAN" in arguments:
-        tokens = arguments["PLAN"].X.TOKENS
+        plan = arguments["PLAN"]
+        tokens = plan.together if isinstance(plan, AttentionPlan) else plan.X.TOKENS
     return 17 if whole else tokens
 
 

@@ -1,0 +1,145 @@
+"""Constants of attention's kernels: what its heads are, and what a program of a step takes of them.
+
+A kernel takes them as one constant. What follows from other numbers is a field too: Triton finds
+what it has compiled by the text of its constants, which must change with a formula here. Each plan
+is made once, and so compared by identity, which is quick.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.kernels.launch.attention import (
+    KEYS,
+    AttentionLaunch,
+    KeySplit,
+    join_bytes,
+    row_bytes,
+)
+from lowbit.runtime.kernels.ptx.memory import declaration
+from lowbit.runtime.state.pages import KVPages
+from lowbit.runtime.state.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a layer.
+
+    Attributes:
+        kv: heads of keys and of values.
+        shared: query heads of each.
+        dim: elements of a head, a power of two.
+        rotated: elements that the position turns, an even number.
+        gated: a gate follows every query.
+    """
+
+    kv: int
+    shared: int
+    dim: int
+    rotated: int
+    gated: bool
+
+    @property
+    def queries(self) -> int:
+        """Query heads."""
+        return self.kv * self.shared
+
+
+def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
+    """The heads of queries, keys and values [M, width] that share pages."""
+    kv, dim = pages.k.shape[3:]
+    shared = (qkv.shape[1] // dim // kv - 2) // (2 if gated else 1)
+    return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What the programs of `attention_whole_kernel` or `attention_split_kernel` take.
+
+    Attributes:
+        heads: of the layer.
+        keys: the order in which keys are added up.
+        normed: queries and keys are normed, by gains in FP32 where `wide_gains`, else in BF16.
+        wide_gains: see `normed`.
+        together: most tokens of one sequence in the step, a power of two.
+        held: heads in shared memory: queries, the new key, the keys of earlier tokens of this step.
+        query: elements from one query to the next.
+        width: elements from one token to the next.
+        row: bytes from one key to the next, in pages.
+        staged: bytes from one head to the next, in shared memory.
+        chunks: of 32 elements of a key, four lanes' 16 bytes each.
+        columns: of the values that a program takes.
+        sets: of 64 columns.
+        groups: of warps in a program, each with a softmax of its own.
+        warps: of a program.
+        turn: keys that all of them take at a time.
+        ahead: turns whose keys and values are all loaded at first; 0 loads each during the one
+            before.
+        early: the next kernel may start before this one has its input.
+        pdl: the kernel may start before the one that feeds it ends.
+        buffer: the declaration of the shared memory.
+    """
+
+    heads: Heads
+    keys: KeySplit
+    normed: bool
+    wide_gains: bool
+    together: int
+    held: int
+    query: int
+    width: int
+    row: int
+    staged: int
+    chunks: int
+    columns: int
+    sets: int
+    groups: int
+    warps: int
+    turn: int
+    ahead: int
+    early: bool
+    pdl: bool
+    buffer: str
+
+
+@cache
+def plan(
+    heads: Heads, gains: torch.dtype | None, launch: AttentionLaunch, together: int, pdl: bool
+) -> Plan:
+    """The constants of a launch.
+
+    Args:
+        heads: of the layer.
+        gains: dtype of those of queries and keys; None where they are not normed.
+        launch: of the step.
+        together: most tokens of one sequence, a power of two.
+        pdl: whether the kernel may start early.
+    """
+    keys, split = launch.keys, launch.splits > 1
+    groups = 1 if split else keys.groups
+    warps, columns = keys.warps * groups, heads.dim // launch.parts
+    query = 2 * heads.dim if heads.gated else heads.dim
+    return Plan(
+        heads=heads,
+        keys=keys,
+        normed=gains is not None,
+        wide_gains=gains == torch.float32,
+        together=together,
+        held=heads.shared + together,
+        query=query,
+        width=heads.kv * (heads.shared * query + 2 * heads.dim),
+        row=heads.kv * heads.dim * 2,
+        staged=row_bytes(heads.dim),
+        chunks=-(-heads.dim // 32),
+        columns=columns,
+        sets=-(-columns // 64),
+        groups=groups,
+        warps=warps,
+        turn=warps * KEYS * keys.blocks,
+        ahead=launch.ahead,
+        early=launch.early and not split,
+        pdl=pdl,
+        buffer=declaration(join_bytes(heads.shared, heads.dim, warps, launch.parts, together)),
+    )

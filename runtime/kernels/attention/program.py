@@ -1,0 +1,337 @@
+"""Device functions of a program of `attention_decode`, whether it takes a split of the keys or all.
+
+In the order in which a program needs them. `softmax` is what a lane has of the keys so far: sums of
+weighted values, the highest score and the sum of weights. `fresh` is where new keys are: the first
+position that this step appends, the token's own, the addresses of its value and of its key, which
+is in shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.attention.fragments import (
+    PAGE_ROWS,
+    add_values,
+    key_scores,
+    load_keys,
+    load_queries,
+    load_values,
+    online_softmax,
+    page_of,
+    visible,
+    with_fresh_keys,
+    with_fresh_values,
+)
+from lowbit.runtime.kernels.attention.rotate_heads import load_angles, load_head_gains, rotated
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    floats,
+    load_shared16,
+    shared_buffer,
+    store_shared4,
+    store_shared16,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    across,
+    as_float,
+    as_word,
+    from_lane,
+    high_half,
+    low_half,
+)
+
+
+@gluon.jit
+def first_fresh(rows_ptr, token, row, position, PLAN: gl.constexpr):
+    """The position of the sequence's first token in this step: its tokens stand side by side."""
+    TOGETHER: gl.constexpr = PLAN.together
+    same = True
+    first = position
+    for i in gl.static_range(1, TOGETHER):
+        same = same & (token >= i) & (gl.load(rows_ptr + gl.maximum(token - i, 0)) == row)
+        first -= same.to(gl.int32)
+    return first
+
+
+@gluon.jit
+def load_rotations(
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, position, warp, lane, zero, PLAN: gl.constexpr
+):  # fmt: skip
+    """Angles and gains of the heads that a warp stages, in its turns."""
+    SHARED: gl.constexpr = PLAN.heads.shared
+    HELD: gl.constexpr = PLAN.held
+    WARPS: gl.constexpr = PLAN.warps
+    cos = cos_ptr.to(gl.int64, bitcast=True)
+    sin = sin_ptr.to(gl.int64, bitcast=True)
+    q_gain = zero.to(gl.int64)
+    k_gain = q_gain
+    if PLAN.normed:
+        q_gain += q_norm_ptr.to(gl.int64, bitcast=True)
+        k_gain += k_norm_ptr.to(gl.int64, bitcast=True)
+    angles = ()
+    gains = ()
+    for i in gl.static_range(0, HELD, WARPS):
+        back = gl.maximum(i + warp - SHARED, 0)
+        if i == 0 or PLAN.together > 1:
+            at = gl.maximum(position - back, 0)
+            angles = angles + (load_angles(cos, sin, at, lane, PLAN),)
+        gain = gl.where(i + warp < SHARED, q_gain, k_gain)
+        gains = gains + (load_head_gains(gain, lane, PLAN),)
+    return angles, gains
+
+
+@gluon.jit
+def stage_heads(
+    qkv, key, k_base, new_at, rotations, buffer, head, token, warp, lane, none, eps,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Leave queries, the new key and those of earlier tokens of this step in shared memory.
+
+    They are normed and rotated, a warp a head. The first of a head's programs also appends the key.
+
+    qkv: address of the token; key: element where its key begins; k_base: address of the keys in the
+    pages; new_at: bytes from there to the token's own row.
+    """
+    SHARED: gl.constexpr = PLAN.heads.shared
+    HELD: gl.constexpr = PLAN.held
+    WARPS: gl.constexpr = PLAN.warps
+    D: gl.constexpr = PLAN.heads.dim
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
+    angles, gains = rotations
+    for i in gl.static_range(0, HELD, WARPS):
+        row_of = i + warp
+        x = gl.where(row_of < SHARED, (head * SHARED + row_of) * PLAN.query, key).to(gl.int64)
+        if PLAN.together > 1:
+            back = gl.minimum(gl.maximum(row_of - SHARED, 0), token)
+            x -= back.to(gl.int64) * PLAN.width
+        angle = angles[i // WARPS if PLAN.together > 1 else 0]
+        words = rotated(qkv + x * 2, gains[i // WARPS], angle, lane, none, eps, PLAN)
+        for j in gl.static_range((D + 63) // 64):
+            word = lane + 32 * j
+            inside = (row_of < HELD) & (word < D // 2)
+            store_shared4(buffer + row_of * PLAN.staged + word * 4, as_float(words[j]), inside)
+            mine = inside & (row_of == SHARED) & (gl.program_id(2) == 0)
+            gl.store((k_base + new_at).to(WORD, bitcast=True) + word, words[j], mask=mine)
+
+
+@gluon.jit
+def meet_new_key(
+    qkv, key, bases, new_page, rotations, keys, values, rows, value, place, thread, eps, scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """What a program does first of all that waits: stage heads, and score the new key.
+
+    qkv: address of the token; key: element where its key begins; bases: addresses of keys and
+    values in the pages; new_page: the page of the token's own row; keys, values: of the first turn;
+    rows: the warp's first, those before which the split and the turn end; value: address of the new
+    value; place: head, token, position and the first that this step appends.
+
+    Returns:
+        Queries, the score of the new key, keys and values, `fresh`, the rest of shared memory, and
+        the bytes from row 0 of page 0 to the token's own row.
+    """
+    CHUNKS: gl.constexpr = PLAN.chunks
+    BUFFER: gl.constexpr = PLAN.buffer
+    warp, lane, zero, none = thread
+    row, end, until = rows
+    head, token, position, first = place
+    g = lane // 4
+    t = lane % 4
+    buffer = shared_buffer(BUFFER) + zero
+    staged = buffer + PLAN.heads.shared * PLAN.staged + t * 16
+    new_at = new_page.to(gl.int64) * (PAGE_ROWS * PLAN.row)
+    new_at += (position & (PAGE_ROWS - 1)).to(gl.int64) * PLAN.row
+    stage_heads(
+        qkv, key, bases[0], new_at, rotations, buffer, head, token, warp, lane, none, eps, PLAN
+    )  # fmt: skip
+    if PLAN.together > 1:
+        any_fresh = until > first
+        if any_fresh:
+            values = with_fresh_values(values, value, row + 2 * t, end, first, position, g, PLAN)
+    barrier()
+    q = buffer + gl.minimum(g, PLAN.heads.shared) * PLAN.staged + t * 16
+    new_key = ()
+    for j in gl.static_range(CHUNKS):
+        new_key = new_key + (load_queries(staged, j, t, PLAN),)
+    if PLAN.heads.dim <= 128:
+        q_at = q
+        q = ()
+        for j in gl.static_range(CHUNKS):
+            q = q + (load_queries(q_at, j, t, PLAN),)
+    buffer += PLAN.held * PLAN.staged
+    first_score = key_scores(q, new_key, none, t, PLAN)
+    new_score = from_lane(first_score[0] * scale, g * 4)  # every column is the new key
+    if PLAN.together > 1:
+        any_fresh = until > first
+        if any_fresh:
+            keys = with_fresh_keys(keys, staged, row + g, end, first, position, t, PLAN)
+    fresh = (first, position, value, staged)
+    return q, new_score, keys, values, fresh, buffer, new_at
+
+
+@gluon.jit
+def with_fresh(keys, values, row, end, until, fresh, g, t, PLAN: gl.constexpr):
+    """Keys and values of a turn, with those that this step appends where rows up to `until` are."""
+    first, position, value, staged = fresh
+    if PLAN.together > 1:
+        any_fresh = until > first
+        if any_fresh:
+            values = with_fresh_values(values, value, row + 2 * t, end, first, position, g, PLAN)
+            keys = with_fresh_keys(keys, staged, row + g, end, first, position, t, PLAN)
+    return keys, values
+
+
+@gluon.jit
+def nothing_yet(top, none, PLAN: gl.constexpr):
+    """The softmax before any keys but the new one."""
+    QUADS: gl.constexpr = 4 * PLAN.sets
+    acc = ()
+    for _ in gl.static_range(QUADS):
+        acc = acc + ((none, none, none, none),)
+    return acc, top, none
+
+
+@gluon.jit
+def attend_turns(
+    row, next_page, keys, values, softmax, q, bases, table, span, fresh, g, t, none, scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Attend to all turns but the last, each loaded during the one before.
+
+    row: the warp's first; next_page: of the second turn; keys, values: of the first turn; bases:
+    addresses of keys and values in the pages; span: first row, the one before which it ends and
+    rows from turn to turn.
+
+    Returns:
+        The softmax; keys, values and row of the last turn.
+    """
+    acc, top, total = softmax
+    k_base, v_base = bases
+    start, end, stride = span
+    for at in range(start, end - stride, stride):
+        scores = key_scores(q, keys, none, t, PLAN)
+        keys = load_keys(k_base, next_page, row + stride + g, end, t, None, PLAN)
+        page = next_page
+        next_page = page_of(table, row + 2 * stride, end)
+        scores = visible(scores, row, end, t, scale)
+        top, total, fade, p = online_softmax(top, total, scores)
+        acc = add_values(acc, fade, p, values, none, t, PLAN)
+        row += stride
+        values = load_values(v_base, page, row + 2 * t, end, g, None, PLAN)
+        until = at + stride + PLAN.turn
+        keys, values = with_fresh(keys, values, row, end, until, fresh, g, t, PLAN)
+    return (acc, top, total), keys, values, row
+
+
+@gluon.jit
+def attend(
+    softmax, q, keys, values, row, end, t, none, scale, FIRST: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """The softmax with one turn of keys and values; FIRST: it has only the new token's score."""
+    acc, top, total = softmax
+    scores = visible(key_scores(q, keys, none, t, PLAN), row, end, t, scale)
+    top, total, fade, p = online_softmax(top, total, scores)
+    acc = add_values(acc, None if FIRST else fade, p, values, none, t, PLAN)
+    return acc, top, total
+
+
+@gluon.jit
+def own_sums(buffer, g, t, PLAN: gl.constexpr):
+    """Address of this lane's first sums, of warp 0, in the shared memory of `weigh_warps`."""
+    PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2
+    return buffer + 64 * PLAN.warps + (g * PAIRS + gl.minimum(t, PAIRS - 1)) * 16
+
+
+@gluon.jit
+def weigh_warps(softmax, new_score, own_new, buffer, sums_at, warp, g, t, PLAN: gl.constexpr):
+    """Weights of each warp's sums in its group, for heads 2 * t and 2 * t + 1; sums are stored.
+
+    softmax, new_score: of head g; own_new: whether the new token counts here; buffer: shared memory
+    for 16 numbers of each warp and then the sums; sums_at: of this lane's, see `own_sums`.
+
+    Returns:
+        Highest score and sum of weights of every group, the weight of every warp's sums, each of
+        the second head after the first; that of the new value, which the first group counts.
+    """
+    WARPS: gl.constexpr = PLAN.warps
+    GROUPS: gl.constexpr = PLAN.groups
+    PAIRS: gl.constexpr = (PLAN.heads.shared + 1) // 2  # of heads: lanes from there hold nothing
+    acc, top, total = softmax
+    total += across(total, 1)
+    total += across(total, 2)
+    totals_at = buffer + 32 * WARPS
+    mine = (g * WARPS + warp) * 4
+    store_shared4(buffer + mine, top, t == 0)
+    store_shared4(totals_at + mine, total, t == 0)
+    for quad in gl.static_range(len(acc)):
+        c = acc[quad]
+        words = (as_word(c[0]), as_word(c[1]), as_word(c[2]), as_word(c[3]))
+        store_shared16(sums_at + (warp * len(acc) + quad) * (128 * PAIRS), words, t < PAIRS)
+    barrier()
+    tops = ()
+    wholes = ()
+    weights = ()
+    news = ()
+    EACH: gl.constexpr = WARPS // GROUPS
+    for i in gl.static_range(2):
+        of_head = (2 * t + i) * (4 * WARPS)
+        own = floats(buffer + of_head, WARPS)
+        totals = floats(totals_at + of_head, WARPS)
+        new_of = from_lane(new_score, t * 8 + 4 * i)
+        for n in gl.static_range(GROUPS):
+            highest = new_of
+            for w in gl.static_range(n * EACH, (n + 1) * EACH):
+                highest = gl.maximum(highest, own[w])
+            whole = gl.exp2(new_of - highest)
+            if n == 0:
+                whole = gl.where(own_new, whole, 0.0)
+                news = news + (whole,)
+            else:
+                whole = whole * 0.0
+            for w in gl.static_range(n * EACH, (n + 1) * EACH):
+                weight = gl.exp2(own[w] - highest)
+                whole = gl.fma(weight, totals[w], whole)
+                weights = weights + (weight,)
+            tops = tops + (highest,)
+            wholes = wholes + (whole,)
+    return tops, wholes, weights, news
+
+
+@gluon.jit
+def element_of(quad, g):
+    """The first of the two columns of a part that a lane sums in its quad."""
+    return (quad // 4 * 8 + g) * 8 + quad % 4 * 2
+
+
+@gluon.jit
+def sum_warps(quad, sums_at, weights, news, v, none, PLAN: gl.constexpr):
+    """Four sums of every group over its warps: two columns of each of two heads.
+
+    v: the new value's two columns, which the first group counts.
+    """
+    WARPS: gl.constexpr = PLAN.warps
+    GROUPS: gl.constexpr = PLAN.groups
+    QUADS: gl.constexpr = 4 * PLAN.sets
+    BYTES: gl.constexpr = 128 * ((PLAN.heads.shared + 1) // 2)  # of a quad
+    of_groups = ()
+    for n in gl.static_range(GROUPS):
+        sums = (none, none, none, none)
+        for w in gl.static_range(n * (WARPS // GROUPS), (n + 1) * (WARPS // GROUPS)):
+            part = load_shared16(sums_at + (w * QUADS + gl.minimum(quad, QUADS - 1)) * BYTES)
+            sums = (
+                gl.fma(weights[w], as_float(part[0]), sums[0]),
+                gl.fma(weights[WARPS + w], as_float(part[1]), sums[1]),
+                gl.fma(weights[w], as_float(part[2]), sums[2]),
+                gl.fma(weights[WARPS + w], as_float(part[3]), sums[3]),
+            )
+        if n == 0:
+            low = low_half(v)
+            high = high_half(v)
+            sums = (
+                gl.fma(news[0], low, sums[0]),
+                gl.fma(news[1], low, sums[1]),
+                gl.fma(news[0], high, sums[2]),
+                gl.fma(news[1], high, sums[3]),
+            )
+        of_groups = of_groups + (sums,)
+    return of_groups
