@@ -158,7 +158,7 @@ def _experts_down_kernel(
         low = none
         high = none
         for slot in gl.static_range(SLOTS):
-            y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), none, STEPS, 8, 1)
+            y = sum_of_parts(at + slot * (STEPS * SUM_BYTES), STEPS, 8, 1)
             low = gl.fma(share[slot], y[0], low)
             high = gl.fma(share[slot], y[1], high)
         store_result(

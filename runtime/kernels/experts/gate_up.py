@@ -110,7 +110,7 @@ def _experts_gate_up_kernel(
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         here = buffer + SUMS + (gl.minimum(item, ITEMS - 1) * (PARTS * HELD) + g) * 8
-        y = sum_of_parts(here, none, PARTS, HELD, 1)  # a row of gate and the same of up
+        y = sum_of_parts(here, PARTS, HELD, 1)  # a row of gate and the same of up
         gate = y[0] * factor
         act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
         n = (first_tile + item) * 8 + g

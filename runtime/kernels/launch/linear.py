@@ -6,6 +6,7 @@ memory than compute capability 8.0 to 12.0 all have.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +239,75 @@ def _for_several(one: GemvLaunch, tiles: int, steps: int, tokens: int, bits: int
 def _divisor(n: int, most: int) -> int:
     """The largest divisor of n up to a bound."""
     return max(d for d in range(1, most + 1) if n % d == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaLaunch:
+    """Share of a program of `wgmma`, which has two warpgroups.
+
+    Attributes:
+        slices: programs that share rows, each with as many of the parts into which `gemv` splits K.
+        columns: programs beside each other.
+        ahead: steps that a warp has in flight.
+        part_steps: steps of a part, a multiple of `ahead`.
+    """
+
+    slices: int
+    columns: int
+    ahead: int
+    part_steps: int
+
+    def shared_bytes(self, bits: int, parts: int, tokens: int) -> int:
+        """Shared memory: digits and units of a slice, a barrier a step, the words in flight."""
+        steps = self.part_steps * (parts // self.slices)
+        digits = steps * tokens * (3 * 512 // bits + 4)
+        return 1024 + digits + self.part_steps * 8 + 16 + WGMMA_WARPS * self.ahead * 1152
+
+
+WGMMA_WARPS = 8
+MOST_OWN = 4  # parts of a program
+MOST_AHEAD = {16: 4, 32: 4, 64: 2}  # by tokens; more spill
+HOPPER_SHARED = 227 << 10
+LEAST_DEEP = (4096, 8 << 20)  # columns and bytes of codes from which 9 to 16 tokens gain
+
+
+@cache
+def wgmma_launch(
+    bits: int, tiles: int, steps: int, group_size: int, tokens: int, parts: int
+) -> WgmmaLaunch | None:
+    """Look up the share of a program for 9 to 64 tokens on Hopper; None where `gemv` is faster.
+
+    Programs share rows until their digits fit into shared memory; then the fewest steps of a
+    program win.
+
+    Args:
+        bits: of a code.
+        tiles: of 16 rows.
+        steps: of a tile.
+        group_size: weights that share a scale, in BF16 or FP16.
+        tokens: that there is room for: 16, 32 or 64.
+        parts: of a lone token's launch.
+    """
+    step_k = 512 // bits
+    deep = steps * step_k >= LEAST_DEEP[0] and tiles * steps << 10 >= LEAST_DEEP[1]
+    if group_size % step_k or (tokens == 16 and not deep):
+        return None
+    each = -(-steps // parts)
+    ahead = min(MOST_AHEAD[tokens], each)
+    if all(each % ahead for ahead in range(2, ahead + 1)):
+        each = -(-each // 2) * 2
+    ahead = _divisor(each, ahead)
+    blocks = -(-tiles // 4)
+    found = None
+    for slices in (1, 2, 4, 8, 16):
+        columns = min(MULTIPROCESSORS // slices, blocks)
+        launch = WgmmaLaunch(slices, columns, ahead, each)
+        if parts % slices or parts // slices > MOST_OWN:
+            continue
+        if launch.shared_bytes(bits, parts, tokens) > HOPPER_SHARED - 1024:
+            continue
+        each_column = -(-blocks // columns)
+        turns = -(-each_column // 2) * (parts // slices)
+        if found is None or turns < found[0]:
+            found = turns, launch
+    return None if found is None else found[1]

@@ -7,6 +7,7 @@ same bits for a token.
 # Linear layers in packed codes.
 HALVED_TOKENS = 4  # that share the columns of one product by two
 GEMV_TOKENS = 32  # of one launch, which reads the weight once
+WGMMA_TOKENS = 64  # of one launch of wgmma on Hopper
 PACKED_TOKENS = 128  # multiplied by GEMVs; more by cuBLAS, from weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
 

@@ -289,7 +289,7 @@ def _store_rows(
     """Join the parts of 16 rows times 8 tokens and store them."""
     g = lane // 4
     t = lane % 4
-    y = sum_of_parts(at + lane * 16, none, ROW_PARTS, 34, 2)
+    y = sum_of_parts(at + lane * 16, ROW_PARTS, 34, 2)
     for i in gl.static_range(4):
         n = gl.program_id(0) * 16 + i // 2 * 8 + g
         b = nt * 8 + 2 * t + i % 2

@@ -66,6 +66,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     threads,
     words_where,
 )
+from lowbit.runtime.kernels.ptx.wgmma import swizzled
 
 MOST_WARPS = 16  # of a program that takes a whole token
 SPREAD_WARPS = 4  # of a program where a token is spread over several
@@ -247,17 +248,36 @@ def _digits_kernel(
         if HEAD > 0:
             factor = head_factor(squares[turn], eps, HEAD)
         planes, unit = digits_of(w, factor, HEAD > 0, BITS)
-        here = out + (place_of_chunk(chunk, X.NEXT) + token * X.TOKEN).to(gl.int64)
-        for plane in gl.static_range(3):
-            store8(here + plane * X.PLANE, planes[plane], inside)
-        unit_at = out_ptr + (X.UNITS // 4 + block * X.TOKENS + token)
-        gl.store(unit_at, as_word(unit), mask=inside & (lane == 0))
+        if X.ROW > 0:
+            _store_swizzled(out_ptr, planes, unit, token, chunk, lane, inside, X)
+        else:
+            here = out + (place_of_chunk(chunk, X.NEXT) + token * X.TOKEN).to(gl.int64)
+            for plane in gl.static_range(3):
+                store8(here + plane * X.PLANE, planes[plane], inside)
+            unit_at = out_ptr + (X.UNITS // 4 + block * X.TOKENS + token)
+            gl.store(unit_at, as_word(unit), mask=inside & (lane == 0))
     if NORM:
         barrier()
         factor = norm_factor(total_of(buffer, lane, none, X), eps, X.K)
         at = out_ptr + (X.FACTORS // 4 + token) + zero
         stored = (warp == 0) & (lane == 0)
         gl.store(at, as_word(factor), mask=stored)
+
+
+@gluon.jit
+def _store_swizzled(out_ptr, planes, unit, token, chunk, lane, inside, X: gl.constexpr):
+    """Store a chunk where `wgmma` wants it, and the unit of every step; zero past K."""
+    CHUNKS: gl.constexpr = X.ROW // 8  # of a step
+    step = chunk // CHUNKS
+    for plane in gl.static_range(3):
+        row = plane * X.TOKENS + token
+        for half in gl.static_range(2):
+            at = swizzled(row, chunk % CHUNKS // 4 * 2 + half, X.ROW)
+            word = (step * (3 * X.TOKENS) + row) * (X.ROW // 4) + at * 4 + lane % 4
+            gl.store(out_ptr + word, planes[plane][half], mask=inside)
+    starts = (step < X.STEPS) & (lane % CHUNKS == 0)
+    unit_at = out_ptr + (X.UNITS // 4 + step * X.TOKENS + token)
+    gl.store(unit_at, gl.where(inside, as_word(unit), 0), mask=starts)
 
 
 @gluon.jit
@@ -280,7 +300,7 @@ def digits(
     Args:
         x: [B, K] bfloat16, contiguous.
         bits: of the codes, on which the order of k depends.
-        places: of `global_digits`, for B tokens or more.
+        places: of `global_digits` or `swizzled_digits`, for B tokens or more.
         norm: [K] gain of the RMS norm, whose factors follow the units.
         squares: [B, heads, SQUARES] float32, of the heads of x.
         eps: of the norm.
@@ -288,7 +308,7 @@ def digits(
     B, K = x.shape
     size = places.FACTORS // 4 + places.TOKENS
     out = torch.empty(size, dtype=torch.int32, device=x.device)
-    blocks = places.BLOCKS
+    blocks = max(places.BLOCKS, -(-places.STEPS * places.ROW // BLOCK_K.value))
     warps = min(MOST_WARPS, power_of_two(blocks)) if norm is not None else SPREAD_WARPS
     turns = -(-blocks // warps) if norm is not None else 1
     pdl = programmatic_launch(x)

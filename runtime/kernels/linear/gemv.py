@@ -22,14 +22,20 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.launch.device import (
+    capability,
     power_of_two,
     programmatic_launch,
     register_cap,
     run,
     shared_limit,
 )
-from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.launch.tokens import GEMV_TOKENS
+from lowbit.runtime.kernels.launch.linear import (
+    GemvLaunch,
+    WgmmaLaunch,
+    gemv_launch,
+    wgmma_launch,
+)
+from lowbit.runtime.kernels.launch.tokens import GEMV_TOKENS, WGMMA_TOKENS
 from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
@@ -42,6 +48,7 @@ from lowbit.runtime.kernels.linear.program import (
     staged_digits,
 )
 from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
+from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
 
 JOIN_WARPS = 4  # of a program that joins the sums of others
 
@@ -96,11 +103,12 @@ def gemv(
     if squares is not None and norm is not None:
         raise ValueError("squares of heads and the gain of a norm over all of x")
     y = torch.empty((B, w.N // (2 if w.paired else 1)), dtype=dtype or x.dtype, device=x.device)
-    if B <= GEMV_TOKENS:
+    most = most_tokens(x, w)
+    if most >= B:
         _launch(x, w, y, eps, norm, squares, added)
         return y
-    for first in range(0, B, GEMV_TOKENS):
-        part = slice(first, first + GEMV_TOKENS)
+    for first in range(0, B, most):
+        part = slice(first, first + most)
         of_part = added if added is None or added.shape[0] == 1 else added[part]
         of_heads = None if squares is None else squares[part]
         _launch(x[part], w, y[part], eps, norm, of_heads, of_part)
@@ -142,6 +150,7 @@ class GemvPlan:
         DENSE: constants of the programs that multiply those.
         SHARED: bytes of shared memory.
         SUMS: to the sums of warps in shared memory.
+        JOINED: sums of a tile, which programs that share it leave for the join.
         PDL: whether the kernel takes part in programmatic launch.
     """
 
@@ -155,6 +164,7 @@ class GemvPlan:
     DENSE: Rows
     SHARED: int
     SUMS: int
+    JOINED: int
     PDL: bool
 
 
@@ -179,6 +189,11 @@ def _launch(
 ) -> None:
     """Fill y; rows: dense weights beside w, and what is filled with their product."""
     B, pdl = x.shape[0], programmatic_launch(x)
+    hopper = None if rows is not None else _plan_on_hopper(x, w, added)
+    if hopper is not None:
+        planes = digits(x, w.bits, hopper.X, norm=norm, squares=squares, eps=eps)
+        _join(wgmma(planes, w, hopper), planes, w, y, added, hopper, norm is not None)
+        return
     dense, rows_y = (None, None) if rows is None else rows
     plan = _plan_for(
         w,
@@ -226,7 +241,7 @@ def _join(
     w: TiledLinear,
     y: Tensor,
     added: Tensor | None,
-    plan: GemvPlan,
+    plan: GemvPlan | WgmmaPlan,
     normed: bool,
 ) -> None:
     """Fill y from the sums of all parts; planes: with the factors of the norm."""
@@ -247,6 +262,30 @@ def _join(
         launch_pdl=plan.PDL,
         enable_fp_fusion=True,
     )
+
+
+def most_tokens(x: Tensor, w: TiledLinear) -> int:
+    """Tokens of one launch."""
+    return WGMMA_TOKENS if _launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
+
+
+def _launch_on_hopper(x: Tensor, w: TiledLinear, tokens: int) -> WgmmaLaunch | None:
+    """The share of a program of `wgmma` where it multiplies so many tokens."""
+    if tokens < 16 or capability(x)[0] != 9 or w.scales.dtype == torch.float32:
+        return None
+    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired).parts
+    return wgmma_launch(w.bits, w.tiles, w.steps, w.group_size, tokens, parts)
+
+
+def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPlan | None:
+    tokens = power_of_two(x.shape[0])
+    launch = _launch_on_hopper(x, w, tokens)
+    if launch is None:
+        return None
+    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
+    parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired).parts
+    added_rows = added is not None and added.shape[0] > 1
+    return wgmma_plan(W, launch, parts, tokens, w.paired, added_rows)
 
 
 def _plan_for(w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int) -> GemvPlan:
@@ -281,6 +320,7 @@ def _plan(
         DENSE=rows_of(W.K, tokens, launch.warps, whole, pdl, launch.early),
         SHARED=max(launch.shared << 10 if pdl else 0, needed),
         SUMS=staged_bytes(W.K, tokens, fused.normed) if staged else 0,
+        JOINED=launch.parts,
         PDL=pdl,
     )
 

@@ -111,7 +111,7 @@ def _multiply_tiles(
     for first in gl.static_range(0, ITEMS, WARPS):
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * 8 + g) * 8
-        y = sum_of_parts(here, none, PARTS, 8, 1)  # rows g and g + 8
+        y = sum_of_parts(here, PARTS, 8, 1)  # rows g and g + 8
         more = ()
         if added_ptr is not None:
             more = (added[first // WARPS * 2], added[first // WARPS * 2 + 1])

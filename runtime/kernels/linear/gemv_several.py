@@ -23,6 +23,7 @@ from lowbit.runtime.kernels.linear.products import (
     store_result,
     sum_of_parts,
     tile_addresses,
+    tree_sum,
     unit_of,
     zero_sums,
 )
@@ -34,7 +35,7 @@ from lowbit.runtime.kernels.ptx.memory import (
     shared_memory,
     store_shared4,
 )
-from lowbit.runtime.kernels.ptx.mma import as_float, threads
+from lowbit.runtime.kernels.ptx.mma import threads
 
 
 @gluon.jit(do_not_specialize=["B", "N", "tiles"])
@@ -172,7 +173,7 @@ def _multiply_tiles(
     for first in gl.static_range(0, ITEMS if SPLIT == 1 else 0, WARPS):
         item = first + warp
         here = sums_at + (gl.minimum(item, ITEMS - 1) * PARTS * LANES + slot) * (8 * COLUMNS)
-        y = sum_of_parts(here, none, PARTS, LANES, COLUMNS)  # rows g, then rows g + 8
+        y = sum_of_parts(here, PARTS, LANES, COLUMNS)  # rows g, then rows g + 8
         for column in gl.static_range(COLUMNS):
             b = item % NT * (2 if HALVED else 8) + token + column
             stored = held & (item < ITEMS) & (b < B)
@@ -259,14 +260,14 @@ def gemv_join_kernel(
     sums_ptr, digits_ptr, added_ptr, y_ptr, B, N, tiles, NORM: gl.constexpr, WARPS: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Join the sums of tiles that several programs share, in order, as one program does it.
+    """Join the sums of tiles that several programs share, as one program does it.
 
     A warp takes 16 rows and 8 tokens.
 
-    sums_ptr: [tiles, TOKENS / 8, parts, 32 lanes, 4] float32.
+    sums_ptr: [tiles, TOKENS / 8, JOINED, 32 lanes, 4] float32.
     """
     X: gl.constexpr = PLAN.X
-    PARTS: gl.constexpr = PLAN.LAUNCH.warps // PLAN.LAUNCH.abreast * PLAN.LAUNCH.split
+    PARTS: gl.constexpr = PLAN.JOINED
     NT: gl.constexpr = X.TOKENS // 8
     warp, lane, _, none = threads(WARPS)
     item = gl.program_id(0) * WARPS + warp
@@ -289,15 +290,7 @@ def gemv_join_kernel(
             if PLAN.ADDED_ROWS:
                 n += gl.minimum(first + i % 2, B - 1) * N
             added = added + (gl.load(added_ptr + n).to(gl.float32),)
-    y = (none, none, none, none)
-    for part in gl.static_range(PARTS):
-        v = loaded[part]
-        y = (
-            y[0] + as_float(v[0]),
-            y[1] + as_float(v[1]),
-            y[2] + as_float(v[2]),
-            y[3] + as_float(v[3]),
-        )
+    y = tree_sum(loaded, 4)
     factor = none + (1.0 if PLAN.W.BITS == 8 else 0.0625)
     for column in gl.static_range(2):
         b = first + column

@@ -434,26 +434,41 @@ def store_sums(a, at, held, HALVED: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_parts(
-    at, none, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
-    """The sums of all parts of a tile, in order: 2 * COLUMNS of this lane, HELD lanes apart."""
-    if COLUMNS == 1:
-        y = (none, none)
-        for p in gl.static_range(PARTS):
-            v = load_shared8(at + p * (HELD * 8))
-            y = (y[0] + as_float(v[0]), y[1] + as_float(v[1]))
-    else:
-        y = (none, none, none, none)
-        for p in gl.static_range(PARTS):
-            v = load_shared16(at + p * (HELD * 16))
-            y = (
-                y[0] + as_float(v[0]),
-                y[1] + as_float(v[1]),
-                y[2] + as_float(v[2]),  # type: ignore[misc]
-                y[3] + as_float(v[3]),  # type: ignore[misc]
-            )
-    return y
+def sum_of_parts(at, PARTS: gl.constexpr, HELD: gl.constexpr, COLUMNS: gl.constexpr):
+    """The sums of all parts of a tile by `tree_sum`: 2 * COLUMNS of this lane, HELD lanes apart."""
+    parts = ()
+    for p in gl.static_range(PARTS):
+        if COLUMNS == 1:
+            parts = parts + (load_shared8(at + p * (HELD * 8)),)
+        else:
+            parts = parts + (load_shared16(at + p * (HELD * 16)),)
+    return tree_sum(parts, 2 * COLUMNS)
+
+
+@gluon.jit
+def tree_sum(parts, COUNT: gl.constexpr):
+    """COUNT floats, each the sum of as many parts: neighbors are added, then pairs of them.
+
+    So a half or a quarter of a power of two of parts is a sum itself, which other programs may add.
+    """
+    sums = ()
+    for part in gl.static_range(len(parts)):
+        own = ()
+        for i in gl.static_range(COUNT):
+            own = own + (as_float(parts[part][i]),)
+        sums = sums + (own,)
+    for _level in gl.static_range(len(parts)):
+        if len(sums) > 1:
+            fewer = ()
+            for i in gl.static_range(len(sums) // 2):
+                own = ()
+                for j in gl.static_range(COUNT):
+                    own = own + (sums[2 * i][j] + sums[2 * i + 1][j],)
+                fewer = fewer + (own,)
+            if len(sums) % 2 == 1:
+                fewer = fewer + (sums[len(sums) - 1],)
+            sums = fewer
+    return sums[0]  # type: ignore[misc]
 
 
 @gluon.jit

@@ -58,6 +58,9 @@ class Digits:
         BLOCKS: of 256 elements of a token.
         SQUARES: to the sums of squares of all blocks, where staged; the end of the units.
         FACTORS: to the factors of the norm.
+        ROW: bytes of a step in wgmma's swizzle, where they lie so (`wgmma`): for every step the
+            rows of 3 planes times all tokens, and units for every step, not every block; else 0.
+        STEPS: of such rows; those past K have units of zero.
     """
 
     K: int
@@ -70,6 +73,8 @@ class Digits:
     BLOCKS: int
     SQUARES: int
     FACTORS: int
+    ROW: int = 0
+    STEPS: int = 0
 
 
 @cache
@@ -93,6 +98,18 @@ def global_digits(K: int, tokens: int) -> Digits:
     units = -(-K // 128) * 384 * tokens
     factors = units + blocks * tokens * 4
     return Digits(K, tokens, False, 192 * tokens, 64 * tokens, 64, units, blocks, factors, factors)
+
+
+@cache
+def swizzled_digits(K: int, bits: int, tokens: int, steps: int) -> Digits:
+    """Digits in global memory, as programs of `wgmma` copy them into their shared memory."""
+    row = 512 // bits
+    units = steps * 3 * tokens * row
+    factors = units + steps * tokens * 4
+    plane = tokens * row
+    return Digits(
+        K, tokens, False, 0, plane, row, units, blocks_of(K), factors, factors, row, steps
+    )
 
 
 @gluon.constexpr_function

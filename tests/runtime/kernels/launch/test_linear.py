@@ -10,6 +10,7 @@ from lowbit.runtime.kernels.launch.linear import (
     SEVERAL_MEASURED,
     GemvLaunch,
     gemv_launch,
+    wgmma_launch,
 )
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, sums_bytes
 
@@ -73,3 +74,32 @@ def test_launches_measured_for_several_tokens_are_taken(
 ) -> None:
     """`gemv_launch` passes over a row with other parts than the launch of a lone token."""
     assert any(gemv_launch(*size, paired) is measured for paired in (False, True))
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("size", [*GEMV_MEASURED, *GEMV_SIZES, (4, 40, 76)], ids=str)
+def test_programs_of_wgmma_have_whole_parts_of_all_steps_in_shared_memory(
+    size: tuple[int, int, int], tokens: int
+) -> None:
+    """A slice that has a power of two of neighboring parts adds them as one program does it."""
+    bits, tiles, steps = size
+    parts = gemv_launch(*size, 1, False).parts
+    launch = wgmma_launch(bits, tiles, steps, 128, tokens, parts)
+    if launch is None:
+        deep = steps * 512 // bits >= 4096 and tiles * steps >= 8192
+        part = -(-steps // parts) * tokens * 3 * 512 // bits  # bytes of digits
+        assert (tokens == 16 and not deep) or part > 180 * KB
+        return
+    assert parts % launch.slices == 0
+    assert parts // launch.slices in (1, 2, 4)
+    assert launch.part_steps * parts >= steps
+    assert launch.part_steps % launch.ahead == 0
+    assert launch.columns * launch.slices <= 132
+    assert launch.shared_bytes(bits, parts, tokens) <= 226 * KB
+
+
+def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
+    assert wgmma_launch(4, 1536, 32, 128, 64, 4) is not None
+    assert wgmma_launch(4, 1536, 32, 64, 64, 4) is None
+    assert wgmma_launch(8, 1536, 64, 64, 64, 4) is not None
+    assert wgmma_launch(8, 1536, 64, 96, 64, 4) is None

@@ -78,6 +78,9 @@ CASES = [
     Case(4, 50, 1056, 32, paired=True, norm=BF16),
     Case(4, 2050, 17408, added=MOST),
     Case(4, 24, 25600, 25600),
+    Case(4, 640, 9728, added=MOST),
+    Case(8, 1000, 4096, 64, norm=BF16),
+    Case(8, 520, 12288, 256, scales=FP16, added=1),
 ]
 
 
@@ -117,6 +120,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         return found if tokens < least else changed(found, way)
 
     monkeypatch.setattr(gemv_module, "gemv_launch", launch)
+    monkeypatch.setattr(gemv_module, "wgmma_launch", lambda *sizes: None)
 
 
 def companies(most: int, device: torch.device) -> Iterator[Tensor]:
@@ -180,12 +184,13 @@ def check_packed(case: Case, make_tiled: MakeTiled, randn: Randn) -> None:
     x = (randn(MOST, case.K) * sizes).bfloat16()
     compute = computation(case, make_tiled, randn, x)
     check(compute, MOST, x.device)
-    clean = compute(torch.arange(8, device=x.device))
+    steps = [torch.arange(count, device=x.device) for count in (8, MOST)]
+    clean = [compute(step) for step in steps]
     x[3, 5], x[3, 7] = torch.nan, torch.inf
-    y = compute(torch.arange(8, device=x.device))
-    assert not bool(y[3].isfinite().any()) or case.heads
-    others = torch.arange(8, device=x.device) != 3
-    assert torch.equal(y[others], clean[others])
+    for step, before in zip(steps, clean, strict=True):
+        y = compute(step)
+        assert not bool(y[3].isfinite().any()) or case.heads
+        assert torch.equal(y[step != 3], before[step != 3])
 
 
 @pytest.mark.parametrize(("N", "K", "n"), [(8192, 1024, 32), (8192, 2048, 32), (12288, 4096, 64)])
