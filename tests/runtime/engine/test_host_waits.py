@@ -24,8 +24,8 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
+from tests.runtime.engine.graph_stand_in import Event
 from tests.runtime.engine.speculate.guesses import drafting_by, guessers
-from tests.runtime.graph_stand_in import Event
 
 META = torch.device("meta")
 H, VOCABULARY, CONTEXT = 8, 300, 3000

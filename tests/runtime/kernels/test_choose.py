@@ -19,7 +19,7 @@ from lowbit.runtime.state.logprobs import new_log_probabilities
 from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SCRATCH, ChoiceShape, SamplerRows
 from lowbit.runtime.state.sampling import SamplingParams
-from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
+from tests.runtime.state.rows_of_tokens import Asked, configured, run, some_requests, words_of
 
 VOCABULARY = 3001  # three blocks, no multiple of 32; the logits have padding beyond
 PADDED = 3100

@@ -16,7 +16,7 @@ from lowbit.runtime.state.pages import PAGE
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 GREEDY = lowbit.SamplingParams()
 IDS = torch.randint(256, (203,), generator=torch.Generator().manual_seed(3)).tolist()
 RAGGED = (512, 64, 37, 1)

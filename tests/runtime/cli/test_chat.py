@@ -22,7 +22,7 @@ from lowbit.runtime.cli import chat
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.conversation.wrap import Wrapper
 
-MODEL = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")
 PATIENCE_S = 60  # for a process that hangs
 COLUMNS = 60

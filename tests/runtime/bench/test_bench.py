@@ -28,7 +28,7 @@ from lowbit.runtime.state.sampling import SamplingParams
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SHORT = ("--prompt-tokens", "9", "--new-tokens", "5", "--runs", "1", "--device", "cpu")
 Run = Callable[..., Result]
 

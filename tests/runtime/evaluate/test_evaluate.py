@@ -13,7 +13,7 @@ from lowbit.formats.tasks import TaskResult
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.evaluate.evaluate import read_results
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 BUNDLED = EXAMPLES / "models" / "tiny-qwen3"
 TASKS = EXAMPLES / "tasks"
 

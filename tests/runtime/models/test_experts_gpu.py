@@ -16,11 +16,11 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.models.loader import load_decoder, open_model
-from tests.runtime.test_experts import leaves
+from tests.runtime.models.test_experts import leaves
 
 pytestmark = pytest.mark.gpu
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TEXT = (EXAMPLES / "data" / "stories-eval.txt").read_text("utf-8")[:10_000]
 TEXTS = [TEXT[first : first + 1500] for first in range(0, len(TEXT), 2000)]
 GREEDY = lowbit.SamplingParams(logprobs=2)

@@ -19,7 +19,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.stats import Speculated
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 HYBRID = str(MODELS / "tiny-qwen3.5")
 SHORT = ("--prompt-tokens", "9", "--new-tokens", "12", "--runs", "2", "--device", "cpu")
 MTP = ("--speculate", "mtp", "--draft-tokens", "2")

@@ -27,7 +27,7 @@ from lowbit.runtime.weights.quantized import quantized
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 TINY = MODELS / "tiny-qwen3"
 DAMAGED = "model.layers.1.mlp.up_proj"
 

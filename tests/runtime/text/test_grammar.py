@@ -29,7 +29,7 @@ from lowbit.runtime.text.grammar import (
 )
 from tests.runtime.serve.conftest import until
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 HOT = lowbit.SamplingParams(3.0, seed=1)
 TAGS = {"type": "array", "items": {"enum": ["a", "b", 3, None, {"x": 1}]}, "maxItems": 4}
 PERSON = {

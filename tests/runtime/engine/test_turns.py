@@ -9,7 +9,7 @@ import torch
 
 import lowbit.runtime as lowbit
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams()
 # Long enough that a prompt is cut behind each, and the next one goes on from there.
 LONG = (

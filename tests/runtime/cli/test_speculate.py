@@ -15,7 +15,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import DEFAULT_MODE, MOST_DRAFTS
 from lowbit.runtime.state.step import EXACT_TOKENS
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 DENSE, HYBRID = str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3.5")
 PROMPT = "One, two, three, four. " * 6 + "One"
 OPTIONS = ("--raw", "--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")

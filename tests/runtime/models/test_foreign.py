@@ -22,7 +22,7 @@ from tests.foreign_layouts import awq, draw, gptq
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUNDLED = ROOT / "examples" / "models" / "tiny-qwen3"
 IDS = [5, 17, 200, 3, 3, 250, 1]
 UP = "model.layers.1.mlp.up_proj"

@@ -13,7 +13,7 @@ from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompt_file import Settings, keep_answers, read_prompts
 from lowbit.runtime.engine.runner import Runner
 
-BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 LINES: list[dict[str, Any]] = [
     {"id": 1, "prompt": "Once upon a time", "raw": True, "temperature": 0},
     {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 3},

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import lowbit.runtime as lowbit
 from lowbit.runtime.cli.main import main
 
-BUNDLED = Path(__file__).parents[2] / "examples/models/tiny-qwen3"
+BUNDLED = Path(__file__).parents[3] / "examples/models/tiny-qwen3"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers": (CONFIG, {"num_hidden_layers": 10**6}, "`num_hidden_layers` must be an integer"),

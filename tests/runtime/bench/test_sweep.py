@@ -21,7 +21,7 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 SHORT = ("--new-tokens", "4", "--runs", "1", "--device", "cpu")
 VOCABULARY = 4096  # of the bundled model
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.cli.prompt_file import PromptLine, Settings
 
-BUNDLED = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3")
+BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 1, "maxItems": 3}
 HOT = ("--temperature", "2", "--seed", "4", "--device", "cpu")
 Run = Callable[..., Result]

@@ -23,7 +23,7 @@ from lowbit.runtime.evaluate.evaluate import evaluate
 from lowbit.runtime.evaluate.harness import language_model
 
 pytestmark = pytest.mark.clients
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 BUNDLED = EXAMPLES / "models" / "tiny-qwen3"
 TASKS = EXAMPLES / "tasks"
 LOCAL = ("--tasks", "stories_cloze", "--task-folder", str(TASKS), "--device", "cpu")

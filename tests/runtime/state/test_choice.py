@@ -17,7 +17,7 @@ from lowbit.runtime.state.logprobs import new_log_probabilities
 from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.sampler_rows import ALL, SCRATCH, TOP_K
 from lowbit.runtime.state.sampling import SamplingParams
-from tests.runtime.rows_of_tokens import (
+from tests.runtime.state.rows_of_tokens import (
     Asked,
     configured,
     run,

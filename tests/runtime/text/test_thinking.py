@@ -14,7 +14,7 @@ from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.reasoning import Begin
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 V = 4096
 STOP, OPEN, CLOSE = 4093, 4094, 4095
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from lowbit.formats.errors import CheckpointError, RequestError, UnsupportedModelError
 from lowbit.runtime.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 ids_of_any_kind = st.lists(st.integers(0, 4099), max_size=60)
 
 

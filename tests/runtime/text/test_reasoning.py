@@ -93,7 +93,7 @@ texts = st.text(
 @example(thought="\U0002f800", answer="")
 @settings(max_examples=100, deadline=None)
 def test_any_text_comes_through(thought: str, answer: str) -> None:
-    tokenizer = load_tokenizer(Path(__file__).parents[2] / "examples/models/tiny-qwen3")
+    tokenizer = load_tokenizer(Path(__file__).parents[3] / "examples/models/tiny-qwen3")
     thought = unicodedata.normalize("NFC", thought.strip())  # as the tokenizer does
     text = f"{thought}</think>{answer}"
     assert split(tokenizer, text, "reasoning")[0] == thought

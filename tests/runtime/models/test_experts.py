@@ -33,7 +33,7 @@ from tests.oracle import dequantized_weights
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 STORIES = EXAMPLES / "data" / "stories-eval.txt"
 IDS = torch.randint(256, (83,), generator=torch.Generator().manual_seed(3)).tolist()
 Make = Callable[..., "PackedModel"]

@@ -16,7 +16,7 @@ from lowbit.runtime.bench.profiling import Span, gpu_spans, profile
 from lowbit.runtime.bench.render import show_profile
 from lowbit.runtime.cli.main import main
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 BUNDLED = MODELS / "tiny-qwen3"
 LAYERS = 6
 
