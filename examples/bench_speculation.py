@@ -43,9 +43,14 @@ from lowbit.runtime.engine.load_options import MOST_DRAFTS, RECURRENT_DRAFTS
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.speculate.drafting import Drafting
 from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.speculate.proposals import (
+    Costs,
+    Line,
+    NewDrafter,
+    NgramDrafter,
+    new_costs,
+)
 from lowbit.runtime.engine.speculate.verify import Verifier
-from lowbit.runtime.speculation.ngram import NewDrafter, NgramDrafter
-from lowbit.runtime.speculation.pace import Costs, Line, new_costs
 
 EXAMPLES = Path(__file__).parent
 MODELS = EXAMPLES / "models"

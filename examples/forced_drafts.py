@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.engine.speculate.mtp import MtpRounds
-from lowbit.runtime.speculation.ngram import NgramDrafter
-from lowbit.runtime.speculation.pace import Cost
+from lowbit.runtime.engine.speculate.proposals import Cost, NgramDrafter
 
 ACCEPTED = ("none", "half", "all")
 

@@ -6,9 +6,8 @@ from typing import Literal
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import TokenRequest, pages_needed
+from lowbit.runtime.engine.speculate.proposals import Drafter, PlacedPace
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.speculation.ngram import Drafter
-from lowbit.runtime.speculation.pace import PlacedPace
 from lowbit.runtime.state.logprobs import LogProbabilities
 from lowbit.runtime.text.constraint import Constraint
 

@@ -23,16 +23,17 @@ from lowbit.runtime.engine.speculate.mtp import (
     behind,
     new_mtp_rounds,
 )
-from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, Verifier
-from lowbit.runtime.speculation.ngram import NewDrafter, NgramDrafter
-from lowbit.runtime.speculation.pace import (
+from lowbit.runtime.engine.speculate.proposals import (
     Cost,
     Costs,
+    NewDrafter,
+    NgramDrafter,
     PlacedPace,
     Plan,
     common_plan,
     new_costs,
 )
+from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, Verifier
 from lowbit.runtime.state.step import EXACT_TOKENS
 from lowbit.runtime.text.constraint import Constraint
 

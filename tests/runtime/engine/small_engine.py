@@ -6,7 +6,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.runner import new_runner
-from lowbit.runtime.speculation.ngram import NewDrafter
+from lowbit.runtime.engine.speculate.proposals import NewDrafter
 from tests.runtime.engine.speculate.guesses import drafting_by
 
 CONTEXT = 200

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.speculate.drafting import Drafting
 from lowbit.runtime.engine.speculate.mtp import new_mtp_rounds
+from lowbit.runtime.engine.speculate.proposals import Cost, Costs, Line, NewDrafter
 from lowbit.runtime.engine.speculate.verify import Verifier
-from lowbit.runtime.speculation.ngram import NewDrafter
-from lowbit.runtime.speculation.pace import Cost, Costs, Line
 
 
 @dataclass

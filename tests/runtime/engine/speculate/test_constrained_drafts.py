@@ -17,8 +17,8 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
+from lowbit.runtime.engine.speculate.proposals import NewDrafter
 from lowbit.runtime.engine.speculate.verify import VerifiedRound, Verifier
-from lowbit.runtime.speculation.ngram import NewDrafter
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing

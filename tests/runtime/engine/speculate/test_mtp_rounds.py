@@ -14,10 +14,10 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.speculate.mtp import MOST_BEHIND, behind
+from lowbit.runtime.engine.speculate.proposals import Costs, Line
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.speculation.pace import Costs, Line
-from tests.runtime.engine.residues import Later, Residues, follows
 from tests.runtime.engine.graph_stand_in import run_through_graphs
+from tests.runtime.engine.residues import Later, Residues, follows
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 GREEDY = lowbit.SamplingParams(logprobs=2)

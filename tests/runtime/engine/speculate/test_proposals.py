@@ -6,19 +6,27 @@ from itertools import takewhile
 
 import pytest
 
-from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.speculation.ngram import LEAST_MATCH, LONGEST_MATCH, GrowingText, NgramDrafter
-from lowbit.runtime.speculation.pace import (
+from lowbit.runtime.engine.speculate.proposals import (
+    LEAST_MATCH,
+    LONGEST_MATCH,
     MARGIN,
     Cost,
     Costs,
+    GrowingText,
     Line,
+    NgramDrafter,
     Pace,
     PlacedPace,
-    best_plan,
+    Plan,
     common_plan,
     new_costs,
 )
+from lowbit.runtime.engine.stats import Speculated, Tally
+
+
+def best_plan(chances: list[float], cost: Cost) -> Plan:
+    """The plan for one sequence."""
+    return common_plan([chances], len(chances), cost)
 
 
 def linear_cost(slope: float) -> Cost:
