@@ -16,7 +16,6 @@ from lowbit.formats.architectures.footprint import SNAPSHOTS
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
@@ -24,6 +23,7 @@ from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.linear.tiles import TILE, WORDS, GpuLinear, TiledLinear
 from lowbit.runtime.models.architectures import BUILD, HEADS
 from lowbit.runtime.models.qwen3_5_mtp import DraftRows
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 

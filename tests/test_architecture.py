@@ -103,6 +103,20 @@ def test_packages_import_those_below_them(room: str) -> None:
         assert {name for name in used if order.index(name) > order.index(own)} == set(), path
 
 
+def test_state_alone_knows_how_pages_hold_numbers() -> None:
+    """All others take the views and sizes that `KVPages` gives."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources("runtime")
+        if path.parent.name != "state"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("k", "v")
+        and "pages" in names_in(node.value)
+    ]
+    assert not found
+
+
 def families() -> list[str]:
     """File names of the families of models."""
     tables = sources("formats/architectures")

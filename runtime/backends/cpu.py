@@ -67,8 +67,7 @@ def attention(
     gated: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, append k and v to their pages, attend causally: [M, Hq * D]."""
-    M = qkv.shape[0]
-    Hkv, D = pages.k.shape[3:]
+    M, Hkv, D = qkv.shape[0], pages.heads, pages.head_dim
     heads = qkv.view(M, -1, D).transpose(0, 1)  # [Hq + 2 * Hkv, M, D], a gate beside each q
     q, k, v = heads[: -2 * Hkv], heads[-2 * Hkv : -Hkv], heads[-Hkv:]
     if gated:
@@ -99,7 +98,7 @@ def _attended(
     """
     stop = span.first + span.count
     _append(k, v, pages, span, layer)
-    keys, values = _stored(pages, span, layer, stop)
+    keys, values = _stored(pages, span, layer, stop, q.dtype)
     if together and span.count > 1:
         mask = torch.ones(span.count, stop, dtype=torch.bool, device=q.device).tril(span.first)
         return _attention(q, keys, values, mask)
@@ -114,7 +113,7 @@ def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> Non
     """Write k and v [Hkv, M, D] of one sequence to its pages."""
     stop = span.first + span.count
     ids = _page_ids(span, stop)
-    for new, store in ((k, pages.k[layer]), (v, pages.v[layer])):
+    for new, store in zip((k, v), pages.layer(layer), strict=True):
         if _adjacent(ids):
             rows = store[ids[0] : ids[-1] + 1].flatten(0, 1)  # [T, Hkv, D]
             rows[span.first : stop] = new.transpose(0, 1)
@@ -123,13 +122,15 @@ def _append(k: Tensor, v: Tensor, pages: KVPages, span: Span, layer: int) -> Non
             store[ids[at // PAGE], at % PAGE] = new[:, at - span.first]
 
 
-def _stored(pages: KVPages, span: Span, layer: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence up to a position, [Hkv, stop, D] each."""
+def _stored(
+    pages: KVPages, span: Span, layer: int, stop: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence up to a position, [Hkv, stop, D] each, in a dtype."""
     ids = _page_ids(span, stop)
     both = []
-    for store in (pages.k[layer], pages.v[layer]):
+    for store in pages.layer(layer):
         part = store[ids[0] : ids[-1] + 1] if _adjacent(ids) else store[torch.tensor(ids)]
-        both.append(part.flatten(0, 1)[:stop].transpose(0, 1))
+        both.append(part.flatten(0, 1)[:stop].transpose(0, 1).to(dtype))
     return both[0], both[1]
 
 
@@ -168,7 +169,7 @@ def attend_block(
     causal: bool,
 ) -> Tensor:
     """Attend to what stands before each block and to the block; see `DraftOps.attend_block`."""
-    M, D = q.shape[0], pages.k.shape[4]
+    M, D = q.shape[0], pages.head_dim
     k, v = _key_heads(kv, gains[1], eps, pages)
     queries = rms_norm(q.view(M, -1, D).transpose(0, 1), gains[0], eps)
     rotated = _rotate(torch.cat((queries, k)), rope, step)
@@ -176,7 +177,7 @@ def attend_block(
     outs, start = [], 0
     for span in step.spans:
         part = slice(start, start + span.count)
-        keys, values = _stored(pages, span, layer, span.first)
+        keys, values = _stored(pages, span, layer, span.first, k.dtype)
         both = torch.cat((keys, k[:, part]), dim=1), torch.cat((values, v[:, part]), dim=1)
         mask = _block_mask(span, window, causal)
         outs.append(_attention(queries[:, part], *both, mask))
@@ -186,7 +187,7 @@ def attend_block(
 
 def _key_heads(kv: Tensor, k_norm: Tensor, eps: float, pages: KVPages) -> tuple[Tensor, Tensor]:
     """Normed keys and values of [M, 2 * Hkv * D]: [Hkv, M, D] each."""
-    Hkv, D = pages.k.shape[3:]
+    Hkv, D = pages.heads, pages.head_dim
     heads = kv.view(len(kv), -1, D).transpose(0, 1)
     return rms_norm(heads[:Hkv], k_norm, eps), heads[Hkv:]
 

@@ -12,7 +12,6 @@ from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS, RUNS
-from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
@@ -162,7 +161,7 @@ def bench(
     speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
     opened, dtype = model.opened, model.dtype
     weights = opened.weight_bytes(model.device, dtype)
-    cache = cache_bytes(opened, dtype, model.cache)
+    cache = model.engine.runner.cache_bytes
     step = step_bytes(model, prompt_tokens + new_tokens // 2).total
     peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
@@ -266,10 +265,11 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
     if config.experts is not None:
         missed = (1 - config.experts.chosen / config.experts.count) ** batch
         unread += round(opened.expert_bytes(model.device, dtype) * missed)
+    state = model.engine.runner.state
     return StepBytes(
         weights=opened.weight_bytes(model.device, dtype) - unread,
-        kv=batch * opened.kv_bytes(tokens, dtype),
-        states=batch * 2 * opened.state_bytes(dtype),
+        kv=batch * tokens * config.kv_layers * state.pages.token_bytes,
+        states=batch * 2 * state.slots.slot_bytes,
     )
 
 

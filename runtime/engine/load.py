@@ -17,7 +17,7 @@ from lowbit.formats.text.template import load_chat_template
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadKeywords, LoadOptions
-from lowbit.runtime.engine.memory import choose_cache
+from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.speculate.drafting import new_drafting
@@ -69,7 +69,9 @@ def load(
         template.prepare()  # while the weights are read
     check_device(opened, device)
     drafts = options.most_drafts(recurrent=opened.config.linear_layers is not None)
-    cache = choose_cache(opened, device, dtype, options, drafts)
+    vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
+    kv_dtype = dtype
+    cache = choose_cache(Account(opened, device, dtype, kv_dtype, vocabulary), options, drafts)
     beside = None
     if opened.drafter is not None:  # before the model, which takes longer
         beside = load_drafter(opened.drafter, dtype, cache.context)
@@ -78,8 +80,7 @@ def load(
         power = input_power(original, calibration_ids(tokenizer, original), device, dtype)
         opened = replace(_open(folder, None, options, power), drafter=opened.drafter)
     decoder = load_decoder(opened, device, dtype, cache.context)
-    vocabulary = min(tokenizer.vocabulary, opened.config.vocab_size)
-    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside)
+    runner = new_runner(decoder, vocabulary, cache, dtype, device, beside, kv_dtype)
     engine = Engine(runner, options.max_waiting, new_drafting(runner, options, drafts, device))
     stop_ids = frozenset((*config_stops, *tokenizer.stop_ids()))
     if device != "cpu":

@@ -1,16 +1,20 @@
 """Context and sequences that fit into the memory a device has left."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS, state_count
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
 from lowbit.runtime.engine.load_options import LoadOptions
+from lowbit.runtime.engine.runner import new_kept
 from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
+from lowbit.runtime.state.links import new_trail
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
+from lowbit.runtime.state.sampler_rows import new_sampler_rows
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
@@ -18,33 +22,62 @@ GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, graphs, the librarie
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """Size of the cache.
+class Account:
+    """Memory that a model and the state of its sequences will take on a device.
+
+    State is counted by making it without memory, by the functions that `new_runner` calls.
 
     Attributes:
-        context: most tokens of a sequence.
-        sequences: that are decoded together.
-        pages: for the keys and values of all of them and of prefixes to reuse.
-        snapshots: recurrent states beside one for each sequence.
-        drafts: most of one step, and so the number of spare recurrent states.
+        opened: the model.
+        device: `cpu` or `cuda`.
+        dtype: of activations and recurrent states.
+        kv_dtype: of keys and values.
+        vocabulary: real tokens.
     """
 
-    context: int
-    sequences: int
-    pages: int
-    snapshots: int
-    drafts: int = 0
+    opened: OpenedModel
+    device: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    vocabulary: int
+
+    def page_bytes(self, count: int) -> int:
+        """Memory of so many pages, a drafter's included."""
+        opened = self.opened
+        pages = kv_pages(opened.config, count, self.kv_dtype, "meta", opened.head).size_bytes
+        if opened.drafter is not None:
+            pages += kv_pages(opened.drafter.config, count, self.kv_dtype, "meta").size_bytes
+        return pages
+
+    def row_bytes(self, size: CacheSize) -> int:
+        """Memory of the sequences of a cache, whatever their length: states, sampler, logits."""
+        config, rows = self.opened.config, size.rows
+        taken = new_state(config, 0, size.slots, self.dtype, "meta").size_bytes
+        taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
+        if self.opened.head:
+            taken += new_trail(rows, config.hidden_size, self.dtype, "meta").nbytes
+        if self.device != "cpu":  # which keeps no copy of logits
+            kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
+            taken += kept.nbytes
+        return taken
+
+    def needed(self, size: CacheSize, pages: int) -> int:
+        """Memory of weights, sequences and so many pages, without HEADROOM."""
+        workspace = 0 if self.device == "cpu" else GPU_WORKSPACE
+        weights = self.opened.weight_bytes(self.device, self.dtype)
+        return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
+
+    def pages_that_fit(self, size: CacheSize, free: int) -> int:
+        """Pages for tokens that fit into free memory beside weights and sequences."""
+        each = max(1, self.page_bytes(1))  # 0 where every layer is linear
+        return int((free / HEADROOM - self.needed(size, 0)) // each) - EXTRA
 
 
-def choose_cache(
-    opened: OpenedModel, device: str, dtype: torch.dtype, options: LoadOptions, drafts: int = 0
-) -> CacheSize:
+def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> CacheSize:
     """Sizes of the cache, after checking that it fits into free memory beside the weights.
 
     Args:
-        opened: the model.
-        device: `cpu` or `cuda`.
-        dtype: of keys and values.
+        account: of the model.
         options: context, sequences and tokens of the cache that are asked for.
         drafts: of a sequence in one step at most.
 
@@ -54,77 +87,42 @@ def choose_cache(
         ResourceError: weights, or weights and cache, do not fit.
     """
     context, sequences, tokens = options.context, options.max_sequences, options.cache_tokens
-    limit = opened.config.max_position_embeddings
+    limit = account.opened.config.max_position_embeddings
     if context is not None and not 1 <= context <= limit:
         raise RequestError(f"context {context}: the model has positions for 1 to {limit} tokens")
     wanted = context or min(limit, DEFAULT_CONTEXT)
     if tokens is not None and tokens < wanted:
         raise RequestError(f"a cache of {tokens} tokens is smaller than the context of {wanted}")
-    drafts = drafts_together(drafts, sequences)
-    all_pages = pages_for(tokens) if tokens else sequences * pages_for(wanted)
-    free = free_bytes(device)
-    if free is None:
-        return _sized(wanted, sequences, all_pages, drafts)
-    fits = pages_that_fit(opened, device, dtype, sequences, free, drafts)
-    if fits >= pages_for(wanted) and (tokens is None or fits >= all_pages):
-        return _sized(wanted, sequences, min(fits, all_pages), drafts)
-    if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
-        return _sized(fits * PAGE, sequences, fits, drafts)
-    pages = all_pages if tokens else pages_for(wanted)
-    least = wanted if tokens else None
-    raise _too_large(opened, device, dtype, sequences, pages, free, drafts, least)
-
-
-def pages_that_fit(
-    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, free: int, drafts: int = 0
-) -> int:
-    """Pages that fit into free memory beside the weights and the states of so many sequences."""
-    each = max(1, opened.kv_bytes(PAGE, dtype))  # 0 where every layer is linear
-    left = free / HEADROOM - _fixed_bytes(opened, device, dtype, sequences, drafts)
-    return int(left // each) - EXTRA
-
-
-def cache_bytes(opened: OpenedModel, dtype: torch.dtype, size: CacheSize) -> int:
-    """Memory of all pages and states."""
-    pages = opened.kv_bytes((EXTRA + size.pages) * PAGE, dtype)
-    return pages + (1 + size.sequences + size.snapshots + size.drafts) * opened.state_bytes(dtype)
-
-
-def _sized(context: int, sequences: int, pages: int, drafts: int) -> CacheSize:
-    return CacheSize(context, sequences, pages, SNAPSHOTS + sequences, drafts)
-
-
-def _fixed_bytes(
-    opened: OpenedModel, device: str, dtype: torch.dtype, sequences: int, drafts: int
-) -> int:
-    """Memory that does not grow with the context."""
-    workspace = 0 if device == "cpu" else GPU_WORKSPACE
-    return (
-        opened.weight_bytes(device, dtype)
-        + (state_count(sequences) + drafts) * opened.state_bytes(dtype)
-        + workspace
+    asked = CacheSize(
+        context=wanted,
+        sequences=sequences,
+        pages=pages_for(tokens) if tokens else sequences * pages_for(wanted),
+        snapshots=SNAPSHOTS + sequences,
+        drafts=drafts_together(drafts, sequences),
     )
+    free = free_bytes(account.device)
+    if free is None:
+        return asked
+    fits = account.pages_that_fit(asked, free)
+    if fits >= pages_for(wanted) and (tokens is None or fits >= asked.pages):
+        return replace(asked, pages=min(fits, asked.pages))
+    if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
+        return replace(asked, context=fits * PAGE, pages=fits)
+    if tokens is None:
+        asked = replace(asked, pages=pages_for(wanted))
+    raise _too_large(account, asked, free, None if tokens is None else wanted)
 
 
-def _too_large(
-    opened: OpenedModel,
-    device: str,
-    dtype: torch.dtype,
-    sequences: int,
-    pages: int,
-    free: int,
-    drafts: int,
-    least: int | None,
-) -> ResourceError:
+def _too_large(account: Account, size: CacheSize, free: int, least: int | None) -> ResourceError:
     """The error of a cache that does not fit; its hint names a size that does.
 
     least: tokens of a cache whose size has been asked for; None where only the context has.
     """
-    fixed = _fixed_bytes(opened, device, dtype, sequences, drafts)
-    need = int((fixed + opened.kv_bytes((EXTRA + pages) * PAGE, dtype)) * HEADROOM)
-    fits = pages_that_fit(opened, device, dtype, sequences, free, drafts) * PAGE
-    alone = pages_that_fit(opened, device, dtype, 1, free, drafts) * PAGE
-    limit = opened.config.max_position_embeddings
+    need = int(account.needed(size, size.all_pages) * HEADROOM)
+    fits = account.pages_that_fit(size, free) * PAGE
+    one = replace(size, sequences=1, snapshots=SNAPSHOTS + 1)
+    alone = account.pages_that_fit(one, free) * PAGE
+    limit = account.opened.config.max_position_embeddings
     if least is not None and fits >= least:
         hint = f"a cache of {fits} tokens fits"
     elif fits >= MIN_CONTEXT:
@@ -134,8 +132,9 @@ def _too_large(
     else:
         hint = "the weights alone do not fit"
     return ResourceError(
-        f"needs {gigabytes(need)} for weights and a cache of {pages * PAGE} tokens for "
-        f"{sequences} sequence{'s' if sequences > 1 else ''}, free on {device}: {gigabytes(free)}",
+        f"needs {gigabytes(need)} for weights and a cache of {size.pages * PAGE} tokens for "
+        f"{size.sequences} sequence{'s' if size.sequences > 1 else ''}, free on {account.device}: "
+        f"{gigabytes(free)}",
         hint=hint,
     )
 

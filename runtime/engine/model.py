@@ -15,11 +15,11 @@ from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stream import Generation, Request, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampling import SamplingParams
 from lowbit.runtime.text.chat import Message, render_marked
 from lowbit.runtime.text.constraint import Constraint

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.speculate.handover import leave_rounds
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.links import TRAIL
-from lowbit.runtime.state.pages import EXTRA, SCRATCH, pages_for
+from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
+from lowbit.runtime.state.links import new_trail
+from lowbit.runtime.state.pages import SCRATCH, pages_for
 from lowbit.runtime.state.posted import to_device
 from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
@@ -91,6 +90,12 @@ class Runner:
         return self.tables.is_cuda
 
     @property
+    def cache_bytes(self) -> int:
+        """Memory of keys, values and recurrent states, a drafter's included."""
+        beside = 0 if self.blocks is None else self.blocks.pages.size_bytes
+        return self.state.size_bytes + beside
+
+    @property
     def rows(self) -> int:
         """Sequences that can be decoded together."""
         return self.tables.shape[0] - 1
@@ -119,10 +124,9 @@ class Runner:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of a page."""
-        beside = () if self.blocks is None else (self.blocks.pages,)
-        for pages in (self.state.pages, *beside):
-            for store in (pages.k, pages.v):
-                store[:, target].copy_(store[:, source])
+        self.state.pages.copy(source, target)
+        if self.blocks is not None:
+            self.blocks.pages.copy(source, target)
 
     def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
         """Send tokens through the layers that follow those of a sequence: [M, h]."""
@@ -202,9 +206,8 @@ class Runner:
     def make_room_to_keep(self) -> None:
         """Make the tensor that keeps logits on a GPU, before half a step is recorded."""
         if not len(self._kept):
-            widest = max(len(self.ids), EXACT_TOKENS)
-            shape = widest, _aligned(self.sampler.vocabulary, self.decoder)
-            self._kept = torch.empty(shape, dtype=torch.float32, device=self.ids.device)
+            padded = self.decoder.config.vocab_size
+            self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.ids.device)
 
     def keep(self, logits: Tensor) -> None:
         """Keep logits [M, V or more] of the first half of a step for the second."""
@@ -308,9 +311,18 @@ def plain_spans(sequences: list[Sequence]) -> tuple[Span, ...]:
     )
 
 
-def _aligned(vocabulary: int, decoder: Decoder) -> int:
-    """Logits of a row to keep, so that every row is aligned."""
-    return min(-(-vocabulary // ALIGNED) * ALIGNED, decoder.config.vocab_size)
+def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
+    """Room for the logits of the largest step, [W or EXACT_TOKENS, V] float32, rows aligned.
+
+    Args:
+        sequences: decoded together at most.
+        vocabulary: real tokens.
+        padded: tokens that the model has logits for.
+        device: that they lie on.
+    """
+    widest = max(width_for(sequences), EXACT_TOKENS)
+    logits = min(-(-vocabulary // ALIGNED) * ALIGNED, padded)
+    return torch.empty(widest, logits, dtype=torch.float32, device=device)
 
 
 def new_runner(
@@ -320,6 +332,7 @@ def new_runner(
     dtype: torch.dtype,
     device: str,
     drafter: BlockDrafter[CpuLinear] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Runner:
     """A runner with empty pages and slots.
 
@@ -327,22 +340,19 @@ def new_runner(
         decoder: the model.
         vocabulary: real tokens; ids from here on are padding and never chosen.
         cache: what to make room for.
-        dtype: of keys and values.
+        dtype: of activations and recurrent states.
         device: `cpu` or `cuda`.
         drafter: beside the model, on a CPU.
+        kv_dtype: of keys and values; None for that of activations.
     """
-    rows = 1 + cache.sequences
-    kept = rows + cache.snapshots
-    slots = kept + cache.drafts
-    state = decoder.new_state(EXTRA + cache.pages, slots, dtype, device)
-    trail = None
-    if decoder.mtp is not None:
-        trail = torch.zeros(rows, TRAIL, decoder.config.hidden_size, dtype=dtype, device=device)
+    rows, config, head = cache.rows, decoder.config, decoder.mtp is not None
+    state = new_state(config, cache.all_pages, cache.slots, dtype, device, kv_dtype, head)
+    trail = new_trail(rows, config.hidden_size, dtype, device) if head else None
     tables = torch.zeros(rows, pages_for(cache.context), dtype=torch.int32, device=device)
     sampler = new_sampler_rows(rows, vocabulary, device)
     blocks = None
     if drafter is not None:
-        beside = drafter.new_pages(EXTRA + cache.pages, dtype, device)
+        beside = kv_pages(drafter.config, cache.all_pages, kv_dtype or dtype, device)
         blocks = Blocks(drafter, beside, tables, sampler)
     return Runner(
         decoder=decoder,
@@ -350,7 +360,7 @@ def new_runner(
         sampler=sampler,
         context=cache.context,
         snapshots=cache.snapshots,
-        spare=range(kept, slots) if state.recurrent else None,
+        spare=range(cache.slots - cache.drafts, cache.slots) if state.recurrent else None,
         tables=tables,
         trail=trail,
         blocks=blocks,

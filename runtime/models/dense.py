@@ -10,9 +10,7 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
 from lowbit.runtime.models.taps import Taps
-from lowbit.runtime.state.delta import no_slots
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
@@ -47,14 +45,6 @@ class Dense(Generic[W]):
     ops: Ops[W]
     mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
-    def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
-        """Empty pages; a model without linear layers has no slots."""
-        config = self.config
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return DeviceState(
-            new_pages(layers, pages, heads, config.head_dim, dtype, device), no_slots()
-        )
-
     def hidden(
         self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
     ) -> Tensor:
@@ -62,7 +52,7 @@ class Dense(Generic[W]):
 
         Args:
             ids: [M] int64 on the model's device.
-            state: of `new_state`, written where the step says.
+            state: pages and slots, written where the step says.
             step: sequence and position of every token.
             taps: take outputs of layers; None where nobody reads them.
 

@@ -9,14 +9,13 @@ block itself, which are not kept. Embedding and head are the target's.
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.runtime.backends.ops import DraftOps
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
-from lowbit.runtime.state.pages import KVPages, new_pages
+from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
@@ -55,18 +54,12 @@ class DFlash(Generic[W]):
         """What it takes from its target, and drafts."""
         return self.config.blocks
 
-    def new_pages(self, count: int, dtype: torch.dtype, device: str) -> KVPages:
-        """Empty pages for the context of sequences."""
-        config = self.config
-        heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        return new_pages(layers, count, heads, config.head_dim, dtype, device)
-
     def read(self, taps: Tensor, pages: KVPages, step: Step) -> None:
         """Write keys and values of the context at M positions.
 
         Args:
             taps: [M, n * h], of the target.
-            pages: of `new_pages`.
+            pages: of the context.
             step: sequence and position of every token.
         """
         ops, eps = self.ops, self.config.rms_norm_eps

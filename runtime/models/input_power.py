@@ -19,6 +19,7 @@ from lowbit.formats.layout.rtn import SEARCHED_BITS
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import WatchedLinear
 from lowbit.runtime.models.loader import OpenedModel, build_decoder
+from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.step import lone_step
 from lowbit.runtime.text.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def input_power(
     weights = _WatchedWeights(opened.checkpoint, opened.schemes, device, dtype, _never_read)
     decoder = build_decoder(opened, weights, cpu, len(ids))
     step = lone_step(len(ids), device)
-    state = decoder.new_state(1 + pages_for(len(ids)), 2, dtype, device)
+    state = new_state(opened.config, 1 + pages_for(len(ids)), 2, dtype, device)
     decoder.hidden(torch.tensor(ids, device=device), state, step)
     weights.check_finite()
     for module, power in weights.power.items():

@@ -11,7 +11,6 @@ from torch import Tensor
 from lowbit.formats.architectures import (
     Config,
     architecture_of,
-    footprint,
     is_drafter,
     kind_of,
     part_of,
@@ -85,15 +84,6 @@ class OpenedModel:
         if device == "cpu":
             return prepared_bytes(N, K, scheme, scale.dtype, dtype)
         return N * K * scheme.bits // 8 + scale.nbytes
-
-    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Memory that the keys and values of so many tokens take."""
-        beside = 0 if self.drafter is None else self.drafter.kv_bytes(tokens, dtype)
-        return beside + footprint.kv_bytes(self.config, tokens, dtype.itemsize, int(self.head))
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of one recurrent state of all linear layers, whatever the length."""
-        return footprint.state_bytes(self.config, dtype.itemsize)
 
 
 def open_model(

@@ -11,9 +11,8 @@ from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
 from lowbit.runtime.models.taps import Taps
-from lowbit.runtime.state.delta import DeltaWeights, new_slots, no_slots
+from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.pages import new_pages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.weights import Weights
@@ -85,17 +84,6 @@ class Qwen35(Generic[W]):
     ops: Ops[W]
     mtp: "MtpHead[W] | None" = None
 
-    def new_state(self, pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
-        """Empty pages for the layers with attention, slots for the others."""
-        config = self.config
-        full = config.layer_types.count(FULL) + (self.mtp is not None)
-        heads = config.num_key_value_heads
-        deltas = [layer.mixer.weights for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
-        return DeviceState(
-            new_pages(full, pages, heads, config.head_dim, dtype, device),
-            new_slots(len(deltas), slots, deltas[0], dtype, device) if deltas else no_slots(),
-        )
-
     def hidden(
         self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
     ) -> Tensor:
@@ -103,7 +91,7 @@ class Qwen35(Generic[W]):
 
         Args:
             ids: [M] int64 on the model's device.
-            state: of `new_state`, written where the step says.
+            state: pages and slots, written where the step says.
             step: sequence and position of every token.
             taps: take outputs of layers; None where nobody reads them.
 

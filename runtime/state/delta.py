@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.config import LinearLayers
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
@@ -58,6 +60,16 @@ class DeltaSlots:
         """Slots; none where the model has no linear layer."""
         return self.memory.shape[1] if self.memory.dim() > 1 else 0
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all slots."""
+        return self.conv.nbytes + self.memory.nbytes + self.arrived.nbytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the state in a slot."""
+        return (self.conv.nbytes + self.memory.nbytes) // max(1, self.count)
+
     def state(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """A layer's window [W - 1, C] and memory [Hv, Dk, Dv] in a slot."""
         return self.conv[layer, slot], self.memory[layer, slot]
@@ -73,19 +85,23 @@ class DeltaSlots:
         self.memory[:, target].copy_(self.memory[:, source])
 
 
-def no_slots() -> DeltaSlots:
-    """The states of a model without linear layers."""
-    return DeltaSlots(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
-
-
 def new_slots(
-    layers: int, count: int, weights: DeltaWeights, dtype: torch.dtype, device: str
+    layers: LinearLayers | None, count: int, dtype: torch.dtype, device: str
 ) -> DeltaSlots:
-    """Slots that hold the state before the first token, for linear layers of the same sizes."""
-    channels, taps = weights.conv.shape
-    sizes = (layers, count, weights.value_heads, weights.key_dim, weights.value_dim)
+    """Slots that hold the state before the first token; none without linear layers.
+
+    Args:
+        layers: sizes of the linear layers.
+        count: of slots.
+        dtype: of the convolution's inputs, that of activations.
+        device: where the slots lie.
+    """
+    if layers is None or layers.count == 0:
+        return DeltaSlots(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32))
+    inputs = (layers.count, count, layers.taps - 1, layers.channels)
+    heads = (layers.count, count, layers.value_heads, layers.key_head_dim, layers.value_head_dim)
     return DeltaSlots(
-        conv=torch.zeros(layers, count, taps - 1, channels, dtype=dtype, device=device),
-        memory=torch.zeros(sizes, dtype=torch.float32, device=device),
-        arrived=torch.zeros(count, weights.key_heads, dtype=torch.int32, device=device),
+        conv=torch.zeros(inputs, dtype=dtype, device=device),
+        memory=torch.zeros(heads, dtype=torch.float32, device=device),
+        arrived=torch.zeros(count, layers.key_heads, dtype=torch.int32, device=device),
     )

@@ -1,11 +1,46 @@
-"""Everything that sequences leave on the device between two steps."""
+"""Keys, values and recurrent states of all sequences, and the sizes that they are made by."""
 
 from dataclasses import dataclass
 
 import torch
 
-from lowbit.runtime.state.delta import DeltaSlots
-from lowbit.runtime.state.pages import KVPages
+from lowbit.formats.architectures.config import Config
+from lowbit.runtime.state.delta import DeltaSlots, new_slots
+from lowbit.runtime.state.pages import EXTRA, KVPages, new_pages
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Size of the cache.
+
+    Attributes:
+        context: most tokens of a sequence.
+        sequences: that are decoded together.
+        pages: for the keys and values of all of them and of prefixes to reuse.
+        snapshots: recurrent states beside one for each sequence.
+        drafts: most of one step, and so the number of spare recurrent states.
+    """
+
+    context: int
+    sequences: int
+    pages: int
+    snapshots: int
+    drafts: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the sampler and of block tables, SCRATCH included."""
+        return 1 + self.sequences
+
+    @property
+    def all_pages(self) -> int:
+        """Pages with those that hold no tokens, see EXTRA."""
+        return EXTRA + self.pages
+
+    @property
+    def slots(self) -> int:
+        """Recurrent states: of each row, then snapshots, then after drafts."""
+        return self.rows + self.snapshots + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +57,8 @@ class DeviceState:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
-        return self.pages.k.device
+        """Device of all tensors."""
+        return self.pages.device
 
     @property
     def recurrent(self) -> bool:
@@ -33,5 +68,38 @@ class DeviceState:
     @property
     def size_bytes(self) -> int:
         """Memory of all pages and slots."""
-        pages, slots = self.pages, self.slots
-        return pages.k.nbytes + pages.v.nbytes + slots.conv.nbytes + slots.memory.nbytes
+        return self.pages.size_bytes + self.slots.size_bytes
+
+
+def new_state(
+    config: Config,
+    pages: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
+    head: bool = False,
+) -> DeviceState:
+    """Empty pages and slots of a model.
+
+    Args:
+        config: sizes of the model.
+        pages: to make, EXTRA included.
+        slots: to make; none where the model has no linear layers.
+        dtype: of activations, in which the recurrent states keep the convolution's inputs.
+        device: where they lie; `meta` to find out their size.
+        kv_dtype: of keys and values; None for that of activations.
+        head: make room for the layer of the head for multi-token prediction.
+    """
+    return DeviceState(
+        kv_pages(config, pages, kv_dtype or dtype, device, head),
+        new_slots(config.linear_layers, slots, dtype, device),
+    )
+
+
+def kv_pages(
+    config: Config, count: int, dtype: torch.dtype, device: str, head: bool = False
+) -> KVPages:
+    """Empty pages of a model, or of a drafter; see `new_state`."""
+    layers, heads = config.kv_layers + head, config.num_key_value_heads
+    return new_pages(layers, count, heads, config.head_dim, dtype, device)

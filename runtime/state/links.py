@@ -17,6 +17,11 @@ def trail_of(row: int, position: int) -> int:
     return row * TRAIL + position % TRAIL
 
 
+def new_trail(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Hidden states of the last positions of each row, zeros: [R, TRAIL, h]."""
+    return torch.zeros(rows, TRAIL, hidden, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """Inputs of a round, W = EXACT_TOKENS tokens at most, and what it leaves for the next one.

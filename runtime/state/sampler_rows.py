@@ -78,6 +78,12 @@ class SamplerRows:
         """R, the scratch row included."""
         return self.knobs.shape[0]
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory on the device; `mask` lies on the host."""
+        rows = (self.knobs, self.whole, self.seen, self.counts, self.bias_ids, self.bias)
+        return sum(each.nbytes for each in rows)
+
     def configure_row(
         self, row: int, params: SamplingParams, prompt: Sequence[int], masked: bool = False
     ) -> int:

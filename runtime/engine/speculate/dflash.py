@@ -50,7 +50,7 @@ class Blocks:
     def taps(self, tokens: int) -> Taps:
         """Room for what the model leaves for the drafter in a step of so many tokens."""
         layers, h = self.drafter.blocks.taps, self.drafter.config.hidden_size
-        return new_taps(layers, tokens, h, self.pages.k.dtype)
+        return new_taps(layers, tokens, h, self.drafter.norm.dtype)
 
     def read(self, taps: Taps, step: Step) -> None:
         """Write the context of a step's positions, whose taps have been taken."""

@@ -71,9 +71,8 @@ def attention_decode(
     launch = attention_launch(heads.kv, heads.shared, D, step.reach, M)
     pdl = programmatic_launch(qkv)
     constants = plan(heads, None if q_norm is None else q_norm.dtype, launch, together, pdl)
-    keys = pages.k[layer], pages.v[layer]
     given = (
-        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *keys),
+        *(qkv, q_norm, k_norm, rope.cos, rope.sin, *pages.layer(layer)),
         *(step.positions, step.rows, step.tables),
     )
     numbers = step.tables.shape[1], eps, D**-0.5 * LOG2_E

@@ -49,7 +49,7 @@ class Heads:
 
 def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
     """The heads of queries, keys and values [M, width] that share pages."""
-    kv, dim = pages.k.shape[3:]
+    kv, dim = pages.heads, pages.head_dim
     shared = (qkv.shape[1] // dim // kv - 2) // (2 if gated else 1)
     return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
 

@@ -168,7 +168,7 @@ def attention_prefill(
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
-    keys, values = pages.k[layer], pages.v[layer]
+    keys, values = pages.layer(layer)
     run(
         _rotate_append_kernel,
         (M, Hq + 2 * heads.kv),

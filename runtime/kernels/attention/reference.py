@@ -26,7 +26,7 @@ def attention_ref(
     Returns:
         out [M, Hq * D], and the new k and v [M, Hkv, D] (unrounded).
     """
-    M, (Hkv, D), dtype = qkv.shape[0], pages.k.shape[3:], pages.k.dtype
+    M, Hkv, D, dtype = qkv.shape[0], pages.heads, pages.head_dim, pages.dtype
     heads = qkv.double().view(M, -1, D)
     q, k, v = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
     gate = torch.ones_like(q)
@@ -39,10 +39,7 @@ def attention_ref(
     rounded = q.to(dtype).double()
     out = torch.empty_like(q)
     for m, (row, last) in enumerate(zip(rows, positions, strict=True)):
-        keys, values = (
-            _rows(pages.k[layer], step, row, last),
-            _rows(pages.v[layer], step, row, last),
-        )
+        keys, values = (_rows(paged, step, row, last) for paged in pages.layer(layer))
         for n in range(m + 1):  # tokens of this step
             if rows[n] == row:
                 keys[positions[n]], values[positions[n]] = stored[n], v[n]

@@ -16,7 +16,7 @@ from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
-from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.device_state import DeviceState, new_state
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
@@ -84,9 +84,9 @@ def random_model(config: DenseConfig, kind: str) -> Dense[GpuLinear]:
     )
 
 
-def state_for(config: DenseConfig, model: Dense[GpuLinear]) -> DeviceState:
+def state_for(config: DenseConfig) -> DeviceState:
     pages = 1 + pages_for(config.max_position_embeddings)
-    return model.new_state(pages, 0, torch.bfloat16, DEVICE)
+    return new_state(config, pages, 0, torch.bfloat16, DEVICE)
 
 
 def relative_error(y: Tensor, ref: Tensor) -> float:
@@ -104,8 +104,8 @@ def test_decode_follows_prefill(config: DenseConfig, tokens: int, kind: str) -> 
     model = random_model(config, kind)
     ids = torch.randint(config.vocab_size, (tokens,)).to(DEVICE)
 
-    at_once = model.hidden(ids, state_for(config, model), lone_step(tokens, DEVICE))
-    state, steps = state_for(config, model), []
+    at_once = model.hidden(ids, state_for(config), lone_step(tokens, DEVICE))
+    state, steps = state_for(config), []
     for m in range(tokens):
         step = lone_step(1, DEVICE, first=m, prompt=False)
         steps.append(model.hidden(ids[m : m + 1], state, step))
@@ -122,7 +122,7 @@ def test_chunks_follow_each_other(kind: str) -> None:
     """A prompt in two chunks leaves the cache and the result of one chunk."""
     model = random_model(SMALL, kind)
     ids = torch.randint(SMALL.vocab_size, (40,)).to(DEVICE)
-    whole, parts = state_for(SMALL, model), state_for(SMALL, model)
+    whole, parts = state_for(SMALL), state_for(SMALL)
     expected = model.hidden(ids, whole, lone_step(40, DEVICE))
     model.hidden(ids[:18], parts, lone_step(18, DEVICE))
     got = model.hidden(ids[18:], parts, lone_step(22, DEVICE, first=18))

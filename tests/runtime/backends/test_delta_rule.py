@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.backends.delta_rule import (
     CHUNK,
     chunked,
@@ -116,7 +117,7 @@ class Layer:
         self.generator = torch.Generator().manual_seed(1)
         decay, norm = -self.randn(Hv).exp(), 1 + self.randn(Dv) * 0.1
         self.weights = DeltaWeights(self.randn(channels, W), decay, self.randn(Hv), norm, Hk, Dk)
-        self.slots = new_slots(2, slots, self.weights, torch.float32, "cpu")
+        self.slots = new_slots(LinearLayers(2, Hk, Hv, Dk, Dv, W), slots, torch.float32, "cpu")
         self.slots.conv.normal_(generator=self.generator)
         self.slots.memory.normal_(generator=self.generator)
 

@@ -22,7 +22,6 @@ from lowbit.runtime.bench.bench import (
     step_bytes,
 )
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.engine.memory import cache_bytes
 from lowbit.runtime.state.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def test_the_cold_run_is_the_start_and_no_part_of_the_medians(
 def test_on_a_gpu_what_is_beyond_weights_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(BUNDLED, device="cpu")
     weights = model.opened.weight_bytes("cuda", torch.bfloat16)
-    cache = cache_bytes(model.opened, torch.bfloat16, model.cache)
+    cache = model.engine.runner.cache_bytes
     monkeypatch.setattr(bench_module, "forget_peak", lambda device: 1000)
     monkeypatch.setattr(bench_module, "peak_bytes", lambda device: weights + cache + 1123)
     monkeypatch.setattr(bench_module, "read_bandwidth", lambda device: 1e9)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lowbit.formats.architectures import footprint
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.shell import tables
 from lowbit.runtime import load
@@ -39,7 +40,7 @@ def test_operators_of_a_step() -> None:
     kinds = {each.reads: each for each in found.reads}
     assert sum(each.us_per_token for each in found.reads) == pytest.approx(sum(times))
     assert kinds["weights"].bytes_per_token == model.opened.weight_bytes("cpu", model.dtype)
-    assert kinds["kv"].bytes_per_token == model.opened.kv_bytes(8 + 5, model.dtype)
+    assert kinds["kv"].bytes_per_token == footprint.kv_bytes(model.opened.config, 8 + 5, 2)
     assert kinds["other"].bytes_per_s is None
     rate = kinds["weights"].bytes_per_token / kinds["weights"].us_per_token * 1e6
     assert kinds["weights"].bytes_per_s == pytest.approx(rate)

@@ -4,9 +4,9 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.speculate.proposals import NewDrafter
+from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.speculate.guesses import drafting_by
 
 CONTEXT = 200

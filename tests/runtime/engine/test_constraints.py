@@ -11,9 +11,9 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.residues import Residues, V, follows, words_of
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

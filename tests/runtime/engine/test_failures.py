@@ -12,11 +12,11 @@ import torch
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Room
 from lowbit.runtime.engine.stream import Answer
+from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.small_engine import CONTEXT, assert_all_free, new_engine
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
-from lowbit.runtime.state.delta import DeltaSlots
-from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.pages import new_pages
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
 from tests.runtime.engine.graph_stand_in import Event
@@ -100,21 +98,19 @@ def decoder(mtp: bool) -> Any:
     def hidden(ids: Tensor, *rest: object, **options: object) -> Tensor:
         return torch.empty(len(ids), H, device=META)
 
-    def state(pages: int, slots: int, dtype: torch.dtype, device: str) -> DeviceState:
-        conv, memory = (
-            torch.zeros(1, slots, 3, 4, device=META),
-            torch.zeros(1, slots, 2, device=META),
-        )
-        return DeviceState(new_pages(1, pages, 1, 4, dtype, device), DeltaSlots(conv, memory, conv))
-
     def nothing(*args: object) -> None: ...
 
     return SimpleNamespace(
         hidden=hidden,
         logits=lambda rows: torch.empty(len(rows), VOCABULARY, device=META),
-        new_state=state,
         config=SimpleNamespace(
-            vocab_size=VOCABULARY, hidden_size=H, max_position_embeddings=CONTEXT
+            vocab_size=VOCABULARY,
+            hidden_size=H,
+            max_position_embeddings=CONTEXT,
+            kv_layers=1,
+            num_key_value_heads=1,
+            head_dim=4,
+            linear_layers=LinearLayers(1, 1, 1, 2, 2, taps=4),
         ),
         ops=SimpleNamespace(
             choose=nothing,

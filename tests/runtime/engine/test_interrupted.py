@@ -11,9 +11,9 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import engine as engine_module
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.small_engine import (
     CONTEXT,
     INTERRUPTED,

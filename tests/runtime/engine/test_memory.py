@@ -1,6 +1,7 @@
 """The context that fits into free memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -8,15 +9,29 @@ import torch
 
 from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
 from lowbit.formats.errors import RequestError, ResourceError
+from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
-from lowbit.runtime.models.loader import open_model
+from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
+from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE
+from lowbit.runtime.state.sampler_rows import new_sampler_rows
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel
 
 Free = Callable[[float], None]
+VOCABULARY = 261  # of the tokenizer; the models have padding beyond
+
+
+def account(opened: OpenedModel, device: str = "cpu") -> memory.Account:
+    return memory.Account(opened, device, torch.bfloat16, torch.bfloat16, VOCABULARY)
+
+
+def rows(sequences: int) -> CacheSize:
+    """Of so many sequences, without drafts."""
+    return CacheSize(0, sequences, pages=0, snapshots=3 + sequences)
 
 
 @pytest.fixture
@@ -29,11 +44,12 @@ def test_the_default_context_is_what_fits(
     make_model: "Callable[..., PackedModel]", free: Free
 ) -> None:
     folder = make_model(max_position_embeddings=100_000).folder
-    weights = load(folder, device="cpu", context=1).opened.weight_bytes("cpu", torch.bfloat16)
+    opened = open_model(folder)
+    held = opened.weight_bytes("cpu", torch.bfloat16) + account(opened).row_bytes(rows(4))
     per_token = 2 * 2 * 2 * 32 * 2  # k and v, layers, kv heads, head_dim, bytes
     free(1e12)
     assert load(folder, device="cpu").context == DEFAULT_CONTEXT
-    free((weights + 5000.5 * per_token) * memory.HEADROOM)
+    free((held + 5000.5 * per_token) * memory.HEADROOM)
     assert load(folder, device="cpu").context == (5000 // PAGE - EXTRA) * PAGE
     model = load(folder, device="cpu", context=3000)
     assert model.context == 3000
@@ -44,19 +60,19 @@ def test_states_of_linear_layers_count_by_sequence(
     make_qwen3_5: "Callable[..., PackedModel]", free: Free
 ) -> None:
     folder = make_qwen3_5(max_position_embeddings=100_000).folder
-    opened = load(folder, device="cpu", context=1).opened
+    opened = open_model(folder)
     weights = opened.weight_bytes("cpu", torch.bfloat16)
     channels, elements = 2 * 2 * 32 + 4 * 32, 4 * 32 * 32
-    state = 3 * (channels * 3 * 2 + elements * 4)  # layers, BF16 and FP32
+    state = 3 * (channels * 3 * 2 + elements * 4) + 2 * 4  # layers, BF16 and FP32; key heads
     page = 2 * 1 * 2 * 64 * 2 * PAGE  # k and v, one layer with keys, kv heads, head_dim, bytes
     for sequences in (1, 4):
         states = (1 + 2 * sequences + 3) * state  # scratch, a state and a snapshot each, and three
-        free((weights + states + 79.5 * page) * memory.HEADROOM)
+        held = account(opened).row_bytes(rows(sequences))
+        assert held == states + new_sampler_rows(1 + sequences, VOCABULARY, "cpu").size_bytes
+        free((weights + held + 79.5 * page) * memory.HEADROOM)
         model = load(folder, device="cpu", max_sequences=sequences)
         assert model.context == (79 - EXTRA) * PAGE
-        size = model.engine.runner.state.size_bytes
-        assert size == states + 79 * page
-        assert size == memory.cache_bytes(opened, torch.bfloat16, model.cache)
+        assert model.engine.runner.cache_bytes == states + 79 * page
 
 
 def test_a_model_of_linear_layers_alone_takes_any_context(
@@ -72,11 +88,59 @@ def test_a_gpu_keeps_room_beside_weights_and_cache(
     make_qwen3_5: "Callable[..., PackedModel]", free: Free
 ) -> None:
     opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
-    dtype = torch.bfloat16
-    held = opened.weight_bytes("cuda", dtype) + 6 * opened.state_bytes(dtype)
-    free((held + memory.GPU_WORKSPACE + opened.kv_bytes(79 * PAGE, dtype)) * memory.HEADROOM + 1)
+    asked = account(opened, "cuda")
+    held = opened.weight_bytes("cuda", torch.bfloat16) + asked.row_bytes(rows(1))
+    free((held + memory.GPU_WORKSPACE + asked.page_bytes(79)) * memory.HEADROOM + 1)
     options = LoadOptions(max_sequences=1)
-    assert memory.choose_cache(opened, "cuda", dtype, options).context == (79 - EXTRA) * PAGE
+    assert memory.choose_cache(asked, options).context == (79 - EXTRA) * PAGE
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_account_counts_what_a_runner_allocates(
+    make_qwen3_5: "Callable[..., PackedModel]",
+    monkeypatch: pytest.MonkeyPatch,
+    sequences: int,
+    device: str,
+) -> None:
+    """Pages and states, the sampler's rows, the head's trail and, on a GPU, kept logits."""
+    opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
+    decoder = load_decoder(opened, "cpu", torch.bfloat16, 128)
+    size = CacheSize(128, sequences, pages=7, snapshots=3 + sequences, drafts=6)
+    where = "cpu" if device == "cpu" else "meta"
+    runner = new_runner(decoder, VOCABULARY, size, torch.bfloat16, where)
+    assert runner.trail is not None
+    pages, slots, sampler = runner.state.pages, runner.state.slots, runner.sampler
+    paged = [pages.k, pages.v]
+    others = [slots.conv, slots.memory, slots.arrived, runner.trail]
+    others += [sampler.knobs, sampler.whole, sampler.seen, sampler.counts]
+    others += [sampler.bias_ids, sampler.bias]
+    if device == "cuda":
+        runner.make_room_to_keep()
+        others.append(runner.kept(16))
+    asked = account(opened, device)
+    assert sum(each.nbytes for each in paged) == asked.page_bytes(size.all_pages)
+    assert sum(each.nbytes for each in others) == asked.row_bytes(size)
+    weights = opened.weight_bytes(device, torch.bfloat16)
+    beside = memory.GPU_WORKSPACE if device == "cuda" else 0
+    all_bytes = sum(each.nbytes for each in (*paged, *others))
+    assert asked.needed(size, size.all_pages) == weights + beside + all_bytes
+
+
+def test_sequences_of_a_large_vocabulary_take_what_is_announced(
+    make_qwen3_5: "Callable[..., PackedModel]",
+) -> None:
+    """Of 64 sequences and 248k tokens: `seen` and `counts`, kept logits, trails of h = 4096."""
+    opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
+    config = replace(opened.config, vocab_size=248_320, hidden_size=4096)
+    large = memory.Account(
+        replace(opened, config=config), "cuda", torch.bfloat16, torch.bfloat16, 248_320
+    )
+    states = new_state(config, 0, rows(64).slots, torch.bfloat16, "meta").size_bytes
+    sampler, kept, trail = 65 * 5 * 248_320, 64 * 4 * 248_320, 65 * 128 * 4096 * 2
+    knobs = 65 * (6 * 8 + 4 * 8 + MOST_BIASES * 16)
+    assert large.row_bytes(rows(64)) == states + sampler + knobs + kept + trail
+    assert [round(each / 1e6) for each in (sampler, kept, trail)] == [81, 64, 68]
 
 
 def test_too_little_memory_says_what_is_needed_and_what_fits(

@@ -12,9 +12,9 @@ from torch import Tensor
 import lowbit.runtime as lowbit
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.state.device_state import CacheSize
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 END = 4093  # of a message

@@ -13,10 +13,10 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.runtime.engine import scoring
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.evaluate.scoring import score as evaluated
+from lowbit.runtime.state.device_state import CacheSize
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 HOT = lowbit.SamplingParams(1.0, seed=3)

@@ -10,10 +10,10 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import QueueFullError, RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stats import Load, load_of
+from lowbit.runtime.state.device_state import CacheSize
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 GREEDY = lowbit.SamplingParams()

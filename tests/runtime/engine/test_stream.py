@@ -11,11 +11,11 @@ import pytest
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.prefix_cache import PrefixCache
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.stream import Request, answer_all
+from lowbit.runtime.state.device_state import CacheSize
 
 BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
 GREEDY = lowbit.SamplingParams()

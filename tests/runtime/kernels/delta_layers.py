@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.architectures.config import LinearLayers
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.delta.decode import delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill_ref
@@ -127,7 +128,8 @@ def make_layer(device: str, sizes: Sizes, decay: float | None = None, count: int
         key_heads=sizes.Hk,
         key_dim=sizes.Dk,
     )
-    slots = new_slots(2, count, weights, torch.bfloat16, device)
+    linear = LinearLayers(2, sizes.Hk, sizes.Hv, sizes.Dk, sizes.Dv, taps=4)
+    slots = new_slots(linear, count, torch.bfloat16, device)
     slots.conv.normal_()
     slots.memory.normal_()
     return Layer(weights, slots)

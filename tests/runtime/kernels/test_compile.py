@@ -240,6 +240,7 @@ def attentions(full: bool) -> Iterator[str]:
 
 def delta_nets(full: bool) -> Iterator[str]:
     """The gated DeltaNet of Qwen3.5 9B, for one token, several and many, and for a prompt."""
+    from lowbit.formats.architectures.config import LinearLayers
     from lowbit.runtime.backends import cuda
     from lowbit.runtime.kernels.linear.gemv import gemv
     from lowbit.runtime.kernels.linear.norm import SQUARES
@@ -256,7 +257,7 @@ def delta_nets(full: bool) -> Iterator[str]:
         key_heads=Hk,
         key_dim=D,
     )
-    slots = new_slots(1, 2, weights, torch.bfloat16, "meta")
+    slots = new_slots(LinearLayers(1, Hk, Hv, D, D, 4), 2, torch.bfloat16, "meta")
     small = DenseLinear(zeros(2 * Hv, 4096))
     for tokens in (1, 4, 16):
         x = zeros(tokens, 4096)

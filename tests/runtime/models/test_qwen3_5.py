@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import lowbit.runtime as lowbit
+from lowbit.formats.architectures import footprint
 from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.pages import PAGE
 
 if TYPE_CHECKING:
@@ -139,9 +141,9 @@ def test_memory_is_known_before_loading(make_qwen3_5: Make35, dtype: torch.dtype
         else:
             held += mixer.qkv.size_bytes + mixer.q_norm.nbytes + mixer.k_norm.nbytes
     assert opened.weight_bytes("cpu", dtype) == held
-    state = decoder.new_state(3, 4, dtype, "cpu")
-    assert state.pages.k.nbytes + state.pages.v.nbytes == opened.kv_bytes(3 * PAGE, dtype)
-    assert state.slots.conv.nbytes + state.slots.memory.nbytes == 4 * opened.state_bytes(dtype)
+    state, size = new_state(opened.config, 3, 4, dtype, "cpu"), dtype.itemsize
+    assert state.pages.size_bytes == footprint.kv_bytes(opened.config, 3 * PAGE, size)
+    assert 4 * state.slots.slot_bytes == 4 * footprint.state_bytes(opened.config, size)
 
 
 def small_weights(decoder: Any) -> Any:

@@ -14,11 +14,11 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.memory import CacheSize
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.engine.speculate.proposals import NewDrafter
 from lowbit.runtime.engine.speculate.verify import VerifiedRound, Verifier
+from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing

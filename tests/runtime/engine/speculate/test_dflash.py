@@ -15,12 +15,14 @@ from lowbit.convert import Recipe, convert
 from lowbit.formats.errors import CheckpointError, FormatError, LowbitError, UnsupportedModelError
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import Mode
+from lowbit.runtime.engine.memory import Account
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.drafter import load_drafter, open_drafter
 from lowbit.runtime.models.loader import check_device, open_model
+from lowbit.runtime.state.device_state import kv_pages
 from lowbit.runtime.state.step import lone_step
 from tests.drafters import CONFIG, hidden_by_torch, write_drafter
 from tests.oracle import dequantized_weights
@@ -59,7 +61,7 @@ def test_hidden_states_are_those_of_plain_torch(
     drafter = load_drafter(opened, torch.float32, 64)
     generator = torch.Generator().manual_seed(1)
     taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
-    pages = drafter.new_pages(4, torch.float32, "cpu")
+    pages = kv_pages(drafter.config, 4, torch.float32, "cpu")
     first = 0
     for count in parts:
         step = lone_step(count, "cpu", first, prompt=count > 16)
@@ -205,9 +207,11 @@ def test_a_drafter_takes_memory(models: dict[str, lowbit.Model]) -> None:
     )
     blocks = models["dflash"].engine.runner.blocks
     assert blocks is not None
-    pages = blocks.pages.count * 64
-    more = drafted.kv_bytes(pages, dtype) - plain.kv_bytes(pages, dtype)
-    assert more == blocks.pages.k.nbytes + blocks.pages.v.nbytes
+    with_drafter, alone = (
+        Account(opened, "cpu", dtype, dtype, 4096).page_bytes(blocks.pages.count)
+        for opened in (drafted, plain)
+    )
+    assert with_drafter - alone == blocks.pages.k.nbytes + blocks.pages.v.nbytes
 
 
 @pytest.mark.parametrize(

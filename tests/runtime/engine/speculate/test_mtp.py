@@ -18,6 +18,7 @@ from lowbit.runtime.engine.load_options import Mode
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.models.loader import load_decoder, open_model
+from lowbit.runtime.state.device_state import new_state
 from lowbit.runtime.state.posted import new_places
 from lowbit.runtime.state.sampler_rows import new_sampler_rows
 from lowbit.runtime.state.step import lone_step
@@ -90,7 +91,7 @@ def assert_like_transformers(packed: "PackedModel", parts: tuple[int, ...]) -> N
     hidden = torch.randn(
         70, packed.config["hidden_size"], generator=torch.Generator().manual_seed(1)
     )
-    state = decoder.new_state(4, 2, torch.float32, "cpu")
+    state = new_state(decoder.config, 4, 2, torch.float32, "cpu", head=True)
     found, first = [], 0
     for count in parts:
         part = slice(first, first + count)
