@@ -1,13 +1,14 @@
 """Free text, and calls whose arguments follow the schemas of strict tools."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.runtime.text.call_grammar import grammar_of_rest, grammar_of_text
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.grammar import Grammars
+from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.thinking import ThinkingConstraint, thinking_tokens
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -19,7 +20,9 @@ pytest.importorskip("llguidance")
 STRICT = read_tools(
     [{**each, "function": {**each["function"], "strict": True}} for each in (MOVE, SAY, NONE)]
 )
+MIXED = (*read_tools([MOVE]), *(tool for tool in STRICT if tool.name == "say"))
 KNOWN = [calls for calls in GOOD if "free" not in str(calls)]
+Make = Callable[..., Constraint]
 
 
 @pytest.fixture(scope="module", params=["spelled", "tokens"])
@@ -42,13 +45,21 @@ def stop_of(tokenizer: Tokenizer) -> int:
     return stop
 
 
-def constraint(tokenizer: Tokenizer, form: CallForm, tools: Any = STRICT) -> Constraint:
+@pytest.fixture(scope="module")
+def constraint(tokenizer: Tokenizer) -> Make:
+    """`constraint(form, mixed)` is that of an answer; its grammar is compiled once."""
     grammars = Grammars(tokenizer, tokenizer.vocabulary, [stop_of(tokenizer)])
     opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
-    if opening is None or closing is None:
-        return grammars.lark(grammar_of_text(form, tools)).constraint()
-    rest = grammars.lark(grammar_of_rest(form, tools, tokenizer))
-    return StrictCalls(opening, closing, rest).constraint()
+
+    @cache
+    def made(form: CallForm, mixed: bool) -> Grammar | StrictCalls:
+        tools = MIXED if mixed else STRICT
+        if opening is None or closing is None:
+            return grammars.lark(grammar_of_text(form, tools))
+        rest = grammars.lark(grammar_of_rest(form, tools, tokenizer))
+        return StrictCalls(opening, closing, rest)
+
+    return lambda form, mixed=False: made(form, mixed).constraint()
 
 
 def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
@@ -76,38 +87,41 @@ def allows(limit: Constraint, tokenizer: Tokenizer, text: str) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_of_strict_tools_follow_their_schemas(tokenizer: Tokenizer, form: CallForm) -> None:
+def test_calls_of_strict_tools_follow_their_schemas(
+    tokenizer: Tokenizer, constraint: Make, form: CallForm
+) -> None:
     for calls in KNOWN:
         text = written(form, *calls)
-        assert allows(constraint(tokenizer, form), tokenizer, text), text
+        assert allows(constraint(form), tokenizer, text), text
         beside = ("Łet.\n\n{}", "{}\n\nafter é", "a {0}\n{0} <tool_cal")
         for around in beside if calls is KNOWN[0] else beside[2:]:
-            assert allows(constraint(tokenizer, form), tokenizer, around.format(text))
+            assert allows(constraint(form), tokenizer, around.format(text))
     for calls in BAD:
         text = "a " + written(form, *calls)
-        assert not allows(constraint(tokenizer, form), tokenizer, text), text
+        assert not allows(constraint(form), tokenizer, text), text
     good = written(form, *KNOWN[0])
-    assert not allows(constraint(tokenizer, form), tokenizer, good + written(form, *BAD[-2]))
-    assert not allows(constraint(tokenizer, form), tokenizer, good[:-14])
+    assert not allows(constraint(form), tokenizer, good + written(form, *BAD[-2]))
+    assert not allows(constraint(form), tokenizer, good[:-14])
     for text in ("", "Hello.", "</tool_call> <b> {\n"):
-        assert allows(constraint(tokenizer, form), tokenizer, text)
+        assert allows(constraint(form), tokenizer, text)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_arguments_of_other_tools_are_free(tokenizer: Tokenizer, form: CallForm) -> None:
-    mixed = (*read_tools([MOVE]), *(tool for tool in STRICT if tool.name == "say"))
+def test_arguments_of_other_tools_are_free(
+    tokenizer: Tokenizer, constraint: Make, form: CallForm
+) -> None:
     odd = written(form, call("move/it", to=[1], mode="medium", new="x"))
-    assert allows(constraint(tokenizer, form, mixed), tokenizer, odd)
-    assert not allows(constraint(tokenizer, form, mixed), tokenizer, written(form, *BAD[2]))
+    assert allows(constraint(form, True), tokenizer, odd)
+    assert not allows(constraint(form, True), tokenizer, written(form, *BAD[2]))
 
 
-def test_a_tag_that_begins_no_call_is_text(tokenizer: Tokenizer) -> None:
+def test_a_tag_that_begins_no_call_is_text(tokenizer: Tokenizer, constraint: Make) -> None:
     spelled = tokenizer.token_id(OPEN_CALL) is None  # no text may hold the tag then
     for text in ("a <tool_call> b", "a <tool_call></tool_call> b"):
-        assert allows(constraint(tokenizer, "json"), tokenizer, text) is not spelled
+        assert allows(constraint("json"), tokenizer, text) is not spelled
 
 
-def test_reasoning_is_free(tokenizer: Tokenizer) -> None:
+def test_reasoning_is_free(tokenizer: Tokenizer, constraint: Make) -> None:
     if tokenizer.token_id(OPEN_CALL) is None:
         return
     tokens = thinking_tokens(tokenizer, None, tokenizer.vocabulary, [stop_of(tokenizer)])
@@ -116,10 +130,10 @@ def test_reasoning_is_free(tokenizer: Tokenizer) -> None:
     for budget in (None, 10_000):
         for text, allowed in ((good, True), (bad, False)):
             answer = f"<think>\nI may {bad}\n</think>\n\n{text}"
-            inner = constraint(tokenizer, "json")
+            inner = constraint("json")
             limit = ThinkingConstraint("answer", tokens, budget, inner)
             assert limit.unbound == 2
             assert allows(limit, tokenizer, answer) is allowed
     # a stop token may come in the reasoning, as without strict tools
-    limit = ThinkingConstraint("reasoning", tokens, None, constraint(tokenizer, "json"))
+    limit = ThinkingConstraint("reasoning", tokens, None, constraint("json"))
     assert limit.mask() is None
