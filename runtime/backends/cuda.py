@@ -13,8 +13,9 @@ from lowbit.runtime.backends.cuda_experts import check_experts as check_experts
 from lowbit.runtime.backends.cuda_experts import mixture
 from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
-from lowbit.runtime.kernels.delta.decode import MOST_DIM, delta_decode, delta_decode_parts
+from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
+from lowbit.runtime.kernels.delta.program import MOST_DIM
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows

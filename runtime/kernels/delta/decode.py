@@ -28,25 +28,14 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.delta.gates import gates_ref
 from lowbit.runtime.kernels.delta.out import gated_norm_ref, norm_heads, window_ref
+from lowbit.runtime.kernels.delta.program import L2_EPS, plan, sizes_of, splits_of
 from lowbit.runtime.kernels.delta.recurrence import recurrence_kernel
-from lowbit.runtime.kernels.launch.attention import CROWD
-from lowbit.runtime.kernels.launch.device import (
-    STATIC_SHARED,
-    programmatic_launch,
-    register_cap,
-    run,
-)
+from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
-from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.step import Step
 
-WARPS = 8
 REGISTERS = {4: 128, 2: 96, 1: 128}  # of a thread, by programs of a head
-MOST_TURN = 4  # tokens that are convolved at a time
-MOST_DIM = 128  # of a head: columns of a warp, and channels of half the threads
-ENOUGH = 256  # programs: of more a head is split into fewer
-L2_EPS = 1e-6  # on the sum of squares, whatever the model's eps
 
 
 def delta_decode_ref(
@@ -88,8 +77,8 @@ def token_ref(
     mixed = torch.nn.functional.silu((inputs * weights.conv.double().T).sum(0))
     q, k, v = mixed.split((Hk * Dk, Hk * Dk, Hv * Dv))
     q, k = q.view(Hk, Dk), k.view(Hk, Dk)
-    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * Dk**-0.5
-    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
+    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS.value) * Dk**-0.5
+    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS.value)
     q, k = q.repeat_interleave(Hv // Hk, 0), k.repeat_interleave(Hv // Hk, 0)
     beta, g = gates_ref(ba, weights)
     S = S * g[0].exp()[:, None, None]
@@ -97,20 +86,6 @@ def token_ref(
     S = S + k[:, :, None] * u[:, None, :]
     o = torch.einsum("hkv,hk->hv", S, q).view(1, -1)
     return gated_norm_ref(o, qkvz, weights, eps), S, window_ref(qkvz, window)
-
-
-def delta_splits(weights: DeltaWeights, sequences: int) -> int:
-    """Programs of a value head, SQUARES or fewer where they make more than ENOUGH.
-
-    Their number does not change a bit where a thread sums at least two rows of S before it adds
-    others' sums (the compiler would fuse a single product into that sum): of smaller heads it is
-    always the same.
-    """
-    splits = SQUARES
-    if weights.key_dim * weights.value_dim >= 2 * WARPS * 512:
-        while splits > 1 and weights.value_heads * sequences * splits > ENOUGH:
-            splits //= 2
-    return splits
 
 
 def delta_decode(
@@ -129,13 +104,12 @@ def delta_decode(
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; the slots that the step names hold the states.
     """
-    splits = delta_splits(weights, step.read.shape[0])
-    if splits > 1:
+    if splits_of(sizes_of(weights), step.read.shape[0]) > 1:
         parts, squares = delta_decode_parts(qkvz, ba, weights, slots, step, layer, torch.float32)
         return norm_heads(parts, squares, eps, qkvz.dtype)
     width = weights.value_heads * weights.value_dim
     out = torch.empty((qkvz.shape[0], width), dtype=qkvz.dtype, device=qkvz.device)
-    _launch(qkvz, ba, weights, eps, slots, step, layer, splits, out, None)
+    _launch(qkvz, ba, weights, eps, slots, step, layer, out, None)
     return out
 
 
@@ -157,8 +131,7 @@ def delta_decode_parts(
     M, Hv, device = qkvz.shape[0], weights.value_heads, qkvz.device
     parts = torch.empty((M, Hv * weights.value_dim), dtype=dtype or qkvz.dtype, device=device)
     squares = torch.empty((M, Hv, SQUARES), dtype=torch.float32, device=device)
-    splits = delta_splits(weights, step.read.shape[0])
-    _launch(qkvz, ba, weights, 0.0, slots, step, layer, splits, parts, squares)
+    _launch(qkvz, ba, weights, 0.0, slots, step, layer, parts, squares)
     return parts, squares
 
 
@@ -170,53 +143,21 @@ def _launch(
     slots: DeltaSlots,
     step: Step,
     layer: int,
-    splits: int,
     out: Tensor,
     squares: Tensor | None,
 ) -> None:
-    Hv, Dk, Dv, B = weights.value_heads, weights.key_dim, weights.value_dim, step.read.shape[0]
-    unit = max(1, Dk * Dv // (WARPS * 512))  # rows of a thread where SQUARES programs share a head
-    columns = Dv // splits
-    turn = min(MOST_TURN, WARPS * 16 // columns)
-    pdl = programmatic_launch(qkvz)
-    used = turn * (WARPS * 128 + 16 * columns + 48) + 16 + 8 * WARPS * columns
-    least = STATIC_SHARED if pdl and Hv * splits * B >= CROWD else 0
+    sizes, sequences = sizes_of(weights), step.read.shape[0]
+    constants = plan(sizes, sequences, squares is None, programmatic_launch(qkvz))
     run(
         recurrence_kernel,
-        (Hv * splits, B),
-        qkvz,
-        ba,
-        slots.conv[layer],
-        slots.memory[layer],
-        slots.arrived,
-        step.starts,
-        step.read,
-        step.write,
-        weights.conv,
-        weights.decay,
-        weights.dt_bias,
-        weights.norm,
-        out,
-        squares,
-        L2_EPS,
-        eps,
-        Hk=weights.key_heads,
-        Hv=Hv,
-        Dk=Dk,
-        Dv=Dv,
-        W=weights.conv.shape[1],
-        WARPS=WARPS,
-        SHARED=Hv // weights.key_heads,
-        SPLITS=splits,
-        TURN=turn,
-        UNIT=unit,
-        EACH=unit * SQUARES // splits,
-        GROUP=Dv // SQUARES,
-        NORMED=squares is None,
-        BUFFER=declaration(max(least, used)),
-        PDL=pdl,
-        num_warps=WARPS,
-        maxnreg=register_cap(qkvz, REGISTERS[splits]),
-        launch_pdl=pdl,
+        (sizes.Hv * constants.splits, sequences),
+        *(qkvz, ba, slots.conv[layer], slots.memory[layer], slots.arrived),
+        *(step.starts, step.read, step.write),
+        *(weights.conv, weights.decay, weights.dt_bias, weights.norm),
+        *(out, squares, eps),
+        PLAN=constants,
+        num_warps=constants.warps,
+        maxnreg=register_cap(qkvz, REGISTERS[constants.splits]),
+        launch_pdl=constants.pdl,
         enable_fp_fusion=True,
     )

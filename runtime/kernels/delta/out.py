@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowbit.runtime.kernels.delta.program import sizes_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.state.delta import DeltaWeights
@@ -47,20 +48,13 @@ def window_ref(qkvz: Tensor, window: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
 def _gated_norm_kernel(
-    o_ptr,
-    qkvz_ptr,
-    gain_ptr,
-    window_ptr,
-    read_ptr,
-    write_ptr,
-    out_ptr,
-    M,
-    eps,
-    C: tl.constexpr,
-    Dv: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    o_ptr, qkvz_ptr, gain_ptr, window_ptr, read_ptr, write_ptr, out_ptr, M, eps,
+    SIZES: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A program per token and head; those of token 0 also move BLOCK_C channels of the window."""
+    C: tl.constexpr = SIZES.C
+    Dv: tl.constexpr = SIZES.Dv
+    W: tl.constexpr = SIZES.W
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Hv = tl.num_programs(1)
     stride = C + Hv * Dv
@@ -89,14 +83,9 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _norm_heads_kernel(
-    parts_ptr,
-    squares_ptr,
-    out_ptr,
-    eps,
-    Dv: tl.constexpr,
-    SQUARES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    parts_ptr, squares_ptr, out_ptr, eps,
+    Dv: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program per token and head."""
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     offs = head * Dv + tl.arange(0, Dv)
@@ -125,10 +114,7 @@ def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -
     run(
         _norm_heads_kernel,
         (M, Hv),
-        parts,
-        squares,
-        out,
-        eps,
+        *(parts, squares, out, eps),
         Dv=parts.shape[1] // Hv,
         SQUARES=SQUARES,
         PDL=pdl,
@@ -156,25 +142,14 @@ def gated_norm(
     Returns:
         [M, Hv * Dv] in the dtype of qkvz.
     """
-    M, Hv = o.shape[0], weights.value_heads
-    C, W = weights.conv.shape
+    M, sizes = o.shape[0], sizes_of(weights)
     out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
     run(
         _gated_norm_kernel,
-        (M, Hv),
-        o,
-        qkvz,
-        weights.norm,
-        windows,
-        step.read,
-        step.write,
-        out,
-        M,
-        eps,
-        C=C,
-        Dv=weights.value_dim,
-        W=W,
-        BLOCK_C=triton.next_power_of_2(triton.cdiv(C, Hv)),
+        (M, sizes.Hv),
+        *(o, qkvz, weights.norm, windows, step.read, step.write, out, M, eps),
+        SIZES=sizes,
+        BLOCK_C=triton.next_power_of_2(triton.cdiv(sizes.C, sizes.Hv)),
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.kernels.delta.decode import L2_EPS, token_ref
-from lowbit.runtime.kernels.delta.gates import gates
+from lowbit.runtime.kernels.delta.decode import token_ref
+from lowbit.runtime.kernels.delta.heads import gates
 from lowbit.runtime.kernels.delta.out import gated_norm
+from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.step import Step
@@ -61,23 +62,17 @@ def delta_prefill_ref(
 
 
 @triton.jit
-def _convolved(
-    qkvz_ptr,
-    window_ptr,
-    taps_ptr,
-    tokens,
-    channels,
-    M,
-    stride,
-    C: tl.constexpr,
-    W: tl.constexpr,
-):
+def _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, channels, M, SIZES: tl.constexpr):
     """Convolution and SiLU of channels of tokens, in FP32; the window comes before token 0."""
+    C: tl.constexpr = SIZES.C
+    W: tl.constexpr = SIZES.W
     y = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(W):
         row = tokens + (tap - (W - 1))
         given = ((row >= 0) & (row < M))[:, None]
-        x = tl.load(qkvz_ptr + row[:, None] * stride + channels[None, :], mask=given, other=0.0)
+        x = tl.load(
+            qkvz_ptr + row[:, None] * SIZES.width + channels[None, :], mask=given, other=0.0
+        )
         past = window_ptr + (row + (W - 1))[:, None] * C + channels[None, :]
         before = tl.load(past, mask=(row < 0)[:, None], other=0.0)
         weight = tl.load(taps_ptr + channels * W + tap).to(tl.float32)
@@ -87,36 +82,28 @@ def _convolved(
 
 @triton.jit(do_not_specialize=["M"])
 def _mix_kernel(
-    qkvz_ptr,
-    window_ptr,
-    read_ptr,
-    taps_ptr,
-    mixed_ptr,
-    M,
-    l2_eps,
-    Hk: tl.constexpr,
-    Hv: tl.constexpr,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
-    stride: tl.constexpr = C + Hv * Dv
+    qkvz_ptr, window_ptr, read_ptr, taps_ptr, mixed_ptr, M,
+    SIZES: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Convolution, SiLU and L2 norm of a head of q or k, or convolution and SiLU of one of v."""
+    Hk: tl.constexpr = SIZES.Hk
+    Dk: tl.constexpr = SIZES.Dk
+    Dv: tl.constexpr = SIZES.Dv
+    C: tl.constexpr = SIZES.C
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (tokens < M)[:, None]
     out = mixed_ptr + tokens[:, None] * C
-    window_ptr += tl.load(read_ptr).to(tl.int64) * ((W - 1) * C)
+    window_ptr += tl.load(read_ptr).to(tl.int64) * ((SIZES.W - 1) * C)
     if head < 2 * Hk:
         key = head * Dk + tl.arange(0, Dk)
-        x = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, key, M, stride, C, W)
+        x = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, key, M, SIZES)
         scale = tl.where(head < Hk, Dk**-0.5, 1.0)
-        x *= (tl.rsqrt(tl.sum(x * x, axis=1) + l2_eps) * scale)[:, None]
+        x *= (tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS) * scale)[:, None]
         tl.store(out + key[None, :], x, mask=inside)
     else:
         value = 2 * Hk * Dk + (head - 2 * Hk) * Dv + tl.arange(0, Dv)
-        v = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, value, M, stride, C, W)
+        v = _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, value, M, SIZES)
         tl.store(out + value[None, :], v, mask=inside)
 
 
@@ -137,22 +124,14 @@ def _inverse(A, rows, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _chunk_kernel(
-    mixed_ptr,
-    ba_ptr,
-    decay_ptr,
-    dt_bias_ptr,
-    inverse_ptr,
-    scores_ptr,
-    steps_ptr,
-    M,
-    Hk: tl.constexpr,
-    Hv: tl.constexpr,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
+    mixed_ptr, ba_ptr, decay_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, steps_ptr, M,
+    SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """T, D * (q . k^T), and beta, exp(G) and exp(G[-1] - G) of each token of a chunk and head."""
+    Hk: tl.constexpr = SIZES.Hk
+    Hv: tl.constexpr = SIZES.Hv
+    Dk: tl.constexpr = SIZES.Dk
+    C: tl.constexpr = SIZES.C
     chunk, head = tl.program_id(0), tl.program_id(1)
     offs_t = tl.arange(0, CHUNK)
     tokens = (chunk * CHUNK + offs_t).to(tl.int64)
@@ -189,23 +168,15 @@ def _chunk_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _scan_kernel(
-    mixed_ptr,
-    inverse_ptr,
-    scores_ptr,
-    steps_ptr,
-    memory_ptr,
-    read_ptr,
-    write_ptr,
-    o_ptr,
-    M,
-    Hk: tl.constexpr,
-    Hv: tl.constexpr,
-    Dk: tl.constexpr,
-    Dv: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    C: tl.constexpr = 2 * Hk * Dk + Hv * Dv
+    mixed_ptr, inverse_ptr, scores_ptr, steps_ptr, memory_ptr, read_ptr, write_ptr, o_ptr, M,
+    SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """S of a value head through all chunks, some columns of it, and their o."""
+    Hk: tl.constexpr = SIZES.Hk
+    Hv: tl.constexpr = SIZES.Hv
+    Dk: tl.constexpr = SIZES.Dk
+    Dv: tl.constexpr = SIZES.Dv
+    C: tl.constexpr = SIZES.C
     head = tl.program_id(0)
     chunks = tl.cdiv(M, CHUNK)
     offs_t = tl.arange(0, CHUNK)
@@ -258,71 +229,42 @@ def delta_prefill(
         [M, Hv * Dv] in the dtype of qkvz; the slot `write[M - 1]`, which may be the slot `read[0]`,
         holds the state after the last token.
     """
-    M = qkvz.shape[0]
-    Hv, Dk, Dv = weights.value_heads, weights.key_dim, weights.value_dim
-    Hk = weights.key_heads
-    C, W = weights.conv.shape
-    sizes = {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
-    chunks = triton.cdiv(M, CHUNK)
+    M, sizes = qkvz.shape[0], sizes_of(weights)
+    Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=qkvz.device)
 
-    mixed, o = scratch(M, C), scratch(M, Hv * Dv)
+    mixed, o = scratch(M, sizes.C), scratch(M, Hv * Dv)
     inverse, scores = scratch(2, Hv, chunks, CHUNK, CHUNK)
     steps = scratch(Hv, chunks, CHUNK, 3)  # beta, exp(G), exp(G[-1] - G)
     run(
         _mix_kernel,
-        (triton.cdiv(M, BLOCK_M), 2 * Hk + Hv),
-        qkvz,
-        slots.conv[layer],
-        step.read,
-        weights.conv,
-        mixed,
-        M,
-        L2_EPS,
-        **sizes,
-        W=W,
+        (triton.cdiv(M, BLOCK_M), 2 * sizes.Hk + Hv),
+        *(qkvz, slots.conv[layer], step.read, weights.conv, mixed, M),
+        SIZES=sizes,
         BLOCK_M=BLOCK_M,
         num_warps=4,
         enable_fp_fusion=True,
     )
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     run(
         _chunk_kernel,
         (chunks, Hv),
-        mixed,
-        ba,
-        weights.decay,
-        weights.dt_bias,
-        inverse,
-        scores,
-        steps,
-        M,
-        **sizes,
+        *(mixed, ba, weights.decay, weights.dt_bias, inverse, scores, steps, M),
+        SIZES=sizes,
         CHUNK=CHUNK,
-        BLOCK_K=min(BLOCK_K, Dk),
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
+        BLOCK_K=min(BLOCK_K, sizes.Dk),
+        **options,
     )
     block_v = min(BLOCK_V, Dv)
     run(
         _scan_kernel,
         (Hv, Dv // block_v),
-        mixed,
-        inverse,
-        scores,
-        steps,
-        slots.memory[layer],
-        step.read,
-        step.write,
-        o,
-        M,
-        **sizes,
+        *(mixed, inverse, scores, steps, slots.memory[layer], step.read, step.write, o, M),
+        SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
+        **options,
     )
     return gated_norm(o, qkvz, weights, eps, slots.conv[layer], step)

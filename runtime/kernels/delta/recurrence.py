@@ -1,13 +1,19 @@
-"""Kernel of `delta_decode`: the recurrence of a value head, or of some of its columns."""
+"""Kernel of `delta_decode`: the delta rule for a value head of a sequence, or some of its columns.
+
+`places` are addresses in shared memory: q and k of the turn's tokens, their v and gain * silu(z),
+their S^T q and S^T k, their factors (beta, exp(g), 1 / |k|, scale / |q|, and q . k behind them),
+their sums of squares, the count of programs that have read the window, and each warp's products.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.delta.gates import gates
 from lowbit.runtime.kernels.delta.heads import (
     convolved,
+    gates,
     load_before,
+    load_rows,
     load_taps,
     load_window,
     norms,
@@ -19,6 +25,7 @@ from lowbit.runtime.kernels.delta.heads import (
     store_products,
     store_totals,
     store_window,
+    updated_rows,
 )
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
@@ -29,7 +36,6 @@ from lowbit.runtime.kernels.ptx.memory import (
     store16,
     store_shared4,
     store_shared16,
-    stream16,
 )
 from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads
 
@@ -37,168 +43,202 @@ from lowbit.runtime.kernels.ptx.mma import as_float, as_word, threads
 @gluon.jit
 def recurrence_kernel(
     qkvz_ptr, ba_ptr, window_ptr, memory_ptr, arrived_ptr, starts_ptr, read_ptr, write_ptr,
-    taps_ptr, decay_ptr, dt_bias_ptr, gain_ptr, out_ptr, squares_ptr, l2_eps, eps,
-    Hk: gl.constexpr, Hv: gl.constexpr, Dk: gl.constexpr, Dv: gl.constexpr, W: gl.constexpr,
-    WARPS: gl.constexpr, SHARED: gl.constexpr, SPLITS: gl.constexpr, TURN: gl.constexpr,
-    UNIT: gl.constexpr, EACH: gl.constexpr, GROUP: gl.constexpr, NORMED: gl.constexpr,
-    BUFFER: gl.constexpr, PDL: gl.constexpr,
+    taps_ptr, decay_ptr, dt_bias_ptr, gain_ptr, out_ptr, squares_ptr, eps, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """SHARED: value heads that have a q and k together; SPLITS: programs of a value head.
-
-    TURN: tokens that are convolved at a time; UNIT: rows of S that a thread sums one after another;
-    EACH: rows of S that it has; GROUP: columns of one sum of squares; NORMED: whether a head is
-    normed here.
-    """
-    C: gl.constexpr = 2 * Hk * Dk + Hv * Dv
-    ROW: gl.constexpr = C + Hv * Dv  # of qkvz
-    HALF: gl.constexpr = WARPS * 16  # threads
-    COLUMNS: gl.constexpr = Dv // SPLITS
-    LANES: gl.constexpr = COLUMNS // 4  # lanes that have a row of S, four columns each
-    SLOT: gl.constexpr = Hv * Dk * Dv * 4  # bytes
-    KEYS: gl.constexpr = HALF * 8  # bytes of a token in shared memory: q and k
-    VALUES: gl.constexpr = COLUMNS * 8  # v and gain * silu(z); totals for q and for k
-    warp, lane, zero, none = threads(WARPS)
+    """See `delta_decode`; PLAN is a `DeltaPlan`."""
+    SIZES: gl.constexpr = PLAN.sizes
+    Hk: gl.constexpr = PLAN.sizes.Hk
+    Hv: gl.constexpr = PLAN.sizes.Hv
+    Dk: gl.constexpr = PLAN.sizes.Dk
+    Dv: gl.constexpr = PLAN.sizes.Dv
+    W: gl.constexpr = PLAN.sizes.W
+    SHARED: gl.constexpr = PLAN.sizes.shared
+    COLUMNS: gl.constexpr = PLAN.columns
+    LANES: gl.constexpr = PLAN.lanes
+    HALF: gl.constexpr = PLAN.half
+    ROWS: gl.constexpr = PLAN.rows
+    TURN: gl.constexpr = PLAN.turn
+    SLOT: gl.constexpr = PLAN.sizes.Hv * PLAN.sizes.Dk * PLAN.sizes.Dv * 4  # bytes
+    BUFFER: gl.constexpr = PLAN.buffer
+    warp, lane, zero, none = threads(PLAN.warps)
     thread = warp * 32 + lane
-    head = gl.program_id(0) // SPLITS
-    split = gl.program_id(0) % SPLITS
+    head = gl.program_id(0) // PLAN.splits
+    split = gl.program_id(0) % PLAN.splits
     sequence = gl.program_id(1)
     first = gl.load(starts_ptr + sequence)
     end = gl.load(starts_ptr + sequence + 1)
     slot = gl.maximum(gl.load(read_ptr + sequence), 0)
 
     own = lane % LANES * 4  # column of those that the program has
-    first_row = (warp * (32 // LANES) + lane // LANES) * EACH
-    in_slot = head * (Dk * Dv) + gl.minimum(first_row, Dk - EACH) * Dv + split * COLUMNS + own
+    first_row = (warp * (32 // LANES) + lane // LANES) * ROWS
+    in_slot = head * (Dk * Dv) + gl.minimum(first_row, Dk - ROWS) * Dv + split * COLUMNS + own
     memory = memory_ptr.to(gl.int64, bitcast=True) + in_slot.to(gl.int64) * 4
-    S = ()
-    for i in gl.static_range(EACH):
-        S = S + (stream16(memory + slot.to(gl.int64) * SLOT + i * (Dv * 4)),)
+    S = load_rows(memory + slot.to(gl.int64) * SLOT, PLAN)
     of_head = thread % HALF
     is_key = of_head < Dk
     qk = gl.where(thread >= HALF, Hk * Dk, 0) + head // SHARED * Dk + of_head  # channel
     turn = thread // (2 * COLUMNS)  # the token of a turn whose v or z this thread has
     is_z = thread % (2 * COLUMNS) >= COLUMNS
     value = head * Dv + split * COLUMNS + thread % COLUMNS
-    vz = value + gl.where(is_z, C, 2 * Hk * Dk)  # channel
+    vz = value + gl.where(is_z, SIZES.C, 2 * Hk * Dk)  # channel
     is_value = (turn < TURN) & (turn < end - first)
     is_v = is_value & (thread % (2 * COLUMNS) < COLUMNS)
-    window = window_ptr + slot.to(gl.int64) * ((W - 1) * C)
-    qk_window = load_window(window, qk, is_key, C, W)
-    v_window = load_window(window, vz, is_v, C, W)
+    qk_window = load_window(window_ptr, slot, qk, is_key, SIZES)
+    v_window = load_window(window_ptr, slot, vz, is_v, SIZES)
     qk_taps = load_taps(taps_ptr, qk, is_key, W)
     v_taps = load_taps(taps_ptr, vz, is_v, W)
     gain = gl.load(gain_ptr + split * COLUMNS + thread % COLUMNS, mask=is_value & is_z, other=1.0)
     decay = gl.load(decay_ptr + head)
     dt_bias = gl.load(dt_bias_ptr + head)
     arrived = arrived_ptr.to(gl.int64, bitcast=True) + (slot * Hk + head // SHARED).to(gl.int64) * 4
-    stage = shared_buffer(BUFFER) + zero
-    values_at = stage + TURN * KEYS
-    totals_at = values_at + TURN * VALUES
-    factors_at = totals_at + TURN * VALUES
-    squares_at = factors_at + TURN * 32
-    before_at = squares_at + TURN * 16
-    sums_at = before_at + 16
-    if PDL:
+    places = places_of(shared_buffer(BUFFER) + zero, PLAN)
+    if PLAN.pdl:
         gdc_wait()
         gdc_launch_dependents()
 
     for base in range(first, end, TURN):
         count = gl.minimum(end - base, TURN)
-        x_at = qkvz_ptr + (base * ROW + qk)
-        qk_inputs = (gl.load(x_at, mask=is_key, other=0.0),)
-        targets = (gl.load(write_ptr + base),)
+        x_at = qkvz_ptr + (base * SIZES.width + qk)
+        x = gl.load(x_at, mask=is_key, other=0.0)
+        target = gl.load(write_ptr + base)
         own_there = is_value & (turn < count)
-        vz_input = gl.load(qkvz_ptr + ((base + turn) * ROW + vz), mask=own_there, other=0.0)
+        vz_input = gl.load(qkvz_ptr + ((base + turn) * SIZES.width + vz), mask=own_there, other=0.0)
         v_target = gl.load(write_ptr + (base + turn), mask=is_v & own_there, other=-1)
         gated = gl.minimum(warp % TURN, count - 1)  # the token whose gates this warp has
         gates_at = ba_ptr + ((base + gated) * (2 * Hv) + head)
         b = gl.load(gates_at)
         a = gl.load(gates_at + Hv)
         v_before = v_window
-        later_inputs = ()
-        later_targets = ()
-        for t in gl.static_range(1, TURN):
-            later_inputs = later_inputs + (qk_inputs[0],)
-            later_targets = later_targets + (gl.minimum(targets[0], -1),)
+        later = ((x,) * (TURN - 1), (gl.minimum(target, -1),) * (TURN - 1))
         if end - first > 1:
-            later_inputs = ()
-            later_targets = ()
-            for t in gl.static_range(1, TURN):
-                there = t < count
-                x = gl.load(x_at + t * ROW, mask=is_key & there, other=0.0)
-                later_inputs = later_inputs + (x,)
-                at = write_ptr + base + t
-                later_targets = later_targets + (gl.load(at, mask=there, other=-1),)
+            later = later_tokens(x_at, write_ptr + base, count, is_key, PLAN)
             v_before = load_before(
-                v_window, qkvz_ptr, base - first + turn, base + turn, vz, is_v & own_there, ROW, W
+                v_window, qkvz_ptr, base - first + turn, base + turn, vz, is_v & own_there, SIZES
             )
-        inputs = qk_window + qk_inputs + later_inputs
-        targets = targets + later_targets
+        inputs = qk_window + (x,) + later[0]
+        targets = (target,) + later[1]
         for t in gl.static_range(TURN):
             if t < count:
                 y = convolved(part(inputs, t, W - 1), inputs[W - 1 + t], qk_taps, W)
-                store_shared4(stage + (t * KEYS + thread * 4), silu(y), is_key)
+                store_shared4(places[0] + (t * PLAN.key_bytes + thread * 4), silu(y), is_key)
         y = gl.where(is_z, vz_input.to(gl.float32), convolved(v_before, vz_input, v_taps, W))
-        store_shared4(values_at + thread * 4, gain * silu(y), own_there)
+        store_shared4(places[1] + thread * 4, gain * silu(y), own_there)
         barrier()
-        in_place = targets[0] == slot
-        for t in gl.static_range(1, TURN):
-            in_place = in_place | (targets[t] == slot)
-        before = zero  # programs that have read the window they share, all threads of them
-        if SHARED * SPLITS > 1:
-            before = count_round(arrived + zero, SHARED * SPLITS - 1, (thread == 0) & in_place)
-        new_window = window_ptr + v_target.to(gl.int64) * ((W - 1) * C)
-        store_window(new_window, part(v_before, 1, W - 2) + (vz_input,), vz, v_target >= 0, C, W)
-        keys_at = stage + gated * KEYS
-        q_norm, k_norm, q_k = norms(keys_at, keys_at + HALF * 4, lane, none, l2_eps, Dk)
-        beta, g = gates(b, a, decay, dt_bias)
-        words = (as_word(beta + none), as_word(gl.exp(g)), as_word(k_norm), as_word(q_norm))
-        store_shared16(factors_at + gated * 32, words, (lane == 0) & (warp < TURN))
-        store_shared4(factors_at + gated * 32 + 16, q_k, (lane == 0) & (warp < TURN))
+        before = count_reader(arrived + zero, slot, targets, zero, thread, PLAN)
+        moved = part(v_before, 1, W - 2) + (vz_input,)
+        store_window(window_ptr, v_target, moved, vz, v_target >= 0, SIZES)
+        store_factors(places, gated, b, a, decay, dt_bias, (warp, lane, none), PLAN)
         for t in range(0, count):
             target = gl.load(write_ptr + base + t)
-            rows_at = stage + t * KEYS + first_row * 4
-            q = row_values(rows_at, EACH)
-            k = row_values(rows_at + HALF * 4, EACH)
-            whole = products(S, q, k, none, EACH, UNIT)
-            store_products(sums_at, whole, first_row, warp, lane, own, Dk, EACH, WARPS, COLUMNS)
-            barrier()
-            store_totals(sums_at, totals_at + t * VALUES, thread, none, WARPS, COLUMNS)
-            if SHARED * SPLITS > 1:
-                store_shared4(before_at, as_float(before), thread == 0)
-            values = floats(values_at + t * VALUES + own * 4, 4)
-            factors = floats(factors_at + t * 32, 4)
-            barrier()
-            Sk = floats(totals_at + t * VALUES + (COLUMNS + own) * 4, 4)
-            u = ()
-            for i in gl.static_range(4):
-                u = u + (factors[2] * written(values[i], Sk[i], factors),)
-            rows = ()
-            for i in gl.static_range(EACH):
-                row = ()
-                for j in gl.static_range(4):
-                    row = row + (as_word(factors[1] * as_float(S[i][j]) + k[i] * u[j]),)
-                rows = rows + (row,)
-            S = rows
+            S = after_token(S, t, places, before, first_row, own, (warp, lane, none), PLAN)
             if target >= 0:
-                for i in gl.static_range(EACH):
+                for i in gl.static_range(ROWS):
                     row_at = memory + target.to(gl.int64) * SLOT + i * (Dv * 4)
                     store16(row_at, S[i], first_row < Dk)
-        _results(
-            out_ptr, squares_ptr, values_at, totals_at, factors_at, squares_at, base, count, head,
-            split, thread, eps, Hv, Dv, COLUMNS, TURN, GROUP, NORMED,
+        store_results(
+            out_ptr, squares_ptr, places, base, count, head, split, thread, eps, PLAN
         )  # fmt: skip
         for t in gl.static_range(TURN):
             if targets[t] >= 0:
-                moves = gl.program_id(0) % (SHARED * SPLITS) == 0
-                if SHARED * SPLITS > 1:
-                    last = as_word(load_shared4(before_at)) == SHARED * SPLITS - 1
-                    moves = gl.where(targets[t] == slot, last, moves)
-                target_window = window_ptr + targets[t].to(gl.int64) * ((W - 1) * C)
-                store_window(target_window, part(inputs, t + 1, W - 1), qk, is_key & moves, C, W)
+                moves = is_key & moves_window(places, slot, targets[t], PLAN)
+                store_window(window_ptr, targets[t], part(inputs, t + 1, W - 1), qk, moves, SIZES)
         qk_window = part(inputs, TURN, W - 1)
         if base + TURN < end:
             barrier()
+
+
+@gluon.jit
+def places_of(keys_at, PLAN: gl.constexpr):
+    """Addresses in shared memory, which begins with q and k."""
+    TURN: gl.constexpr = PLAN.turn
+    values_at = keys_at + TURN * PLAN.key_bytes
+    totals_at = values_at + TURN * PLAN.value_bytes
+    factors_at = totals_at + TURN * PLAN.value_bytes
+    squares_at = factors_at + TURN * 32
+    before_at = squares_at + TURN * 16
+    return keys_at, values_at, totals_at, factors_at, squares_at, before_at, before_at + 16
+
+
+@gluon.jit
+def later_tokens(x_at, write_at, count, is_key, PLAN: gl.constexpr):
+    """Inputs of q or k of a turn's tokens but the first, and the slots that take their states."""
+    TURN: gl.constexpr = PLAN.turn
+    inputs = ()
+    targets = ()
+    for t in gl.static_range(1, TURN):
+        there = t < count
+        x = gl.load(x_at + t * PLAN.sizes.width, mask=is_key & there, other=0.0)
+        inputs = inputs + (x,)
+        targets = targets + (gl.load(write_at + t, mask=there, other=-1),)
+    return inputs, targets
+
+
+@gluon.jit
+def count_reader(arrived, slot, targets, zero, thread, PLAN: gl.constexpr):
+    """Programs that have read the window before this one, where a state goes back to its slot."""
+    TURN: gl.constexpr = PLAN.turn
+    in_place = targets[0] == slot
+    for t in gl.static_range(1, TURN):
+        in_place = in_place | (targets[t] == slot)
+    before = zero
+    if PLAN.sharers > 1:
+        before = count_round(arrived, PLAN.sharers - 1, (thread == 0) & in_place)
+    return before
+
+
+@gluon.jit
+def moves_window(places, slot, target, PLAN: gl.constexpr):
+    """True in the one program that writes the new window of q and k to a slot.
+
+    In place it is the last to have read the old one, of all that share it; elsewhere the first.
+    """
+    moves = gl.program_id(0) % PLAN.sharers == 0
+    if PLAN.sharers > 1:
+        last = as_word(load_shared4(places[5])) == PLAN.sharers - 1
+        moves = gl.where(target == slot, last, moves)
+    return moves
+
+
+@gluon.jit
+def store_factors(places, token, b, a, decay, dt_bias, thread, PLAN: gl.constexpr):
+    """Leave the factors of a warp's token in shared memory."""
+    warp, lane, none = thread
+    keys_at = places[0] + token * PLAN.key_bytes
+    at = places[3] + token * 32
+    q_norm, k_norm, q_k = norms(keys_at, keys_at + PLAN.half * 4, lane, none, PLAN.sizes.Dk)
+    beta, g = gates(b, a, decay, dt_bias)
+    words = (as_word(beta + none), as_word(gl.exp(g)), as_word(k_norm), as_word(q_norm))
+    store_shared16(at, words, (lane == 0) & (warp < PLAN.turn))
+    store_shared4(at + 16, q_k, (lane == 0) & (warp < PLAN.turn))
+
+
+@gluon.jit
+def after_token(S, t, places, before, first_row, own, thread, PLAN: gl.constexpr):
+    """S after token t of a turn; what it and its predecessor give for q and k is left in `places`.
+
+    first_row, own: first of the thread's rows and columns; before: see `count_reader`.
+    """
+    ROWS: gl.constexpr = PLAN.rows
+    warp, lane, none = thread
+    thread = warp * 32 + lane
+    keys_at, values_at, totals_at, factors_at, _, before_at, sums_at = places
+    totals_at += t * PLAN.value_bytes
+    rows_at = keys_at + t * PLAN.key_bytes + first_row * 4
+    q = row_values(rows_at, ROWS)
+    k = row_values(rows_at + PLAN.half * 4, ROWS)
+    store_products(sums_at, products(S, q, k, none, PLAN), first_row, warp, lane, own, PLAN)
+    barrier()
+    store_totals(sums_at, totals_at, thread, none, PLAN)
+    if PLAN.sharers > 1:
+        store_shared4(before_at, as_float(before), thread == 0)
+    values = floats(values_at + t * PLAN.value_bytes + own * 4, 4)
+    factors = floats(factors_at + t * 32, 4)
+    barrier()
+    Sk = floats(totals_at + (PLAN.columns + own) * 4, 4)
+    u = ()
+    for i in gl.static_range(4):
+        u = u + (factors[2] * written(values[i], Sk[i], factors),)
+    return updated_rows(S, factors[1], k, u, PLAN)
 
 
 @gluon.jit
@@ -208,34 +248,36 @@ def written(v, Sk, factors):
 
 
 @gluon.jit
-def _results(
-    out_ptr, squares_ptr, values_at, totals_at, factors_at, squares_at, base, count, head, split,
-    thread, eps, Hv: gl.constexpr, Dv: gl.constexpr, COLUMNS: gl.constexpr, TURN: gl.constexpr,
-    GROUP: gl.constexpr, NORMED: gl.constexpr,
+def store_results(
+    out_ptr, squares_ptr, places, base, count, head, split, thread, eps, PLAN: gl.constexpr
 ):  # fmt: skip
     """Results of a turn's tokens, a column a thread, and their squares."""
-    t = gl.minimum(thread // COLUMNS, TURN - 1)
+    Dv: gl.constexpr = PLAN.sizes.Dv
+    COLUMNS: gl.constexpr = PLAN.columns
+    GROUP: gl.constexpr = PLAN.group
+    t = gl.minimum(thread // COLUMNS, PLAN.turn - 1)
     column = thread % COLUMNS
-    at = totals_at + t * (COLUMNS * 8) + column * 4
+    at = places[2] + t * PLAN.value_bytes + column * 4
     Sq = load_shared4(at)
     Sk = load_shared4(at, COLUMNS * 4)
-    at = values_at + t * (COLUMNS * 8) + column * 4
+    at = places[1] + t * PLAN.value_bytes + column * 4
     v = load_shared4(at)
     gate = load_shared4(at, COLUMNS * 4)
-    factors = floats(factors_at + t * 32, 4)
-    q_k = load_shared4(factors_at + t * 32, 16)
+    factors = floats(places[3] + t * 32, 4)
+    q_k = load_shared4(places[3] + t * 32, 16)
     one = written(v, Sk, factors)
     y = factors[3] * (factors[1] * Sq + factors[2] * q_k * one)
     there = thread // COLUMNS < count
     squares = over_lanes(y * y, 1, GROUP)
-    row = (base + t) * Hv + head
+    row = (base + t) * PLAN.sizes.Hv + head
     y *= gate
     one_each = there & (column % GROUP == 0)
     which = split * (COLUMNS // GROUP) + column // GROUP
-    if NORMED:
-        store_shared4(squares_at + t * 16 + which * 4, squares, one_each)
+    if PLAN.normed:
+        at = places[4] + t * 16
+        store_shared4(at + which * 4, squares, one_each)
         barrier()
-        s = floats(squares_at + t * 16, 4)
+        s = floats(at, 4)
         y *= gl.rsqrt((s[0] + s[1] + (s[2] + s[3])) / Dv + eps)
     else:
         gl.store(squares_ptr + (row * (Dv // GROUP) + which), squares, mask=one_each)

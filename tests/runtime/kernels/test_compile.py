@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.attention.heads import Plan as AttentionPlan
+from lowbit.runtime.kernels.delta.program import DeltaPlan
 from tests.runtime.kernels.choice_launches import CHOICE, choices_of_rows
 from tests.runtime.kernels.expert_launches import EXPERTS_DECODE, EXPERTS_PREFILL, mixtures
 from tests.runtime.kernels.meta_inputs import step_of, weight, zeros
@@ -344,13 +345,15 @@ def source(launch: Launch) -> Any:
 
 def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
-    whole = "NORMED" in arguments and arguments["SPLITS"] == 1
-    whole |= arguments.get("numbers_ptr") is not None
-    tokens: int = arguments.get("TOKENS", 1)
-    if "PLAN" in arguments:
-        plan = arguments["PLAN"]
-        tokens = plan.together if isinstance(plan, AttentionPlan) else plan.X.TOKENS
-    return 17 if whole else tokens
+    plan = arguments.get("PLAN")
+    if isinstance(plan, DeltaPlan):
+        return 17 if plan.splits == 1 else 1
+    if arguments.get("numbers_ptr") is not None:
+        return 17
+    if isinstance(plan, AttentionPlan):
+        return plan.together
+    tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS
+    return tokens
 
 
 def compiled(launch: Launch, capability: int, **options: Any) -> Usage:

@@ -1,0 +1,151 @@
+"""Constants of the delta rule's kernels: sizes of a layer, and one program's share of a step.
+
+A kernel takes them as one constant. What follows from other numbers is a field too: Triton finds
+what it has compiled by the text of its constants, which must change with a formula here. Each is
+made once, and so compared by identity, which is quick.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.launch.attention import CROWD
+from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.kernels.linear.norm import SQUARES
+from lowbit.runtime.kernels.ptx.memory import declaration
+from lowbit.runtime.state.delta import DeltaWeights
+
+L2_EPS = gl.constexpr(1e-6)  # added to the sum of squares of q and k, whatever the model's eps
+WARPS = 8  # of a program
+MOST_TURN = 4  # tokens that a program convolves at a time
+MOST_DIM = 128  # channels of a head: columns of a warp, and channels of half the threads
+ENOUGH = 256  # programs of a step: more split a head into fewer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """Sizes of a layer.
+
+    Attributes:
+        Hk: heads of q and k.
+        Hv: heads of v and z, each with a state of its own.
+        Dk: channels of a head of q or k, rows of S.
+        Dv: channels of a head of v or z, columns of S.
+        W: taps of the convolution.
+        C: channels of the convolution: q, k, v.
+        width: elements of a token in qkvz: the channels, then z.
+        shared: value heads that share a head of q and k.
+    """
+
+    Hk: int
+    Hv: int
+    Dk: int
+    Dv: int
+    W: int
+    C: int
+    width: int
+    shared: int
+
+
+def sizes_of(weights: DeltaWeights) -> Sizes:
+    """Sizes of the layer that has these weights."""
+    heads = weights.key_heads, weights.value_heads
+    return _sizes(*heads, weights.key_dim, weights.value_dim, weights.conv.shape[1])
+
+
+@cache
+def _sizes(Hk: int, Hv: int, Dk: int, Dv: int, W: int) -> Sizes:
+    C = 2 * Hk * Dk + Hv * Dv
+    return Sizes(Hk, Hv, Dk, Dv, W, C, width=C + Hv * Dv, shared=Hv // Hk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaPlan:
+    """A program of `recurrence_kernel`: some columns of S of one value head and sequence.
+
+    A thread has four columns of some rows of S. Tokens are taken in turns of a few.
+
+    Attributes:
+        sizes: of the layer.
+        warps: of a program.
+        half: threads that convolve q; as many convolve k.
+        splits: programs of a value head.
+        sharers: programs that convolve the same q and k.
+        columns: of S that a program has.
+        lanes: that have a row of S between them.
+        rows: of S that a thread has.
+        unit: rows whose products a thread sums one after another, before it sums units in pairs.
+        group: columns that one sum of squares is of.
+        turn: tokens that are convolved at a time.
+        normed: the program has a whole head, and norms it; else it leaves sums of squares.
+        key_bytes: of a token in shared memory, its q and k.
+        value_bytes: of a token in shared memory, v and gain * silu(z), or S^T k and S^T q.
+        pdl: the kernel may start before the one that feeds it ends.
+        buffer: the declaration of the shared memory.
+    """
+
+    sizes: Sizes
+    warps: int
+    half: int
+    splits: int
+    sharers: int
+    columns: int
+    lanes: int
+    rows: int
+    unit: int
+    group: int
+    turn: int
+    normed: bool
+    key_bytes: int
+    value_bytes: int
+    pdl: bool
+    buffer: str
+
+
+def plan(sizes: Sizes, sequences: int, normed: bool, pdl: bool) -> DeltaPlan:
+    """The constants of a step of so many sequences; `normed`: whole heads are to be normed."""
+    splits = splits_of(sizes, sequences)
+    return _plan(sizes, splits, normed, pdl, pdl and sizes.Hv * splits * sequences >= CROWD)
+
+
+@cache
+def _plan(sizes: Sizes, splits: int, normed: bool, pdl: bool, crowded: bool) -> DeltaPlan:
+    Dk, Dv = sizes.Dk, sizes.Dv
+    columns, half = Dv // splits, WARPS * 16
+    unit = max(1, Dk * Dv // (WARPS * 512))  # rows of a thread where SQUARES programs share a head
+    turn = min(MOST_TURN, half // columns)
+    key_bytes, value_bytes = 8 * half, 8 * columns
+    used = turn * (key_bytes + 2 * value_bytes + 48) + 16 + WARPS * value_bytes
+    return DeltaPlan(
+        sizes=sizes,
+        warps=WARPS,
+        half=half,
+        splits=splits,
+        sharers=sizes.shared * splits,
+        columns=columns,
+        lanes=columns // 4,
+        rows=unit * SQUARES // splits,
+        unit=unit,
+        group=Dv // SQUARES,
+        turn=turn,
+        normed=normed,
+        key_bytes=key_bytes,
+        value_bytes=value_bytes,
+        pdl=pdl,
+        buffer=declaration(max(used, STATIC_SHARED if crowded else 0)),
+    )
+
+
+def splits_of(sizes: Sizes, sequences: int) -> int:
+    """Programs of a value head: SQUARES, or fewer where a step has more than ENOUGH.
+
+    Their number does not change a bit where a thread sums at least two rows of S before it adds
+    others' sums (the compiler would fuse a single product into that sum): of smaller heads it is
+    always the same.
+    """
+    splits = SQUARES
+    if sizes.Dk * sizes.Dv >= 2 * WARPS * 512:
+        while splits > 1 and sizes.Hv * sequences * splits > ENOUGH:
+            splits //= 2
+    return splits
