@@ -44,7 +44,7 @@ ORDER = {
         *("draft_head", "file_names", "packed"),
     ],
     "runtime": [
-        *("text", "state", "weights", "kernels", "backends", "models", "engine"),
+        *("text", "thresholds", "state", "weights", "kernels", "backends", "models", "engine"),
         *("bench", "evaluate", "serve", "conversation", "cli"),
     ],
 }

@@ -25,8 +25,7 @@ from torch.nn import functional
 
 from lowbit.formats.layout.packing import dequantize, unpack
 from lowbit.formats.layout.scheme import Scheme, fitting_group_size
-from lowbit.runtime.kernels.launch.tokens import CPU_PACKED_TOKENS
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import CPU_PACKED_TOKENS, EXACT_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 
 PLANE_BITS = 4

@@ -19,7 +19,6 @@ from lowbit.runtime.kernels.delta.program import MOST_DIM
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
-from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
@@ -33,7 +32,8 @@ from lowbit.runtime.kernels.sampling.logprobs import log_probabilities as log_pr
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.step import EXACT_TOKENS, Step
+from lowbit.runtime.state.step import Step
+from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 

@@ -11,10 +11,10 @@ from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.launch.tokens import EXPERTS_TOKENS
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
+from lowbit.runtime.thresholds import EXPERTS_TOKENS
 from lowbit.runtime.weights.experts import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes

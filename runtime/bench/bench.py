@@ -17,7 +17,7 @@ from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_REACH = 256

@@ -25,7 +25,8 @@ from lowbit.runtime.state.links import new_trail
 from lowbit.runtime.state.pages import SCRATCH, pages_for
 from lowbit.runtime.state.posted import to_device
 from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
-from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
+from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit.runtime.state.posted import PLACES, new_places
 from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 TRAIL = 128  # positions of a row whose hidden states are kept
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.formats.sampling_ranges import MOST_BIASES, SEEDS
 from lowbit.runtime.state.posted import to_device, write
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 SCRATCH = 0  # the row of padding tokens; it belongs to nobody, and its position never moves
 # Columns of `SamplerRows.knobs` and `SamplerRows.whole`.

@@ -10,7 +10,6 @@ from torch import Tensor
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
 
 NO_SLOT = -1  # in `Step.write`: the state after this token is not kept
-EXACT_TOKENS = 16  # of a step, up to which a token has the same bits as in a step of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from lowbit.runtime.engine.speculate.proposals import (
     new_costs,
 )
 from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, Verifier
-from lowbit.runtime.state.step import EXACT_TOKENS
 from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 # Chance that a draft of the head is right behind right ones, by its place, before any of the
 # sequence has been checked.

@@ -28,14 +28,8 @@ from lowbit.runtime.models.qwen3_5_mtp import MtpHead
 from lowbit.runtime.state.links import TRAIL, Links, trail_of
 from lowbit.runtime.state.posted import PLACES, new_places, write
 from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import (
-    EXACT_TOKENS,
-    NO_SLOT,
-    Span,
-    Step,
-    rows_and_positions,
-    starts_of,
-)
+from lowbit.runtime.state.step import NO_SLOT, Span, Step, rows_and_positions, starts_of
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MOST_BEHIND = 2 * EXACT_TOKENS  # positions
 

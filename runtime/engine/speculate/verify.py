@@ -23,15 +23,9 @@ from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
 from lowbit.runtime.state.links import Links, new_links
 from lowbit.runtime.state.posted import PLACES, write
 from lowbit.runtime.state.sampler_rows import SCRATCH, SamplerRows
-from lowbit.runtime.state.step import (
-    EXACT_TOKENS,
-    NO_SLOT,
-    Span,
-    Step,
-    rows_and_positions,
-    starts_of,
-)
+from lowbit.runtime.state.step import NO_SLOT, Span, Step, rows_and_positions, starts_of
 from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 Source = Literal["none", "forced", "copied", "block"]
 

@@ -24,10 +24,10 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.attention.heads import heads_of
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.kernels.launch.tokens import PROMPT_TOKENS
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.thresholds import PROMPT_TOKENS
 
 LOG2E = math.log2(math.e)
 BLOCK_M = 16  # tokens of a program

@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.experts.route import experts_route
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.launch.device import run
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM
-from lowbit.runtime.kernels.launch.tokens import EXPERTS_CHUNK
+from lowbit.runtime.thresholds import EXPERTS_CHUNK
 
 BLOCK = 1024  # columns of a sum
 

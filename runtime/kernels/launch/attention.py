@@ -6,7 +6,7 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from lowbit.runtime.kernels.launch.device import (
     programmatic_launch,
     run,
 )
-from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS
 from lowbit.runtime.kernels.linear.norm import (
     add_squares,
     chunk_gains,
@@ -52,6 +51,7 @@ from lowbit.runtime.kernels.ptx.memory import (
 )
 from lowbit.runtime.kernels.ptx.mma import as_word, mma, threads, words_where
 from lowbit.runtime.kernels.rows import rms_norm_ref
+from lowbit.runtime.thresholds import DENSE_TOKENS
 
 WARPS = 8
 FEW_ROWS = 1024  # up to which one token is staged in shared memory

@@ -35,7 +35,6 @@ from lowbit.runtime.kernels.launch.linear import (
     gemv_launch,
     wgmma_launch,
 )
-from lowbit.runtime.kernels.launch.tokens import GEMV_TOKENS, WGMMA_TOKENS
 from lowbit.runtime.kernels.linear.dense import Rows, rows_bytes, rows_of
 from lowbit.runtime.kernels.linear.digits import digits
 from lowbit.runtime.kernels.linear.gemv_one import gemv_one_kernel
@@ -49,6 +48,7 @@ from lowbit.runtime.kernels.linear.program import (
 )
 from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
+from lowbit.runtime.thresholds import GEMV_TOKENS, WGMMA_TOKENS
 
 JOIN_WARPS = 4  # of a program that joins the sums of others
 

@@ -16,7 +16,6 @@ Integer sums are exact, so it does not matter which columns a token has, nor bes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.launch.tokens import HALVED_TOKENS
 from lowbit.runtime.kernels.linear.program import BLOCK_K
 from lowbit.runtime.kernels.ptx.memory import (
     load4,
@@ -37,6 +36,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     integer_mma,
     unpacked_scales,
 )
+from lowbit.runtime.thresholds import HALVED_TOKENS
 
 TOP_WEIGHT = gl.constexpr(32768.0)  # of a digit in the last plane
 

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.kernels.launch.tokens import SHORT_TOKENS
 from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, TiledLinear, dequantized
 from lowbit.runtime.kernels.ptx.memory import store16, stream16
 from lowbit.runtime.kernels.ptx.mma import (
@@ -26,6 +25,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     unpacked_scales,
 )
 from lowbit.runtime.kernels.rows import swiglu
+from lowbit.runtime.thresholds import SHORT_TOKENS
 
 WARPS = 4
 BLOCK_WEIGHTS = 3 << 23  # widened at a time: 50 MB

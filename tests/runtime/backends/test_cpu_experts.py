@@ -9,7 +9,7 @@ from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_experts import routes
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from lowbit.runtime.weights.experts import ExpertWeights
 from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
 

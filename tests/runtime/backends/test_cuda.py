@@ -12,7 +12,6 @@ from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.layout.packing import pack
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized
 from lowbit.runtime.kernels.rows import rms_norm_ref
 from lowbit.runtime.models.dense import Dense, Layer
@@ -20,6 +19,7 @@ from lowbit.runtime.state.device_state import DeviceState, new_state
 from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
+from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
 from lowbit.runtime.weights.experts import MlpWeights
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 

@@ -13,7 +13,7 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import DEFAULT_MODE, MOST_DRAFTS
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 DENSE, HYBRID = str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3.5")

@@ -16,7 +16,8 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.pages import PAGE
-from lowbit.runtime.state.step import EXACT_TOKENS, NO_SLOT, Span, Step
+from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 NEW = 8  # tokens until which a sequence is watched

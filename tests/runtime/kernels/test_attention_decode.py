@@ -21,7 +21,8 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.step import EXACT_TOKENS, Span, Step
+from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.thresholds import EXACT_TOKENS
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 pytestmark = pytest.mark.gpu

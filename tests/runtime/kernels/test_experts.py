@@ -19,7 +19,7 @@ from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
 from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import route as experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
-from lowbit.runtime.kernels.launch.tokens import EXPERTS_CHUNK, EXPERTS_TOKENS
+from lowbit.runtime.thresholds import EXPERTS_CHUNK, EXPERTS_TOKENS
 from tests.runtime.kernels.expert_layers import (
     EPS,
     FP32_ERROR,

@@ -15,7 +15,7 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.state.pages import PAGE
-from lowbit.runtime.state.step import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.launch.linear import GemvLaunch, gemv_launch
-from lowbit.runtime.kernels.launch.tokens import DENSE_TOKENS
 from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
+from lowbit.runtime.thresholds import DENSE_TOKENS
 from lowbit.runtime.weights.linear import DenseLinear
 
 pytestmark = pytest.mark.gpu

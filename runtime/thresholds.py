@@ -1,8 +1,11 @@
-"""Token thresholds: how many tokens make a step few or many, for whoever computes a part of it.
+"""Token thresholds: how many tokens make a step few or many, wherever something depends on it.
 
-Measured on an H200 (LOG.md), but for the CPU's. Up to EXACT_TOKENS (`state.step`) every way has the
-same bits for a token.
+Measured on an H200 (LOG.md), but for the CPU's.
 """
+
+# A step of so many tokens gives each the bits that it has in a step of its own, in every way of
+# computing; more tokens only take ways that are faster.
+EXACT_TOKENS = 16
 
 # Linear layers in packed codes.
 HALVED_TOKENS = 4  # that share the columns of one product by two
