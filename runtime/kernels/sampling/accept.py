@@ -12,12 +12,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
+from lowbit.runtime.kernels.sampling.row import PLACES, SCRATCH
 from lowbit.runtime.state import links as links_module
-from lowbit.runtime.state import posted, sampler_rows
 from lowbit.runtime.state.links import Links
 
-SCRATCH = tl.constexpr(sampler_rows.SCRATCH)
-PLACES = tl.constexpr(posted.PLACES)
 TRAIL = tl.constexpr(links_module.TRAIL)
 
 
@@ -61,19 +59,8 @@ def accept(links: Links, B: int, k: int) -> None:
     run(
         _accept_kernel,
         (B,),
-        links.ids,
-        links.positions,
-        links.rows,
-        links.reads,
-        links.writes,
-        links.chosen,
-        links.seen,
-        links.trails,
-        links.ends,
-        links.wrong,
-        links.right,
-        k,
-        links.right.shape[1],
+        *(links.ids, links.positions, links.rows, links.reads, links.writes, links.chosen),
+        *(links.seen, links.trails, links.ends, links.wrong, links.right, k, links.right.shape[1]),
         LANES=max(2, power_of_two(k + 1)),
         PDL=pdl,
         num_warps=1,

@@ -1,4 +1,4 @@
-"""adjust: logits of several rows after mask, bias and penalties, as `state.choice.adjusted` has it.
+"""adjust: logits of several rows after mask, bias and penalties, as `state.choice.adjusted`.
 
 Layout  logits [M, V or more] fp32 -> [M, V rounded up] fp32
 Bytes   8 * V a row; 5 * V more where it has penalties, V / 8 where it is masked; V = 151936: 1.2
@@ -15,21 +15,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
-from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.kernels.sampling.keys import BLOCK
+from lowbit.runtime.kernels.sampling.row import (
+    BIASES,
+    FREQUENCY,
+    KNOBS,
+    MASKED,
+    PRESENCE,
+    REPETITION,
+    WHOLE,
+)
 from lowbit.runtime.state.sampler_rows import SamplerRows
 
-BLOCK = 1024  # logits of a program
 WIDTH = tl.constexpr(MOST_BIASES)
-KNOBS, WHOLE = tl.constexpr(6), tl.constexpr(4)  # columns
-REPETITION = tl.constexpr(sampler_rows.REPETITION)
-PRESENCE = tl.constexpr(sampler_rows.PRESENCE)
-FREQUENCY = tl.constexpr(sampler_rows.FREQUENCY)
-BIASES = tl.constexpr(sampler_rows.BIASES)
-MASKED = tl.constexpr(sampler_rows.MASKED)
 
 
 @triton.jit
-def _biased(wide, ids, start, ids_ptr, values_ptr, count, BLOCK: tl.constexpr):
+def _biased(wide, ids, start, ids_ptr, values_ptr, count):
     """Logits [BLOCK] of the tokens from `start` on with the row's biases added."""
     places = tl.arange(0, 512)
     biased = tl.load(ids_ptr + places, mask=places < count, other=0x7FFFFFFF)
@@ -43,7 +45,7 @@ def _biased(wide, ids, start, ids_ptr, values_ptr, count, BLOCK: tl.constexpr):
 @triton.jit
 def _adjust_kernel(
     logits_ptr, out_ptr, rows_ptr, masks_ptr, knobs_ptr, whole_ptr, seen_ptr, counts_ptr,
-    bias_ids_ptr, bias_ptr, mask_ptr, stride, out_stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    bias_ids_ptr, bias_ptr, mask_ptr, stride, out_stride, V, PDL: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK
     m = tl.program_id(1).to(tl.int64)
@@ -64,7 +66,7 @@ def _adjust_kernel(
         wide = tl.where(((words >> (ids % 32)) & 1) != 0, wide, float("-inf"))
     if biases > 0:
         at = row * WIDTH
-        wide = _biased(wide, ids, start, bias_ids_ptr + at, bias_ptr + at, biases, BLOCK)
+        wide = _biased(wide, ids, start, bias_ids_ptr + at, bias_ptr + at, biases)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         count = tl.load(counts_ptr + row * V + ids, mask=inside, other=0)
         if repetition != 1.0:
@@ -96,22 +98,11 @@ def adjust(
     pdl = programmatic_launch(logits)
     run(
         _adjust_kernel,
-        (triton.cdiv(V, BLOCK), M),
-        logits,
-        out,
-        rows,
-        rows if masks is None else masks,
-        sampler.knobs,
-        sampler.whole,
-        sampler.seen,
-        sampler.counts,
-        sampler.bias_ids,
-        sampler.bias,
-        sampler.mask,
-        logits.stride(0),
-        wide,
-        V,
-        BLOCK=BLOCK,
+        (triton.cdiv(V, BLOCK.value), M),
+        *(logits, out, rows, rows if masks is None else masks),
+        *(sampler.knobs, sampler.whole, sampler.seen, sampler.counts),
+        *(sampler.bias_ids, sampler.bias, sampler.mask),
+        *(logits.stride(0), wide, V),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

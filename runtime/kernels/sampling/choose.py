@@ -1,14 +1,13 @@
-"""choose_rows: the next token of several rows, as `state.choice` chooses it.
+"""choose: the next token of several rows, as `state.choice` chooses it.
 
 Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the
         position of every row but the scratch row moves on by one, and the output's counts grow
         where they are kept. The slot gets -1 where the row's largest logit is not finite
 Bytes   4 * V a row; V = 151936: 0.6 MB, from L2
-Plan    a program per block of a row's logits keeps the best of each group as a sortable key, value
-        before id. The likeliest token has one group a block, and one program a row takes the best
-        of all; a token that is drawn goes on in `draw_rows`, or in `draw_sorted` where a row draws
-        from more than 64. Each also leaves the token where the host reads it, which saves a
-        kernel. No atomics
+Plan    a program per block of a row's logits keeps the best of each group as a sortable key. The
+        likeliest token has one group a block, and one program a row takes the best of all; a token
+        that is drawn goes on in `draw_rows`, or in `draw_sorted` where a row draws from more than
+        64. Each also leaves the token where the host reads it, which saves a kernel. No atomics
 """
 
 import torch
@@ -19,27 +18,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.adjust import adjust
-from lowbit.runtime.kernels.sampling.draw import BLOCK, GROUP, LOWEST, draw_rows
+from lowbit.runtime.kernels.sampling.draw import draw_rows
 from lowbit.runtime.kernels.sampling.draw_sorted import draw_sorted
-from lowbit.runtime.kernels.sampling.settle import settle
+from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, id_of, key_of, value_of
+from lowbit.runtime.kernels.sampling.row import settle
 from lowbit.runtime.state.sampler_rows import ALL, SamplerRows
 
 
 @triton.jit
 def _best_rows_kernel(
-    logits_ptr, keys_ptr, blocks_ptr, stride, V, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, keys_ptr, blocks_ptr, stride, V, GROUP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """The best key of each group of a block of a row, and of the block where it has several."""
     m = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(logits_ptr + m * stride + ids, mask=ids < V, other=float("-inf"))
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a key as in `draw_rows`, in Gluon
-    ordered = tl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
-    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    keys = key_of(x, ids)
     groups: tl.constexpr = BLOCK // GROUP
     best = tl.max(tl.reshape(keys, (groups, GROUP)), axis=1)
     count = tl.num_programs(0) * groups
@@ -53,6 +50,7 @@ def _likeliest_rows_kernel(
     keys_ptr, rows_ptr, positions_ptr, token_ptr, slots_ptr, counts_ptr, count, V, R,
     KEYS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Settle the token of the best of a row's `count` keys; KEYS: a power of two."""
     m = tl.program_id(0)
     at = tl.arange(0, KEYS)
     row = tl.load(rows_ptr + m)  # older than the kernel ahead, which has waited
@@ -62,12 +60,9 @@ def _likeliest_rows_kernel(
         gdc_launch_dependents()
     keys = tl.load(keys_ptr + m.to(tl.int64) * count + at, mask=at < count, other=LOWEST)
     best = tl.max(keys, axis=0)
-    token = tl.minimum(0x7FFFFFFF - (best & 0x7FFFFFFF), V - 1)  # whatever the logits are
-    high = (best >> 32).to(tl.int32)
-    largest = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-    finite = (largest > float("-inf")) & (largest < float("inf"))
+    token = tl.minimum(id_of(best), V - 1).to(tl.int64)  # whatever the logits are
     settle(
-        m, row, position, token, finite,
+        m, row, position, token, value_of(best),
         positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 
@@ -87,12 +82,25 @@ def choose(
     if shape.candidates == ALL:
         draw_sorted(scores, sampler, rows, positions, token, slots)
         return
-    group = BLOCK if shape.candidates == 1 else GROUP
+    group = BLOCK.value if shape.candidates == 1 else GROUP.value
     keys, blocks = best_rows(scores, sampler.vocabulary, group)
-    if shape.candidates == 1:
-        _likeliest_rows(keys, sampler, rows, positions, token, slots)
-    else:
+    if shape.candidates > 1:
         draw_rows(scores, keys, blocks, sampler, rows, positions, token, slots)
+        return
+    M, count = keys.shape
+    pdl = programmatic_launch(keys)
+    run(
+        _likeliest_rows_kernel,
+        (M,),
+        *(keys, rows, positions, token, slots, sampler.counts),
+        *(count, sampler.vocabulary, sampler.rows),
+        KEYS=max(2, power_of_two(count)),
+        COUNTED=shape.adjusted,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )
 
 
 def best_rows(logits: Tensor, V: int, group: int) -> tuple[Tensor, Tensor]:
@@ -104,59 +112,23 @@ def best_rows(logits: Tensor, V: int, group: int) -> tuple[Tensor, Tensor]:
         group: logits of a group, a divisor of BLOCK.
 
     Returns:
-        [M, groups] int64, the groups of V rounded up to whole blocks, and [M, blocks] int64.
+        [M, groups] int64, the groups of V rounded up to whole blocks, and [M, blocks] int64, which
+        is not written where a block is one group.
     """
-    M, programs = logits.shape[0], triton.cdiv(V, BLOCK)
+    M, programs = logits.shape[0], triton.cdiv(V, BLOCK.value)
     keys, blocks = (
         torch.empty((M, programs * each), dtype=torch.int64, device=logits.device)
-        for each in (BLOCK // group, 1)
+        for each in (BLOCK.value // group, 1)
     )
     pdl = programmatic_launch(logits)
     run(
         _best_rows_kernel,
         (programs, M),
-        logits,
-        keys,
-        blocks,
-        logits.stride(0),
-        V,
+        *(logits, keys, blocks, logits.stride(0), V),
         GROUP=group,
-        BLOCK=BLOCK,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
     return keys, blocks
-
-
-def _likeliest_rows(
-    keys: Tensor,
-    sampler: SamplerRows,
-    rows: Tensor,
-    positions: Tensor,
-    token: Tensor,
-    slots: Tensor,
-) -> None:
-    """Settle the token of each row's best key."""
-    M, count = keys.shape
-    pdl = programmatic_launch(keys)
-    run(
-        _likeliest_rows_kernel,
-        (M,),
-        keys,
-        rows,
-        positions,
-        token,
-        slots,
-        sampler.counts,
-        count,
-        sampler.vocabulary,
-        sampler.rows,
-        KEYS=max(2, power_of_two(count)),
-        COUNTED=sampler.shape.adjusted,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=True,
-    )

@@ -1,6 +1,6 @@
 """draw_rows: a token of each row at random among its likeliest, as `state.choice.drawn` draws it.
 
-Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose_rows`) ->
+Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose`) ->
         token [M] int64, slots [PLACES, R] int64 on the host
 Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
         L2
@@ -32,44 +32,24 @@ from lowbit.runtime.kernels.ptx.memory import (
     store_shared8,
 )
 from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word, threads, total
-from lowbit.runtime.kernels.sampling.uniform import uniform_gluon
-from lowbit.runtime.state import posted, sampler_rows
+from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, id_of, key_of, value_of
+from lowbit.runtime.kernels.sampling.row import (
+    KNOBS,
+    MIN_P,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WHOLE,
+    rounded_masses,
+    settle,
+    uniform,
+)
 from lowbit.runtime.state.sampler_rows import SamplerRows
-from lowbit.runtime.state.sampling import MASS_BITS
 
-BLOCK = 1024  # logits of a program that ranks groups
-GROUP = 64  # logits of which the best is ranked
-PART = 8  # logits of a part of a group, those of one thread
-MOST = 64  # candidates
-LOWEST = gl.constexpr(-(2**63))  # below every key
-KNOBS, WHOLE = gl.constexpr(6), gl.constexpr(4)  # columns
-TEMPERATURE = gl.constexpr(sampler_rows.TEMPERATURE)
-TOP_P = gl.constexpr(sampler_rows.TOP_P)
-MIN_P = gl.constexpr(sampler_rows.MIN_P)
-TOP_K = gl.constexpr(sampler_rows.TOP_K)
-SEED = gl.constexpr(sampler_rows.SEED)
-SCRATCH = gl.constexpr(sampler_rows.SCRATCH)
-PLACES = gl.constexpr(posted.PLACES)
-
-
-@gluon.jit
-def _key(x, id):
-    """A key that orders by value, then by the lower id: int64."""
-    bits = (x + 0.0).to(gl.int32, bitcast=True)  # -0 becomes 0
-    ordered = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = gl.where(x != x, 0x7FFFFFFF, ordered)  # NaN above all, whatever its sign
-    return (ordered.to(gl.int64) << 32) | (0x7FFFFFFF - id).to(gl.int64)
-
-
-@gluon.jit
-def _id(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(gl.int32)
-
-
-@gluon.jit
-def _value(key):
-    ordered = (key >> 32).to(gl.int32)
-    return gl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(gl.float32, bitcast=True)
+PART = gl.constexpr(8)  # logits of a part of a group, those of one thread
+LANES = gl.constexpr(GROUP.value // PART.value)  # parts of a group
+RANK_WARPS = gl.constexpr(BLOCK.value // PART.value // 32)  # of a program that ranks groups
 
 
 @gluon.jit
@@ -92,12 +72,15 @@ def _candidates(temperature, top_k, V, K: gl.constexpr):
 @gluon.jit
 def _rank_groups_rows_kernel(
     logits_ptr, keys_ptr, blocks_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, count, stride, V,
-    K: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
-    EACH: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr,
-    PDL: gl.constexpr,
+    K: gl.constexpr, EACH: gl.constexpr, BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs whose block is not among the top_k best blocks have no group to rank, and end."""
-    buffer = shared_buffer(BUFFER)
+    """Keep the parts of the groups of a block that are among the top_k best of a row.
+
+    A program whose block is not among the top_k best blocks has none, and ends. K: most candidates
+    of a row; EACH: keys of groups that a thread compares; BLOCKS: a power of two.
+    """
+    GROUPS: gl.constexpr = BLOCK // GROUP
+    buffer = shared_buffer(declaration(GROUPS * (8 + RANK_WARPS * 4)))
     m = gl.program_id(1).to(gl.int64)
     row = gl.load(rows_ptr + m).to(gl.int64)  # older than the kernel ahead, which has waited
     temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
@@ -106,30 +89,22 @@ def _rank_groups_rows_kernel(
         gdc_wait()
         gdc_launch_dependents()
     logits, keys = logits_ptr + m * stride, keys_ptr + m * count
-    parts = parts_ptr + m * (K * (GROUP // PART))
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    parts = parts_ptr + m * (K * LANES)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [RANK_WARPS], [0])
     block = gl.arange(0, BLOCKS, layout=L)
     bests = blocks_ptr + m * gl.num_programs(0)
     best = gl.load(bests + block, mask=block < gl.num_programs(0), other=LOWEST)
     better = gl.sum((best > gl.load(bests + gl.program_id(0))).to(gl.int32), axis=0)
     if better < top_k:
-        _rank_groups_of_block(
-            logits, keys, parts, count, V, top_k, buffer, BLOCK, GROUP, PART, EACH, WARPS
-        )
+        _rank_groups_of_block(logits, keys, parts, count, V, top_k, buffer, EACH)
 
 
 @gluon.jit
 def _rank_groups_of_block(
-    logits_ptr, keys_ptr, parts_ptr, count, V, top_k, buffer,
-    BLOCK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, EACH: gl.constexpr,
-    WARPS: gl.constexpr,
+    logits_ptr, keys_ptr, parts_ptr, count, V, top_k, buffer, EACH: gl.constexpr
 ):  # fmt: skip
-    """Keep the parts of this program's groups that are among the top_k best of a row.
-
-    EACH: how many of the `count` keys of the row a thread compares.
-    """
+    WARPS: gl.constexpr = RANK_WARPS
     GROUPS: gl.constexpr = BLOCK // GROUP
-    LANES: gl.constexpr = GROUP // PART  # that share a group
     warp, lane, zero, _ = threads(WARPS)
     thread = warp * 32 + lane
     buffer += zero
@@ -143,7 +118,7 @@ def _rank_groups_of_block(
     for i in gl.static_range(PART):
         id = gl.program_id(0) * BLOCK + thread * PART + i
         x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
-        part = gl.maximum(part, _key(x, id))
+        part = gl.maximum(part, key_of(x, id))
     best = part
     for i in gl.static_range(5):
         if (1 << i) < LANES:
@@ -203,15 +178,17 @@ def _add(a, b):
 @gluon.jit
 def _draw_rows_kernel(
     logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, slots_ptr,
-    counts_ptr, groups, stride, V, R, K: gl.constexpr, LANES: gl.constexpr, PART: gl.constexpr,
-    MASS: gl.constexpr, WARPS: gl.constexpr, BUFFER: gl.constexpr, COUNTED: gl.constexpr,
-    PDL: gl.constexpr,
+    counts_ptr, groups, stride, V, R, K: gl.constexpr, COUNTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """K: most candidates of a row, a PART-th of the threads; LANES: parts of a group."""
-    THREADS: gl.constexpr = WARPS * 32
+    """Draw a row's token from the parts of its best groups, and settle it.
+
+    K: most candidates of a row, a PART-th of the threads.
+    """
+    THREADS: gl.constexpr = K * PART
+    WARPS: gl.constexpr = K * PART // 32
     warp, lane, zero, _ = threads(WARPS)
     thread = warp * 32 + lane
-    base = shared_buffer(BUFFER)
+    base = shared_buffer(declaration((THREADS + K) * 8))
     keys_at = base + zero
     best_at = keys_at + THREADS * 8
     m = gl.program_id(0).to(gl.int64)
@@ -221,8 +198,7 @@ def _draw_rows_kernel(
     top_p = gl.load(knobs_ptr + row * KNOBS + TOP_P)
     min_p = gl.load(knobs_ptr + row * KNOBS + MIN_P)
     top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
-    ahead = position + 1
-    uniform = uniform_gluon(gl.load(whole_ptr + row * WHOLE + SEED), ahead.to(gl.int64))
+    number = uniform(gl.load(whole_ptr + row * WHOLE + SEED), (position + 1).to(gl.int64))
     temperature = gl.where(temperature == 0.0, 1.0, temperature)
     count = gl.minimum(top_k, groups) * LANES
     if PDL:
@@ -235,10 +211,10 @@ def _draw_rows_kernel(
     store_shared8(best_at + rank * 8, _words(key), (thread < count) & (rank < top_k))
     barrier()
     low, high = load_shared8(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
-    id = _id(_joined(low, high)) // PART * PART + thread % PART
+    id = id_of(_joined(low, high)) // PART * PART + thread % PART
     x = gl.load(logits_ptr + m * stride + id, mask=id < V, other=float("-inf"))
     inside = thread < top_k * PART
-    key = gl.where(inside, _key(x, id), LOWEST)
+    key = gl.where(inside, key_of(x, id), LOWEST)
     store_shared8(keys_at + thread * 8, _words(key), thread >= 0)
     barrier()
     rank = _rank(key, keys_at, top_k * PART)
@@ -251,10 +227,9 @@ def _draw_rows_kernel(
     low, high = load_shared8(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
     best = _joined(low, high)
     low, high = load_shared8(base + (THREADS * 8) + rank * 0)
-    highest = _value(_joined(low, high)).to(gl.float64)
-    odds = gl.exp((_value(best).to(gl.float64) - highest) / temperature)
-    rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
-    mass = gl.where(inside, rounded, 0.0).to(gl.int64)
+    highest = value_of(_joined(low, high)).to(gl.float64)
+    odds = gl.exp((value_of(best).to(gl.float64) - highest) / temperature)
+    mass = gl.where(inside, rounded_masses(odds), 0.0).to(gl.int64)
     reached = gl.associative_scan(mass, 0, _add)
     whole = gl.sum(mass, axis=0)
     # Both filters keep the likeliest: what passes both is a prefix too.
@@ -262,20 +237,16 @@ def _draw_rows_kernel(
     kept = kept & (odds >= min_p)
     limit = gl.sum(gl.where(kept, mass, 0), axis=0)
     last = gl.maximum(gl.sum(kept.to(gl.int32), axis=0) - 1, 0)
-    target = gl.minimum((uniform * limit.to(gl.float64)).to(gl.int64), limit - 1)
+    target = gl.minimum((number * limit.to(gl.float64)).to(gl.int64), limit - 1)
     place = gl.minimum(gl.sum((inside & (reached <= target)).to(gl.int32), axis=0), last)
     low, high = load_shared8(base + (THREADS * 8) + place * 8)
-    chosen = _id(_joined(low, high)).to(gl.int64)
+    chosen = id_of(_joined(low, high)).to(gl.int64)
     chosen = gl.minimum(gl.maximum(chosen, 0), V - 1)  # whatever the logits are
     low, high = load_shared8(base + (THREADS * 8) + place * 0)
-    largest = _value(_joined(low, high))
-    finite = (largest > float("-inf")) & (largest < float("inf"))
-    gl.store(slots_ptr + (ahead % PLACES) * R + row, gl.where(finite, chosen, -1))
-    gl.store(token_ptr + m, chosen)
-    gl.store(positions_ptr + m, gl.where(row != SCRATCH, ahead, position))
-    if COUNTED:
-        at = counts_ptr + row * V + chosen
-        gl.store(at, gl.load(at) + 1)
+    settle(
+        m, row, position, chosen, value_of(_joined(low, high)),
+        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+    )  # fmt: skip
 
 
 def draw_rows(
@@ -288,87 +259,44 @@ def draw_rows(
     token: Tensor,
     slots: Tensor,
 ) -> None:
-    """The rest of `choose_rows`, where tokens are drawn.
+    """The rest of `choose`, where tokens are drawn.
 
     Args:
         logits: [M, V or more] float32, adjusted.
-        keys: [M, groups] int64, the best of each group, as `choose_rows` finds it.
+        keys: [M, groups] int64, the best of each group, as `choose` finds it.
         blocks: [M, blocks] int64, the best of each block.
-        sampler: of a shape with 2 to MOST candidates.
+        sampler: of a shape with 2 to 64 candidates.
         rows: [M] int32.
         positions: [M] int32, moved on.
         token: [M] int64, written.
         slots: [PLACES, R] int64, written.
     """
     M, count = keys.shape
-    K, lanes = sampler.shape.candidates, GROUP // PART
-    parts = torch.empty((M, K * lanes), dtype=torch.int64, device=logits.device)
-    _rank_groups_rows(logits, keys, blocks, parts, sampler, rows)
-    pdl = programmatic_launch(logits)
-    run(
-        _draw_rows_kernel,
-        (M,),
-        logits,
-        parts,
-        rows,
-        sampler.knobs,
-        sampler.whole,
-        positions,
-        token,
-        slots,
-        sampler.counts,
-        count,
-        logits.stride(0),
-        sampler.vocabulary,
-        sampler.rows,
-        K=K,
-        LANES=lanes,
-        PART=PART,
-        MASS=2.0**MASS_BITS,
-        WARPS=K * PART // 32,
-        BUFFER=declaration(K * (PART + 1) * 8),
-        COUNTED=sampler.shape.adjusted,
-        PDL=pdl,
-        num_warps=K * PART // 32,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
-
-
-def _rank_groups_rows(
-    logits: Tensor,
-    keys: Tensor,
-    blocks: Tensor,
-    parts: Tensor,
-    sampler: SamplerRows,
-    rows: Tensor,
-) -> None:
-    """Fill parts [M, K * parts of a group] with the best keys of the best groups."""
-    M, count = keys.shape
+    K, stride, V = sampler.shape.candidates, logits.stride(0), sampler.vocabulary
+    parts = torch.empty((M, K * LANES.value), dtype=torch.int64, device=logits.device)
+    parameters = rows, sampler.knobs, sampler.whole
     pdl = programmatic_launch(logits)
     run(
         _rank_groups_rows_kernel,
         (blocks.shape[1], M),
-        logits,
-        keys,
-        blocks,
-        parts,
-        rows,
-        sampler.knobs,
-        sampler.whole,
-        count,
-        logits.stride(0),
-        sampler.vocabulary,
-        K=sampler.shape.candidates,
-        BLOCK=BLOCK,
-        GROUP=GROUP,
-        PART=PART,
-        EACH=-(-count // (BLOCK // PART)),
+        *(logits, keys, blocks, parts, *parameters, count, stride, V),
+        K=K,
+        EACH=-(-count // (RANK_WARPS.value * 32)),
         BLOCKS=power_of_two(blocks.shape[1]),
-        WARPS=BLOCK // PART // 32,
-        BUFFER=declaration(BLOCK // GROUP * (8 + BLOCK // PART // 32 * 4)),
         PDL=pdl,
-        num_warps=BLOCK // PART // 32,
+        num_warps=RANK_WARPS.value,
         launch_pdl=pdl,
         enable_fp_fusion=True,
+    )
+    run(
+        _draw_rows_kernel,
+        (M,),
+        *(logits, parts, *parameters, positions, token, slots, sampler.counts),
+        *(count, stride, V, sampler.rows),
+        K=K,
+        COUNTED=sampler.shape.adjusted,
+        PDL=pdl,
+        num_warps=K * PART.value // 32,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
     )

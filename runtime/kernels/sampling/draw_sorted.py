@@ -15,19 +15,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
-from lowbit.runtime.kernels.sampling.settle import settle
-from lowbit.runtime.kernels.sampling.uniform import uniform
-from lowbit.runtime.state import sampler_rows
+from lowbit.runtime.kernels.sampling.keys import BLOCK
+from lowbit.runtime.kernels.sampling.row import (
+    KNOBS,
+    MIN_P,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WHOLE,
+    rounded_masses,
+    settle,
+    uniform,
+)
 from lowbit.runtime.state.sampler_rows import SamplerRows
-from lowbit.runtime.state.sampling import MASS_BITS
-
-BLOCK = 1024  # sorted logits of a program
-KNOBS, WHOLE = tl.constexpr(6), tl.constexpr(4)  # columns
-TEMPERATURE = tl.constexpr(sampler_rows.TEMPERATURE)
-TOP_P = tl.constexpr(sampler_rows.TOP_P)
-MIN_P = tl.constexpr(sampler_rows.MIN_P)
-TOP_K = tl.constexpr(sampler_rows.TOP_K)
-SEED = tl.constexpr(sampler_rows.SEED)
 
 
 @triton.jit
@@ -41,24 +42,22 @@ def _limits(row, knobs_ptr, whole_ptr, V):
 
 
 @triton.jit
-def _masses(
-    sorted_ptr, block, highest, temperature, top_k, MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _masses(sorted_ptr, block, highest, temperature, top_k):
     """Places of a block, the odds of their tokens, and masses, 0 past top_k."""
     place = block * BLOCK + tl.arange(0, BLOCK)
     inside = place < top_k
     x = tl.load(sorted_ptr + place, mask=inside, other=float("-inf"))
     odds = tl.exp((x.to(tl.float64) - highest) / temperature)
-    rounded = (odds * MASS + 4503599627370496.0) - 4503599627370496.0  # 2^52: halves to even
+    rounded = rounded_masses(odds)
     # NaN, of logits that are not finite, becomes 0
     return place, odds, tl.where(inside & (rounded >= 0.0), rounded, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _sum_masses_kernel(
-    sorted_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, V,
-    MASS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    sorted_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, V, PDL: tl.constexpr
 ):  # fmt: skip
+    """Add up the masses of a block of a row, and count its tokens that pass top-k and min-p."""
     m = tl.program_id(1).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -67,9 +66,8 @@ def _sum_masses_kernel(
     temperature, top_k = _limits(row, knobs_ptr, whole_ptr, V)
     min_p = tl.load(knobs_ptr + row * KNOBS + MIN_P)
     highest = tl.load(sorted_ptr + m * V).to(tl.float64)
-    place, odds, mass = _masses(
-        sorted_ptr + m * V, tl.program_id(0), highest, temperature, top_k, MASS, BLOCK
-    )
+    line = sorted_ptr + m * V
+    place, odds, mass = _masses(line, tl.program_id(0), highest, temperature, top_k)
     passed = (place < top_k) & (odds >= min_p)
     at = m * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums_ptr + at, tl.sum(mass, axis=0))
@@ -84,9 +82,10 @@ def _add(a, b):
 @triton.jit
 def _pick_kernel(
     sorted_ptr, ids_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr,
-    token_ptr, slots_ptr, counts_ptr, blocks, V, R, BLOCKS: tl.constexpr, MASS: tl.constexpr,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    token_ptr, slots_ptr, counts_ptr, V, R, BLOCKS: tl.constexpr, COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Draw a row's token from the sums of its blocks, and settle it; BLOCKS: a power of two."""
     m = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     row = tl.load(rows_ptr + m).to(tl.int64)  # all of these are older than the kernel ahead
@@ -99,6 +98,7 @@ def _pick_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    blocks = tl.cdiv(V, BLOCK)
     sums = tl.load(sums_ptr + m * blocks + at, mask=at < blocks, other=0)
     passed = tl.load(passed_ptr + m * blocks + at, mask=at < blocks, other=0)
     before = tl.associative_scan(sums, 0, _add) - sums
@@ -110,7 +110,7 @@ def _pick_kernel(
     block = tl.sum((inside & (before.to(tl.float64) < most)).to(tl.int32), axis=0) - 1
     block = tl.maximum(block, 0)
     start = tl.sum(tl.where(at == block, before, 0), axis=0)
-    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    place, _, mass = _masses(line, block, highest, temperature, top_k)
     reached = start + tl.associative_scan(mass, 0, _add)
     short = (place < top_k) & ((reached - mass).to(tl.float64) < most)
     by_top_p = block * BLOCK + tl.sum(short.to(tl.int32), axis=0)
@@ -119,7 +119,7 @@ def _pick_kernel(
     # The mass of all tokens that pass.
     block = last // BLOCK
     start = tl.sum(tl.where(at == block, before, 0), axis=0)
-    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    place, _, mass = _masses(line, block, highest, temperature, top_k)
     limit = start + tl.sum(tl.where(place <= last, mass, 0), axis=0)
     target = tl.minimum((number * limit.to(tl.float64)).to(tl.int64), limit - 1)
 
@@ -127,13 +127,12 @@ def _pick_kernel(
     block = tl.sum((inside & (before <= target)).to(tl.int32), axis=0) - 1
     block = tl.maximum(block, 0)
     start = tl.sum(tl.where(at == block, before, 0), axis=0)
-    place, _, mass = _masses(line, block, highest, temperature, top_k, MASS, BLOCK)
+    place, _, mass = _masses(line, block, highest, temperature, top_k)
     reached = start + tl.associative_scan(mass, 0, _add)
     ahead = block * BLOCK + tl.sum((reached <= target).to(tl.int32), axis=0)
     token = tl.load(ids_ptr + m * V + tl.minimum(ahead, last))
-    finite = (largest > float("-inf")) & (largest < float("inf"))
     settle(
-        m, row, position, token, finite,
+        m, row, position, token, largest,
         positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 
@@ -159,50 +158,19 @@ def draw_sorted(
     M, V = logits.shape[0], sampler.vocabulary
     scores = logits[:, :V] + 0.0  # -0 becomes 0, which may order after it otherwise
     best = scores.sort(dim=1, descending=True, stable=True)
-    blocks = triton.cdiv(V, BLOCK)
+    blocks = triton.cdiv(V, BLOCK.value)
     sums = torch.empty((M, blocks), dtype=torch.int64, device=logits.device)
     passed = torch.empty((M, blocks), dtype=torch.int32, device=logits.device)
+    parameters = rows, sampler.knobs, sampler.whole
     pdl = programmatic_launch(logits)
-    run(
-        _sum_masses_kernel,
-        (blocks, M),
-        best.values,
-        sums,
-        passed,
-        rows,
-        sampler.knobs,
-        sampler.whole,
-        V,
-        MASS=2.0**MASS_BITS,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+    options = {"PDL": pdl, "num_warps": 4, "launch_pdl": pdl, "enable_fp_fusion": False}
+    run(_sum_masses_kernel, (blocks, M), best.values, sums, passed, *parameters, V, **options)
     run(
         _pick_kernel,
         (M,),
-        best.values,
-        best.indices,
-        sums,
-        passed,
-        rows,
-        sampler.knobs,
-        sampler.whole,
-        positions,
-        token,
-        slots,
-        sampler.counts,
-        blocks,
-        V,
-        sampler.rows,
+        *(best.values, best.indices, sums, passed, *parameters),
+        *(positions, token, slots, sampler.counts, V, sampler.rows),
         BLOCKS=max(2, power_of_two(blocks)),
-        MASS=2.0**MASS_BITS,
-        BLOCK=BLOCK,
         COUNTED=sampler.shape.adjusted,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
+        **options,
     )

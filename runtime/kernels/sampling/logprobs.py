@@ -16,17 +16,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.choose import best_rows
-from lowbit.runtime.kernels.sampling.draw import BLOCK, GROUP
-from lowbit.runtime.state import posted
+from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, keys_of
+from lowbit.runtime.kernels.sampling.row import PLACES
 from lowbit.runtime.state.logprobs import LogProbabilities
 
-PLACES = tl.constexpr(posted.PLACES)
+COUNT = tl.constexpr(MOST_LOGPROBS)
+WIDTH = tl.constexpr(MOST_LOGPROBS + 1)  # the chosen token, then the likeliest
 
 
 @triton.jit
-def _exp_sums_kernel(
-    logits_ptr, largest_ptr, sums_ptr, stride, V, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _exp_sums_kernel(logits_ptr, largest_ptr, sums_ptr, stride, V, PDL: tl.constexpr):
+    """The largest logit of a block of a row, and the sum of exponentials relative to it."""
     m = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -44,9 +44,9 @@ def _exp_sums_kernel(
 @triton.jit
 def _log_probabilities_kernel(
     logits_ptr, largest_ptr, sums_ptr, best_ptr, token_ptr, rows_ptr, positions_ptr, ids_ptr,
-    values_ptr, stride, blocks, best_count, V, R, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    values_ptr, stride, blocks, V, R, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Log-probabilities of a row's token and of its COUNT likeliest; BLOCKS: a power of two."""
     m = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     at = tl.arange(0, 32)
@@ -60,8 +60,8 @@ def _log_probabilities_kernel(
     shares = tl.exp(each.to(tl.float64) - largest)
     shares = tl.where(each == float("-inf"), 0.0, shares * sums.to(tl.float64))
     whole = largest + tl.log(tl.sum(shares, axis=0))
-    known = (at > 0) & (at <= best_count)
-    id = tl.load(best_ptr + m * best_count + at - 1, mask=known, other=-1)
+    known = (at > 0) & (at <= COUNT)
+    id = tl.load(best_ptr + m * COUNT + at - 1, mask=known, other=-1)
     id = tl.where(at == 0, tl.load(token_ptr + m), id)
     exists = (id >= 0) & (id < V)
     x = tl.load(logits_ptr + m * stride + id, mask=exists, other=float("-inf"))
@@ -83,48 +83,19 @@ def log_probabilities(
     """Leave log-probabilities where the host reads them; see `Ops.log_probabilities`."""
     M, V = logits.shape[0], vocabulary
     best = likeliest(logits, V, MOST_LOGPROBS)
-    blocks = triton.cdiv(V, BLOCK)
-    largest, sums = (
-        torch.empty((M, blocks), dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
+    blocks, stride = triton.cdiv(V, BLOCK.value), logits.stride(0)
+    largest = torch.empty((M, blocks), dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
     pdl = programmatic_launch(logits)
-    run(
-        _exp_sums_kernel,
-        (blocks, M),
-        logits,
-        largest,
-        sums,
-        logits.stride(0),
-        V,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+    options = {"PDL": pdl, "num_warps": 4, "launch_pdl": pdl, "enable_fp_fusion": False}
+    run(_exp_sums_kernel, (blocks, M), logits, largest, sums, stride, V, **options)
     run(
         _log_probabilities_kernel,
         (M,),
-        logits,
-        largest,
-        sums,
-        best,
-        token,
-        rows,
-        positions,
-        out.ids,
-        out.values,
-        logits.stride(0),
-        blocks,
-        best.shape[1],
-        V,
-        out.ids.shape[1],
+        *(logits, largest, sums, best, token, rows, positions, out.ids, out.values),
+        *(stride, blocks, V, out.ids.shape[1]),
         BLOCKS=max(2, power_of_two(blocks)),
-        WIDTH=MOST_LOGPROBS + 1,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
+        **options,
     )
 
 
@@ -139,18 +110,11 @@ def likeliest(logits: Tensor, V: int, count: int) -> Tensor:
     Returns:
         [M, count] int64; V or above past the end of the vocabulary.
     """
-    groups, _ = best_rows(logits, V, GROUP)
+    size = GROUP.value
+    groups, _ = best_rows(logits, V, size)
     groups = groups.topk(min(count, groups.shape[1]), dim=1).values
-    first = (0x7FFFFFFF - (groups & 0x7FFFFFFF)) // GROUP * GROUP
-    ids = (first[:, :, None] + torch.arange(GROUP, device=logits.device)).flatten(1)
+    first = (0x7FFFFFFF - (groups & 0x7FFFFFFF)) // size * size
+    ids = (first[:, :, None] + torch.arange(size, device=logits.device)).flatten(1)
     scores = logits.gather(1, ids.clamp(max=V - 1))
-    best = _keys(scores, ids).masked_fill(ids >= V, -(2**63)).topk(count, dim=1).values
+    best = keys_of(scores, ids).masked_fill(ids >= V, LOWEST.value).topk(count, dim=1).values
     return 0x7FFFFFFF - (best & 0x7FFFFFFF)
-
-
-def _keys(scores: Tensor, ids: Tensor) -> Tensor:
-    """Keys as in `choose_rows` of scores [M, N] float32 and their tokens' ids: [M, N] int64."""
-    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = ordered.masked_fill(scores.isnan(), 0x7FFFFFFF)
-    return (ordered.long() << 32) | (0x7FFFFFFF - ids)
