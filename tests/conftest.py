@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.hub_server import HubServer
+from tests.short_models import Shorten, shortened
 
 LONGEST = "test_compile.py"
 
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands remember folders in a place of the test's own, not in the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+@pytest.fixture(scope="session")
+def shorten(tmp_path_factory: pytest.TempPathFactory) -> Shorten:
+    """`shorten(name)` is the folder of a bundled model with two layers, one of each kind."""
+    folder = tmp_path_factory.mktemp("short")
+    return cache(lambda name: shortened(name, folder / name))
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lowbit.convert.pipeline import prospect
 from lowbit.formats.architectures import tensor_table
+from tests.short_models import Shorten
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,17 +75,9 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
-def short(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short(shorten: Shorten) -> Path:
     """The first two of the six layers of `tiny`: trained weights at a third of the time."""
-    folder = tmp_path_factory.mktemp("short") / "tiny-qwen3"
-    shutil.copytree(tiny, folder)
-    tensors = load_file(folder / "model.safetensors")
-    kept = {n: w for n, w in tensors.items() if not re.search(r"\.layers\.[2-9]", n)}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return shorten("tiny-qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 NEW = 8  # tokens until which a sequence is watched
 LENGTHS = (60, 5, 70, 1, 130, 64, 16, 9, 200, 17, 3, 90, 48, 2, 33, 128)
 CASES = [
@@ -33,10 +32,10 @@ Rows = dict[int, list[Tensor]]
 @pytest.fixture(
     scope="module", params=CASES, ids=[f"{name}-{dtype}-{recipe}" for name, dtype, recipe in CASES]
 )
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
     name, dtype, recipe = request.param
     return lowbit.load(
-        MODELS / name, device="cpu", dtype=dtype, context=256, max_sequences=16, quantize=recipe
+        shorten(name), device="cpu", dtype=dtype, context=256, max_sequences=16, quantize=recipe
     )
 
 

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,16 +14,16 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from tests.runtime.engine.residues import Residues, V, follows, words_of
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams()
 HOT = lowbit.SamplingParams(2.0, seed=5)
 STRICT = lowbit.SamplingParams(1.0, top_k=30, repetition_penalty=1.3, seed=6)
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
-    return lowbit.load(MODELS / request.param, device="cpu", dtype=torch.float32, context=256)
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
+    return lowbit.load(shorten(request.param), device="cpu", dtype=torch.float32, context=256)
 
 
 def new_engine(model: lowbit.Model, sequences: int = 3, pages: int = 9) -> Engine:

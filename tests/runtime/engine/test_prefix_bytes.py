@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.state.device_state import CacheSize
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 END = 4093  # of a message
 CONTEXT = 1400
 ROOMY = CacheSize(context=CONTEXT, sequences=2, pages=100, snapshots=64)
@@ -40,9 +39,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{name}-{dtype}" for name, dtype in CASES])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
     name, dtype = request.param
-    return lowbit.load(MODELS / name, device="cpu", dtype=dtype, context=CONTEXT)
+    return lowbit.load(shorten(name), device="cpu", dtype=dtype, context=CONTEXT)
 
 
 def new_engine(model: lowbit.Model, size: CacheSize = ROOMY) -> Engine:

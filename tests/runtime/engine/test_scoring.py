@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,16 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.evaluate.scoring import score as evaluated
 from lowbit.runtime.state.device_state import CacheSize
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 HOT = lowbit.SamplingParams(1.0, seed=3)
 # Log-probabilities are rounded to float32 below 64 in size: 2^-19 each.
 ROUNDING = 2.0**-18
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
-    return lowbit.load(MODELS / request.param, device="cpu", dtype=torch.float32, context=400)
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
+    return lowbit.load(shorten(request.param), device="cpu", dtype=torch.float32, context=400)
 
 
 @pytest.fixture

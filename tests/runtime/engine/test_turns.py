@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lowbit.runtime as lowbit
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 GREEDY = lowbit.SamplingParams()
 # Long enough that a prompt is cut behind each, and the next one goes on from there.
 LONG = (
@@ -31,10 +31,10 @@ Load = Callable[[], lowbit.Model]
 
 
 @pytest.fixture(params=["tiny-qwen3", "tiny-qwen3.5"])
-def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
+def load(request: pytest.FixtureRequest, tmp_path: Path, shorten: Shorten) -> Load:
     """A trained model, dense or hybrid, with a template that thinks."""
     folder = tmp_path / request.param
-    shutil.copytree(MODELS / request.param, folder)
+    shutil.copytree(shorten(request.param), folder)
     (folder / "chat_template.jinja").write_text(REASONING)
     return lambda: lowbit.load(folder, device="cpu", dtype=torch.float32, context=1024)
 

@@ -6,7 +6,6 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -28,8 +27,8 @@ from lowbit.runtime.text.grammar import (
     Grammars,
 )
 from tests.runtime.serve.conftest import until
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 HOT = lowbit.SamplingParams(3.0, seed=1)
 TAGS = {"type": "array", "items": {"enum": ["a", "b", 3, None, {"x": 1}]}, "maxItems": 4}
 PERSON = {
@@ -60,13 +59,13 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
-    return lowbit.load(MODELS / request.param, device="cpu", dtype=torch.float32, context=400)
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
+    return lowbit.load(shorten(request.param), device="cpu", dtype=torch.float32, context=400)
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return lowbit.load(MODELS / "tiny-qwen3", device="cpu", context=16).grammars
+def grammars(shorten: Shorten) -> Grammars:
+    return lowbit.load(shorten("tiny-qwen3"), device="cpu", context=16).grammars
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))

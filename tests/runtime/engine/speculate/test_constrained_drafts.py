@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar
 from tests.runtime.engine.residues import Foreseen, Residues, V, guessing
 from tests.runtime.engine.speculate.guesses import drafting_by, guessers
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[4] / "examples" / "models"
 GREEDY = lowbit.SamplingParams(logprobs=1)
 HOT = lowbit.SamplingParams(1.0, top_k=40, seed=4)
 STRICT = lowbit.SamplingParams(1.0, seed=6, repetition_penalty=1.2, presence_penalty=0.3)
@@ -43,9 +42,9 @@ TEXT = "Once upon a time, a little robot"
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3", "tiny-qwen3.5"])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
     return lowbit.load(
-        MODELS / request.param,
+        shorten(request.param),
         device="cpu",
         dtype=torch.float32,
         context=320,

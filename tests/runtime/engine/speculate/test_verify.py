@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from tests.runtime.engine.residues import Foreseen, follows, guessing
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by, guessers
+from tests.short_models import Shorten
 
-MODELS = Path(__file__).parents[4] / "examples" / "models"
 GREEDY = lowbit.SamplingParams(logprobs=2)
 HOT = lowbit.SamplingParams(0.9, top_k=40, top_p=0.95, seed=11, logprobs=2)
 STRICT = lowbit.SamplingParams(
@@ -34,10 +33,10 @@ COUNT = 26  # new tokens
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
-def model(request: pytest.FixtureRequest) -> lowbit.Model:
+def model(request: pytest.FixtureRequest, shorten: Shorten) -> lowbit.Model:
     name, dtype = request.param
     return lowbit.load(
-        MODELS / name,
+        shorten(name),
         device="cpu",
         dtype=getattr(torch, dtype),
         context=320,
