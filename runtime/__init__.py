@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.stats import Speculated
     from lowbit.runtime.engine.stream import Generation, Handle, Stream, Timings
     from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
-    from lowbit.runtime.text.reasoning import Piece
 
 __all__ = [
     "Engine",
@@ -44,7 +44,7 @@ _HOMES = {
     "LoadOptions": "engine.load_options",
     "Message": "text.chat",
     "Model": "engine.model",
-    "Piece": "text.reasoning",
+    "Piece": "text.answer",
     "SamplingParams": "state.sampling",
     "Speculated": "engine.stats",
     "Stream": "engine.stream",

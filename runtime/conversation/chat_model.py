@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
     from lowbit.runtime.text.grammar import Grammar
-    from lowbit.runtime.text.reasoning import Piece
 
 
 @dataclass(frozen=True, slots=True)

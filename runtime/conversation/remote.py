@@ -13,8 +13,8 @@ from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.engine.stream import FinishReason, Generation, Timings
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
-from lowbit.runtime.text.reasoning import Piece
 
 # `read` is the longest time between two parts of an answer.
 TIMEOUTS = httpx2.Timeout(600.0, connect=10.0)

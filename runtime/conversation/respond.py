@@ -15,7 +15,7 @@ from lowbit.runtime.conversation.turns import Conversation
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.chat_model import AnswerStream
     from lowbit.runtime.engine.stream import Generation
-    from lowbit.runtime.text.reasoning import Piece
+    from lowbit.runtime.text.answer import Piece
 
 
 class AnswerView(Protocol):

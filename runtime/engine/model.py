@@ -21,12 +21,11 @@ from lowbit.runtime.engine.stream import Generation, Request, Stream, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.chat import Message, render_marked
+from lowbit.runtime.text.answer import Begin
+from lowbit.runtime.text.chat import Message, begin_of, render_marked
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.control_tokens import ControlTokens
 from lowbit.runtime.text.grammar import Grammar, Grammars
-from lowbit.runtime.text.reasoning import Begin, begin_of
-from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import Tool
 
 

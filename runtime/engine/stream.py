@@ -11,7 +11,7 @@ from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
+from lowbit.runtime.text.answer import Begin, Piece, Splitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Request, Stream
 from lowbit.runtime.state.sampling import SamplingParams
-from lowbit.runtime.text.reasoning import begin_of
+from lowbit.runtime.text.chat import begin_of
 
 ROWS = 256  # of logits at a time: 150 MB with a vocabulary of 150,000
 NEW_TOKENS = 256  # where a task does not say, as in lm-evaluation-harness

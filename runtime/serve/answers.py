@@ -11,7 +11,7 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.errors import ClientLeftError, of_lowbit, timed_out
 from lowbit.runtime.serve.job import AnswerToken, End, Job, Update
 from lowbit.runtime.serve.logs import Record
-from lowbit.runtime.text.tool_calls import ToolArguments, ToolCallStart
+from lowbit.runtime.text.answer import ToolArguments, ToolCallStart
 
 
 class Mailbox:

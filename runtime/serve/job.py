@@ -10,9 +10,8 @@ from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stats import Speculated
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.text.reasoning import CLOSE, Begin, Piece
+from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Begin, Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter, Event
 from lowbit.runtime.text.tools import CallForm, Tool
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from fastapi import Request
 from lowbit.formats.printable import printable
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.serve.job import End
-from lowbit.runtime.text.reasoning import Piece
-from lowbit.runtime.text.tool_calls import Event, ToolCallStart
+from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 MOST_ERROR_CHARACTERS = 300
 

@@ -1,21 +1,36 @@
-"""A conversation as the prompt for its next turn."""
+"""A conversation as the prompt for its next turn, and how the answer to a prompt begins."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypedDict
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
 from lowbit.formats.text.marked import MarkedText
-from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.control_tokens import ControlTokens, choose_mark, texts_of
-from lowbit.runtime.text.messages import plain_message
-from lowbit.runtime.text.reasoning import CLOSE, OPEN
-from lowbit.runtime.text.template_arguments import check_arguments, split_thinking
-from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool
+from lowbit.formats.text.template import REASONING, THINKING, ChatTemplate
+from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
+from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
+from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, read_json
 
 # Markers that a model writes in its answers, and that templates look for in them.
 OF_ANSWERS = frozenset((OPEN, CLOSE, OPEN_CALL, CLOSE_CALL))
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXTS = ("name", "tool_call_id", *REASONING)  # keys whose values are text or null
+MAX_DEPTH = 16  # of a template's argument
+# Names that mean something else in a template, or that the server itself fills in.
+RESERVED = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler"),
+        *("joiner", "loop", "self", "super", "caller", "varargs", "kwargs", "context", "true"),
+        *("false", "none"),
+    )
+)
+_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
+# Characters that stand for nothing, and then those for private use.
+MARKS = (range(0xFDD0, 0xFDF0), range(0xE000, 0xF900))
 
 
 class Message(TypedDict):
@@ -143,3 +158,173 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         plain_message(message, f"message {number}")
         for number, message in enumerate(messages, start=1)
     ]
+
+
+def plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """One message: its content is text, and the arguments of its calls are objects.
+
+    Args:
+        message: `role` and `content`, which is text or a list of text parts; of an assistant also
+            `tool_calls` and `reasoning_content` or `reasoning`; of a tool `tool_call_id`; `name`.
+        where: the message, for errors.
+
+    Raises:
+        RequestError: says what is wrong with it.
+    """
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is not an object with `role` and `content`")
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}: role `{role}` is not known", hint=f"use {', '.join(ROLES)}")
+    for key in TEXTS:
+        if not isinstance(message.get(key), str | None):
+            raise RequestError(f"{where}: `{key}` must be text, got {message[key]!r:.80}")
+    calls = message.get("tool_calls")
+    if calls is not None and role != "assistant":
+        raise RequestError(f"{where}: only an assistant has `tool_calls`, the role is `{role}`")
+    plain = dict(message)
+    plain["role"] = "system" if role == "developer" else role
+    plain["content"] = _text_of(message, where)
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}: `tool_calls` must be a list, got {calls!r:.80}")
+        plain["tool_calls"] = [
+            _plain_call(call, f"{where}: tool call {number}")
+            for number, call in enumerate(calls, start=1)
+        ]
+    return plain
+
+
+def _text_of(message: Mapping[str, Any], where: str) -> str:
+    """The content as one text; an assistant that only thought or called has none."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and _said_otherwise(message):
+        return ""
+    if isinstance(content, list):
+        parts = enumerate(content, start=1)
+        return "".join(_part(part, f"{where}: part {number}") for number, part in parts)
+    if not isinstance(content, str):
+        raise RequestError(f"{where}: `content` must be text, got {content!r:.80}")
+    return content
+
+
+def _said_otherwise(message: Mapping[str, Any]) -> bool:
+    return any(message.get(key) is not None for key in ("tool_calls", *REASONING))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise RequestError(
+            f"{where} of its content is {kind!r:.80}, only text is supported",
+            hint='a part is {"type": "text", "text": ...}',
+        )
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}: `text` must be text, got {part.get('text')!r:.80}")
+    text: str = part["text"]
+    return text
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier turn, with its arguments as an object."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise RequestError(f"{where} is not an object with `function`")
+    if call.get("type", "function") != "function":
+        raise RequestError(f"{where}: type {call['type']!r:.80} is not supported")
+    function = call["function"]
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}: `name` must be text, got {function.get('name')!r:.80}")
+    arguments = _arguments(function.get("arguments"), where)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any]:
+    try:
+        arguments = read_json(given or "{}") if isinstance(given, str) else given
+    except ValueError as error:
+        raise RequestError(f"{where}: `arguments` is not valid JSON: {error}") from None
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}: `arguments` must be a JSON object, got {given!r:.80}")
+    return arguments
+
+
+def split_thinking(
+    arguments: Mapping[str, Any], thinking: bool | None
+) -> tuple[bool | None, dict[str, Any]]:
+    """The thinking switch, given beside the arguments or among them, and the other arguments.
+
+    Raises:
+        RequestError: the switch is no flag, or is given twice and differs; arguments are no object.
+    """
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"the template's arguments must be an object, got {arguments!r:.80}")
+    others = {name: value for name, value in arguments.items() if name != THINKING}
+    given = arguments.get(THINKING)
+    if given is None:
+        return thinking, others
+    if not isinstance(given, bool):
+        raise RequestError(f"`{THINKING}` must be true or false, got {given!r:.80}")
+    if thinking is not None and thinking != given:
+        raise RequestError(f"`{THINKING}` is {given}, but thinking is asked to be {thinking}")
+    return given, others
+
+
+def check_arguments(arguments: Mapping[str, Any], template: ChatTemplate) -> None:
+    """Refuse arguments that the template does not know, or that are not the request's to give.
+
+    Raises:
+        RequestError: names the argument.
+    """
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RequestError(f"the template's argument {name!r:.80} is not a name")
+        if name in RESERVED or name in template.special_tokens:
+            raise RequestError(f"the template's argument `{name}` cannot be given")
+        if not re.search(rf"\b{name}\b", template.source):
+            raise RequestError(f"the chat template does not know the argument `{name}`")
+        if not is_plain(value, MAX_DEPTH):
+            raise RequestError(f"the template's argument `{name}` is not plain JSON")
+
+
+def choose_mark(texts: Iterable[str]) -> str:
+    """A character that none of the texts has, neither itself nor as an escape of JSON.
+
+    Raises:
+        RequestError: they have all that could be taken.
+    """
+    used: set[str] = set()
+    escaped: set[str] = set()
+    for text in texts:
+        used.update(text)
+        escaped.update(found.lower() for found in re.findall(r"\\u([0-9a-fA-F]{4})", text))
+    for code in chain(*MARKS):
+        if chr(code) not in used and f"{code:04x}" not in escaped:
+            return chr(code)
+    raise RequestError(
+        "a conversation that spells control tokens has every character for private use",
+        hint="leave out one of them",
+    )
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text of plain JSON, keys of objects included, however deep it nests."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += each
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+
+
+def begin_of(prompt: Sequence[int], tokenizer: Tokenizer) -> Begin:
+    """How the answer to a prompt begins that a chat template made."""
+    for id in reversed(prompt):
+        if tokenizer.token_bytes(id).strip() or id in tokenizer.special_ids:
+            return "reasoning" if id == tokenizer.token_id(OPEN) else "answer"
+    return "answer"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.reasoning import CLOSE, OPEN, Begin
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 # Where an output is. first: before its first token, which may open a block; forced: in the tokens

@@ -2,21 +2,105 @@
 
 Only byte-level BPE (Qwen, Llama 3) is read: there a token is a string of bytes, so the text of a
 sequence is the text of the joined bytes and can be emitted as the bytes arrive.
+
+A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it is spelled, so a message
+could end its own turn and begin one of the system. `ControlTokens` marks such places of a
+conversation before the template sees them, by an unused character behind their first one. What the
+template writes itself has no mark. The tokenizer takes marked places for the plain text that they
+are.
 """
 
 import codecs
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
 from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
-from lowbit.runtime.text.control_tokens import ControlTokens, control_tokens
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
+NOTHING = r"(?!)"  # is never found
+SHAPED = re.compile(r"<[^<>\s]+>")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlTokens:
+    """Tokens of one tokenizer that control a model where they stand in its prompt.
+
+    Attributes:
+        texts: of the tokens.
+        shaped: matches those in angle brackets, and other words in them.
+        others: matches the others.
+    """
+
+    texts: frozenset[str]
+    shaped: re.Pattern[str]
+    others: re.Pattern[str]
+
+    def held_by(self, text: str) -> bool:
+        """Tell if a text spells one."""
+        if self.others.search(text) is not None:
+            return True
+        return any(found[0] in self.texts for found in self.shaped.finditer(text))
+
+    def marked(self, value: Any, mark: str, but: Collection[str] = ()) -> Any:
+        """Plain JSON with the mark behind the first character of every control token.
+
+        Args:
+            value: texts, and lists and objects of them; others stay as they are.
+            mark: to be put there.
+            but: texts of tokens that are left alone.
+
+        Raises:
+            RecursionError: too deep nesting.
+        """
+        match value:
+            case str():
+                return self._marked(value, mark, but)
+            case Mapping():
+                return {
+                    self.marked(key, mark, but): self.marked(item, mark, but)
+                    for key, item in value.items()
+                }
+            case list() | tuple():
+                return [self.marked(item, mark, but) for item in value]
+        return value
+
+    def _marked(self, text: str, mark: str, but: Collection[str]) -> str:
+        def marked(found: re.Match[str]) -> str:
+            word = found[0]
+            return word if word not in self.texts or word in but else word[0] + mark + word[1:]
+
+        before = ""
+        while text != before:  # one token may overlap another
+            before, text = text, self.others.sub(marked, text)
+        return self.shaped.sub(marked, text)
+
+
+def control_tokens(added: Collection[tuple[str, bool]]) -> ControlTokens:
+    """The control tokens of a tokenizer: those that are special, or look like `<think>`.
+
+    Others are text that has a token of its own, such as a run of spaces.
+
+    Args:
+        added: texts of the added tokens, and whether they are special.
+    """
+    known = {text: SHAPED.fullmatch(text) is not None for text, special in added if special}
+    known |= {text: True for text, _ in added if SHAPED.fullmatch(text)}
+    shaped = [text for text, is_shaped in known.items() if is_shaped]
+    others = [text for text, is_shaped in known.items() if not is_shaped and len(text) > 1]
+    longest = max(map(len, shaped), default=0) - 2
+    words = "|".join(map(re.escape, sorted(others, key=len, reverse=True)))
+    return ControlTokens(
+        texts=frozenset(shaped + others),
+        shaped=re.compile(rf"<[^<>\s]{{1,{longest}}}>" if shaped else NOTHING),
+        others=re.compile(words or NOTHING),
+    )
 
 
 @dataclass(frozen=True, slots=True)

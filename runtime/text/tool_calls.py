@@ -1,169 +1,258 @@
-"""The answer of a model that may call tools: reasoning, content and calls apart, as tokens come.
+"""Calls of tools found in text that arrives in pieces, whole or while they are written.
 
-A call is given once its closing tag has come, so that what is not a complete call of a known tool
-can still be given as content, and nothing that has been given is taken back.
-
-A stream may have calls as they are written: then a call is begun once its beginning is certain, and
-its arguments come in pieces. They join to valid JSON exactly if the call is complete and would have
-been given as a whole. Where a begun call turns out to be none, what has been given stays, its JSON
-never ends, and the text from there on is content, in which calls are looked for again.
+A call in pieces is begun once its beginning is certain: `{"name": "f", "arguments": {` of a known
+tool, or `<function=f><parameter=x>`. The last brace is left to `finish`, which compares the pieces
+with the whole call: they join to valid JSON only if that is a call, and the same.
 """
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
-from lowbit.runtime.text import json_calls, xml_calls
-from lowbit.runtime.text.call import UNFINISHED, Call, CallBegin, CallPiece
-from lowbit.runtime.text.partial_calls import PIECES, PartialCall
-from lowbit.runtime.text.reasoning import Begin, Piece, Splitter
-from lowbit.runtime.text.stops import StopStrings, longest_overlap
-from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
+from lowbit.runtime.text.calls import (
+    CLOSE_VALUE,
+    END_OF_VALUE,
+    FUNCTION,
+    NEXT_VALUE,
+    PARAMETER,
+    UNFINISHED,
+    Call,
+    may_become_call,
+    read_call,
+)
+from lowbit.runtime.text.tools import (
+    CLOSE_CALL,
+    NAME,
+    OPEN_CALL,
+    CallForm,
+    Tool,
+    read_json,
+    schema_of,
+    typed_value,
+    write_json,
+)
 
 MOST_FAILURES = 200  # texts between tags, in one answer, that are no calls
-FORMS = {"json": json_calls, "xml": xml_calls}
+_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"({NAME.pattern})"\s*,\s*"arguments"\s*:\s*(?=\{{)')
+_CONTROL: Final = {chr(code): write_json(chr(code))[1:-1] for code in range(32)}
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallStart:
-    """The beginning of a call.
+class CallBegin:
+    """A call that is certain to be meant, before its arguments are complete."""
 
-    Attributes:
-        index: 0 for the first call of an answer.
-        id: by which the tool's result refers to the call.
-        name: of the function.
-    """
-
-    index: int
-    id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
+class CallPiece:
+    """Some text of the arguments of a begun call.
 
     Attributes:
-        index: of the call.
-        fragment: text.
-        last: the call is complete.
+        text: of a JSON object.
+        last: the call is complete. A begun call is broken where text or another call follows
+            without it.
     """
 
-    index: int
-    fragment: str
+    text: str
     last: bool = False
-
-
-Event = Piece | ToolCallStart | ToolArguments
-
-
-def new_call_id() -> str:
-    """A unique id for a call."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-@dataclass(slots=True)
-class AnswerSplitter:
-    """Turns tokens into events as they come; joined, they do not depend on the tokens' borders.
-
-    Blank text next to a call is left out at the edges of the content. Stop strings end the content,
-    never the reasoning; text inside a call is no content.
-
-    Attributes:
-        tools: that may be called; without any, nothing is taken for a call.
-        form: of calls.
-        parallel: whether an answer may have several calls; else it ends with the first.
-        in_pieces: calls are begun before they are complete.
-    """
-
-    tokenizer: Tokenizer
-    begin: Begin
-    stops: tuple[str, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    form: CallForm | None = None
-    parallel: bool = True
-    in_pieces: bool = False
-    new_id: Callable[[], str] = new_call_id
-    _text: Splitter = field(init=False)
-    _calls: "CallReader | None" = None
-    _content: "Content" = field(init=False)
-    _begun: int = 0  # calls
-    _complete: int = 0  # calls
-    _ended: bool = False  # by the only call of a request that is not parallel
-
-    def __post_init__(self) -> None:
-        """Parse calls if there are tools and a form."""
-        self._content = Content(StopStrings(self.stops))
-        if self.tools and self.form is not None and self.begin != "raw":
-            tools = {tool.name: tool for tool in self.tools}
-            self._calls = CallReader(self.form, tools, self.in_pieces)
-        self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the content."""
-        return self._text.stop or self._content.stops.found
-
-    @property
-    def stopped(self) -> bool:
-        """True once the answer has ended: a stop string, or the only call that is allowed."""
-        return self.stop is not None or self._ended
-
-    @property
-    def calls(self) -> int:
-        """Number of complete calls so far."""
-        return self._complete
-
-    def push(self, id: int) -> list[Event]:
-        """The events that this token completes."""
-        return list(self._events(self._text.push(id), final=False))
-
-    def finish(self) -> list[Event]:
-        """The events of the text still held back."""
-        return list(self._events(self._text.finish(), final=True))
-
-    def _events(self, piece: Piece | None, final: bool) -> Iterator[Event]:
-        """Pass reasoning on, and look for calls in the rest."""
-        if piece is not None and (piece.reasoning or self._calls is None):
-            yield piece
-        if self._calls is None:
-            return
-        text = piece.text if piece is not None and not piece.reasoning else ""
-        for part in self._calls.read(text, final):
-            if self.stopped:
-                break
-            match part:
-                case str():
-                    yield from _content(self._content.push(part))
-                case Call():
-                    yield from self._begin(part.name)
-                    yield from self._continue(part.arguments, last=True)
-                case CallBegin():
-                    yield from self._begin(part.name)
-                case CallPiece():
-                    yield from self._continue(part.text, part.last)
-        if final and not self._ended:
-            yield from _content(self._content.finish())
-
-    def _begin(self, name: str) -> Iterator[Event]:
-        yield from _content(self._content.interrupt())
-        index, self._begun = self._begun, self._begun + 1
-        yield ToolCallStart(index, self.new_id(), name)
-
-    def _continue(self, piece: str, last: bool) -> Iterator[Event]:
-        if last:
-            self._complete += 1
-            self._ended = not self.parallel
-        yield ToolArguments(self._begun - 1, piece, last)
 
 
 Part = str | Call | CallBegin | CallPiece
 
 
-def _content(text: str) -> Iterator[Piece]:
-    if text:
-        yield Piece(text, reasoning=False)
+class PartialCall(Protocol):
+    """A call that is being written.
+
+    Attributes:
+        name: of the function; None as long as the beginning is not certain.
+        sent: characters of the body that the pieces so far stand for.
+    """
+
+    name: str | None
+    sent: int
+
+    def advance(self, body: str) -> str:
+        """The next piece of the arguments.
+
+        Args:
+            body: text behind the opening tag so far, without a closing tag.
+        """
+
+    def finish(self, body: str, call: Call) -> str | None:
+        """The last piece.
+
+        Args:
+            body: text between the tags.
+            call: that it is as a whole.
+
+        Returns:
+            None if the pieces do not join to the arguments of the call.
+        """
+
+
+@dataclass(slots=True)
+class JsonPieces:
+    """Arguments in the JSON form: the model's own text; line breaks in strings become escapes."""
+
+    tools: Mapping[str, Tool]
+    name: str | None = None
+    sent: int = 0
+    _begin: int = 0  # of the arguments
+    _depth: int = 0  # of objects and lists
+    _quoted: bool = False
+    _escaped: bool = False
+    _ended: bool = False  # the last brace comes next
+
+    def advance(self, body: str) -> str:
+        """See `PartialCall`."""
+        if self.name is None:
+            head = _HEAD.match(body)
+            if head is None or head[1] not in self.tools:
+                return ""
+            self.name, self._begin, self.sent = head[1], head.end(), head.end()
+        signs = []
+        while self.sent < len(body) and not self._ended:
+            sign = body[self.sent]
+            self._take(sign)
+            if not self._ended:
+                signs.append(_CONTROL.get(sign, sign) if self._quoted else sign)
+                self.sent += 1
+        return "".join(signs)
+
+    def finish(self, body: str, call: Call) -> str | None:
+        """See `PartialCall`."""
+        before = self.sent
+        piece = self.advance(body)
+        whole = body[self._begin : self.sent + 1]
+        if self._ended and call.name == self.name and _same(whole, call.arguments):
+            return piece + "}"
+        self.sent = before
+        return None
+
+    def _take(self, sign: str) -> None:
+        """Follow strings, and how deep they stand."""
+        if self._quoted:
+            self._quoted = self._escaped or sign != '"'
+            self._escaped = sign == "\\" and not self._escaped
+        elif sign == '"':
+            self._quoted = True
+        elif sign in "{[":
+            self._depth += 1
+        elif sign in "}]":
+            self._depth -= 1
+            self._ended = self._depth == 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenValue:
+    """A value whose end has not come.
+
+    Attributes:
+        key: of the argument, with what stands before the value.
+        begin: of the value in the body.
+        schema: of the value.
+        is_text: it can only be a string, so that it is sent as it comes.
+    """
+
+    key: str
+    begin: int
+    schema: Any
+    is_text: bool
+
+
+@dataclass(slots=True)
+class XmlPieces:
+    """Arguments in the XML form: each value once its end is certain, strings as they come."""
+
+    tools: Mapping[str, Tool]
+    name: str | None = None
+    sent: int = 0
+    _json: str = ""  # all pieces
+    _open: OpenValue | None = None
+
+    def advance(self, body: str) -> str:
+        """See `PartialCall`."""
+        return self._advance(body, NEXT_VALUE)
+
+    def finish(self, body: str, call: Call) -> str | None:
+        """See `PartialCall`."""
+        before = self.sent
+        piece = self._advance(body, END_OF_VALUE) + "}"
+        whole = self._open is None and call.name == self.name
+        if whole and _same(self._json + "}", call.arguments):
+            return piece
+        self.sent = before
+        return None
+
+    def _advance(self, body: str, end_of_value: re.Pattern[str]) -> str:
+        if self.name is None:
+            head = FUNCTION.match(body)
+            if head is None or head[1] not in self.tools or not PARAMETER.match(body, head.end()):
+                return ""
+            self.name, self.sent = head[1], head.end()
+        before = len(self._json)
+        while self._open is not None or self._begin_value(body):
+            if not self._continue_value(body, end_of_value):
+                break
+        return self._json[before:]
+
+    def _begin_value(self, body: str) -> bool:
+        """Begin the parameter that stands next, if one does."""
+        parameter = PARAMETER.match(body, self.sent)
+        if parameter is None or self.name is None:
+            return False
+        tool = self.tools[self.name]
+        schema = schema_of(parameter[1], tool.schema)
+        key = f"{', ' if self._json else '{'}{write_json(parameter[1])}: "
+        is_text = tool.types.of(schema) == {"string"}
+        self._open = OpenValue(key, parameter.end(), schema, is_text)
+        if is_text:
+            self._json += key + '"'
+            self.sent = parameter.end()
+        return True
+
+    def _continue_value(self, body: str, end_of_value: re.Pattern[str]) -> bool:
+        """Take more of the open value; True if it has ended."""
+        value = self._open
+        if value is None or self.name is None:
+            return False
+        end = end_of_value.search(body, max(value.begin, self.sent))
+        if value.is_text:
+            self._json += self._text(body, value.begin, end.start() if end else None)
+        if end is None:
+            return False
+        if value.is_text:
+            self._json += '"'
+        else:
+            text = body[value.begin : end.start()].removeprefix("\n").removesuffix("\n")
+            try:
+                typed = typed_value(text, value.schema, self.tools[self.name].types)
+                self._json += value.key + write_json(typed)
+            except ValueError:  # no JSON can hold it: the call will be none
+                return False
+        self._open, self.sent = None, end.end()
+        return True
+
+    def _text(self, body: str, begin: int, end: int | None) -> str:
+        """More of a string: all but what may belong to its closing tag, if that has not come."""
+        if body[begin : begin + 1] == "\n":
+            begin += 1
+        begin = max(begin, self.sent)
+        if end is None:
+            end = body.find(CLOSE_VALUE, begin)
+        if end < 0:
+            end = len(body) - longest_overlap(body, (CLOSE_VALUE,))
+        if body[end - 1 : end] == "\n":
+            end -= 1
+        if end <= begin:
+            return ""
+        self.sent = end
+        return write_json(body[begin:end])[1:-1]
+
+
+PIECES: Final = {"json": JsonPieces, "xml": XmlPieces}
 
 
 @dataclass(slots=True)
@@ -242,11 +331,10 @@ class CallReader:
 
     def _call(self, final: bool) -> Part | None:
         """The call behind an opening tag or its end, text if it is none, or None for not yet."""
-        form = FORMS[self.form]
-        if not form.may_become_call(self._held, self.tools):
+        if not may_become_call(self.form, self._held, self.tools):
             return self._tag_as_text()
         while (at := self._held.find(CLOSE_CALL, self._searched)) >= 0:
-            call = form.read_call(self._held[:at], self.tools)
+            call = read_call(self.form, self._held[:at], self.tools)
             if isinstance(call, Call):
                 return self._complete(call, at)
             self._failures += 1
@@ -283,35 +371,21 @@ class CallReader:
         return tag + self._take(len(self._held))
 
 
-@dataclass(slots=True)
-class Content:
-    """The content of an answer: cut at stop strings, without blank edges next to calls."""
+def _same(one: str, other: str) -> bool:
+    """Tell if two JSON texts have the same content."""
+    try:
+        return bool(read_json(one) == read_json(other))
+    except ValueError:
+        return False
 
-    stops: StopStrings
-    _blank: str = ""  # blank end of the content so far
-    _begun: bool = False
-    _called: bool = False
 
-    def push(self, text: str) -> str:
-        """The content that is certain once `text` has come."""
-        return self._shown(self.stops.push(text))
+def longest_overlap(text: str, marks: Iterable[str]) -> int:
+    """Length of the longest end of a text that is a proper beginning of one of the marks."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
 
-    def interrupt(self) -> str:
-        """The content held back before a call."""
-        self._called = True
-        return self._shown(self.stops.finish())
 
-    def finish(self) -> str:
-        """The content still held back."""
-        shown = self._shown(self.stops.finish())
-        blank, self._blank = self._blank, ""
-        return shown if self._called else shown + blank
-
-    def _shown(self, text: str) -> str:
-        text = self._blank + text
-        shown = text.rstrip()
-        self._blank = text[len(shown) :]
-        if self._called and not self._begun:
-            shown = shown.lstrip()
-        self._begun = self._begun or bool(shown)
-        return shown
+def _overlap(text: str, mark: str) -> int:
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

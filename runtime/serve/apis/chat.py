@@ -34,9 +34,8 @@ from lowbit.runtime.serve.request.conversation import Conversation, ToolChoice, 
 from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 
 
 class Function(Body):

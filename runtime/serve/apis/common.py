@@ -15,9 +15,8 @@ from lowbit.runtime.serve.apis.fields import SamplingBody
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.sse import compact, event
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer, bytes_to_text
-from lowbit.runtime.text.tool_calls import Event
 
 DONE = b"data: [DONE]\n\n"
 PLACE = "#/components/schemas/{model}"

@@ -35,7 +35,7 @@ from lowbit.runtime.serve.request.constraints import constraint_of_text
 from lowbit.runtime.serve.request.prepare import begin, copies, read_answer_request, tokens_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.serve.sse import EventStream
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_IDS)]

@@ -35,8 +35,7 @@ from lowbit.runtime.serve.request.conversation import (
 from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation, read_request
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream, event
-from lowbit.runtime.text.reasoning import Piece
-from lowbit.runtime.text.tool_calls import Event, ToolCallStart
+from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 
 CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 

@@ -10,9 +10,8 @@ from lowbit.runtime.serve.apis.common import chat_logprobs, joined, new_id, usag
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import AnswerToken, End, Update
 from lowbit.runtime.serve.sse import event
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tool_calls import Event, ToolCallStart
 
 
 @dataclass(frozen=True, slots=True)

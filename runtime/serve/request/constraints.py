@@ -7,10 +7,14 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, Prompt
-from lowbit.runtime.text.call_grammar import grammar_of, grammar_of_rest, grammar_of_text
+from lowbit.runtime.text.call_grammar import (
+    StrictCalls,
+    grammar_of,
+    grammar_of_rest,
+    grammar_of_text,
+)
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
-from lowbit.runtime.text.strict_calls import StrictCalls
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, CallForm, Tool
 
 NewConstraint = Callable[[], Constraint | None]  # makes that of one answer

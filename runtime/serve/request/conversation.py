@@ -8,7 +8,8 @@ from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.text.reasoning import Begin, begin_of
+from lowbit.runtime.text.answer import Begin
+from lowbit.runtime.text.chat import begin_of
 from lowbit.runtime.text.tools import CallForm, Tool, form_of, read_tools
 
 ChoiceMode = Literal["auto", "none", "required", "named"]

@@ -10,7 +10,7 @@ import pytest
 from lowbit.formats.errors import CheckpointError
 from lowbit.runtime.cli.answer import AnswerPrinter, new_printer, show
 from lowbit.runtime.engine.stream import Stream
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Piece
 
 HOSTILE = "\x1b]0;gotcha\x07\x1b[2J\rred \u202egreen\n"
 

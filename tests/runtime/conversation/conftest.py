@@ -12,8 +12,8 @@ from lowbit.runtime.conversation.respond import View
 from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
-from lowbit.runtime.text.reasoning import Piece
 
 Answer = Sequence[str | BaseException]  # pieces; an exception is raised in their place
 

@@ -13,8 +13,8 @@ from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.remote import RemoteModel, open_remote
 from lowbit.runtime.conversation.respond import respond
 from lowbit.runtime.conversation.state import Chat, begin_answer
+from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
-from lowbit.runtime.text.reasoning import Piece
 from tests.runtime.conversation.conftest import Shown
 from tests.runtime.serve.conftest import NAME, Running, running, tool_model, until
 

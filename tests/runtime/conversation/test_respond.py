@@ -14,7 +14,7 @@ from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import View, respond
 from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation, Turn
-from lowbit.runtime.text.reasoning import Piece
+from lowbit.runtime.text.answer import Piece
 from tests.runtime.conversation.conftest import Answer, NewChat, Shown
 
 RETRY, UNDO = Slash("retry"), Slash("undo")

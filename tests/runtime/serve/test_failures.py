@@ -30,8 +30,8 @@ from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
 from lowbit.runtime.serve.worker import Worker
+from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter
 from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
 
 ASK = {

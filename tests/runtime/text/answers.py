@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from lowbit.runtime.text.reasoning import Begin, Piece
+from lowbit.runtime.text.answer import AnswerSplitter, Begin, Event, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter, Event, ToolCallStart
 from lowbit.runtime.text.tools import CallForm, Tool, read_tools
 from tests.runtime.text.templates import tool
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.call_grammar import grammar_of, referenced
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter
 from lowbit.runtime.text.tools import CallForm, Tool, read_tools
 from tests.runtime.text.answers import joined
 from tests.runtime.text.templates import (

@@ -16,8 +16,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.text.chat import render_marked, render_prompt
-from lowbit.runtime.text.control_tokens import control_tokens
-from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from lowbit.runtime.text.tokenizer import Tokenizer, control_tokens, load_tokenizer
 from lowbit.runtime.text.tools import Tool, read_tools
 from tests.runtime.text.templates import BUNDLED, NAMES, call, template_of, tool
 

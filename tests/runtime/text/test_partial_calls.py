@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.runtime.text.tool_calls import Event, ToolArguments, ToolCallStart
+from lowbit.runtime.text.answer import Event, ToolArguments, ToolCallStart
 from lowbit.runtime.text.tools import CallForm
 from tests.runtime.text.answers import Parsed, bytewise, cut, events_of, is_object, parsed
 from tests.runtime.text.calls import F1, FORMS, G1, PARTS, XF1, XG1, xml_value

@@ -10,8 +10,8 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.runtime.text.answer import Begin
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.text.reasoning import Begin
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import load_tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter
 from lowbit.runtime.text.tools import CallForm, read_tools
 from tests.runtime.text.answers import TOOLS, Parsed, bytewise, cut, joined, parsed
 from tests.runtime.text.calls import F1, FORMS, G1, PARTS, XF1, XG1, xml_value

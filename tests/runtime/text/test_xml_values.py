@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats.errors import RequestError
+from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.call_grammar import grammar_of
-from lowbit.runtime.text.text_formats import FORMATS, UnknownPatternError, whole_text
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
-from lowbit.runtime.text.tool_calls import AnswerSplitter
 from lowbit.runtime.text.tools import read_tools
-from lowbit.runtime.text.xml_values import MOST_STEPS
+from lowbit.runtime.text.xml_values import FORMATS, MOST_STEPS, UnknownPatternError, whole_text
 from tests.runtime.text.answers import joined
 from tests.runtime.text.templates import BUNDLED, tool
 

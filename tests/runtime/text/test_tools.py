@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.runtime.text.typed_values import MOST_PARTS, ArgumentTypes, schema_of, typed_value
+from lowbit.runtime.text.tools import MOST_PARTS, ArgumentTypes, schema_of, typed_value
 
 ROOT = {"$defs": {"Size": {"type": "integer"}, "a/b": {"enum": ["1", "2"]}, "loop": {}}}
 ROOT["$defs"]["loop"] = {"$ref": "#/$defs/loop"}

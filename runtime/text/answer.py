@@ -1,0 +1,323 @@
+"""The text of an answer as its tokens come: reasoning, content and calls of tools apart.
+
+A call is given once its closing tag has come, so that what is not a complete call of a known tool
+can still be given as content, and nothing that has been given is taken back.
+
+A stream may have calls as they are written: then a call is begun once its beginning is certain, and
+its arguments come in pieces. They join to valid JSON exactly if the call is complete and would have
+been given as a whole. Where a begun call turns out to be none, what has been given stays, its JSON
+never ends, and the text from there on is content, in which calls are looked for again.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lowbit.runtime.text.calls import Call
+from lowbit.runtime.text.tokenizer import TextStream, Tokenizer
+from lowbit.runtime.text.tool_calls import CallBegin, CallPiece, CallReader, longest_overlap
+from lowbit.runtime.text.tools import CallForm, Tool
+
+OPEN, CLOSE = "<think>", "</think>"
+
+# How an output begins. raw: all of it is text; answer: a block may open with the first token;
+# reasoning: the prompt has opened it.
+Begin = Literal["raw", "answer", "reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of an output, never empty."""
+
+    text: str
+    reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The beginning of a call.
+
+    Attributes:
+        index: 0 for the first call of an answer.
+        id: by which the tool's result refers to the call.
+        name: of the function.
+    """
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
+
+    Attributes:
+        index: of the call.
+        fragment: text.
+        last: the call is complete.
+    """
+
+    index: int
+    fragment: str
+    last: bool = False
+
+
+Event = Piece | ToolCallStart | ToolArguments
+
+
+def new_call_id() -> str:
+    """A unique id for a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Cuts a text before the first stop string, wherever the text is split.
+
+    The first stop string is the one that is complete first, so a split cannot change the cut.
+
+    Attributes:
+        stops: strings that end the text and are not part of it.
+        found: the one that has ended it; None as long as none has.
+    """
+
+    stops: tuple[str, ...] = ()
+    found: str | None = None
+    _held: str = ""  # end of the text, with which a stop string may begin
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has occurred."""
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        """The text that is certain once `text` has come."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.found, self._held = text[at:end], ""
+            return text[:at]
+        certain = len(text) - longest_overlap(text, self.stops)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """The text still held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(slots=True)
+class Splitter:
+    """Turns tokens into pieces as they come; blank edges of both parts are left out.
+
+    Stop strings end the answer, never the reasoning.
+    """
+
+    tokenizer: Tokenizer
+    begin: Begin
+    stops: tuple[str, ...] = ()
+    _fresh: bool = True  # nothing has come yet
+    _trim: bool = False  # blank text is left out until the part has begun
+    _blank: str = ""  # blank end of the reasoning so far
+    _thought: TextStream = field(init=False)
+    _answer: TextStream = field(init=False)
+    _stops: StopStrings = field(init=False)
+    _reasoning: bool = field(init=False)
+    _open: int | None = field(init=False)  # ids of the tags around the reasoning
+    _close: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin inside the reasoning or outside."""
+        self._open, self._close = map(self.tokenizer.token_id, (OPEN, CLOSE))
+        self._thought = TextStream(self.tokenizer)
+        self._answer = TextStream(self.tokenizer)
+        self._stops = StopStrings(self.stops)
+        self._reasoning = self._trim = self.begin == "reasoning"
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._stops.found
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has occurred."""
+        return self._stops.stopped
+
+    def push(self, id: int) -> Piece | None:
+        """The text that this token completes."""
+        fresh, self._fresh = self._fresh, False
+        if self._reasoning and id == self._close:
+            piece = self._thinking(self._thought.finish())
+            self._reasoning, self._trim = False, True
+            return piece
+        if fresh and self.begin == "answer" and id == self._open:
+            self._reasoning = self._trim = True
+            return None
+        if self._reasoning:
+            return self._thinking(self._thought.push(id))
+        return _piece(self._stops.push(self._trimmed(self._answer.push(id))), reasoning=False)
+
+    def finish(self) -> Piece | None:
+        """The text still held back."""
+        if self._reasoning:
+            return self._thinking(self._thought.finish())
+        answer = self._stops.push(self._trimmed(self._answer.finish()))
+        return _piece(answer + self._stops.finish(), reasoning=False)
+
+    def _thinking(self, text: str) -> Piece | None:
+        text = self._blank + self._trimmed(text)
+        shown = text.rstrip()
+        self._blank = text[len(shown) :]
+        return _piece(shown, reasoning=True)
+
+    def _trimmed(self, text: str) -> str:
+        """The text without the blank beginning of its part."""
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        return text
+
+
+@dataclass(slots=True)
+class Content:
+    """The content of an answer: cut at stop strings, without blank edges next to calls."""
+
+    stops: StopStrings
+    _blank: str = ""  # blank end of the content so far
+    _begun: bool = False
+    _called: bool = False
+
+    def push(self, text: str) -> str:
+        """The content that is certain once `text` has come."""
+        return self._shown(self.stops.push(text))
+
+    def interrupt(self) -> str:
+        """The content held back before a call."""
+        self._called = True
+        return self._shown(self.stops.finish())
+
+    def finish(self) -> str:
+        """The content still held back."""
+        shown = self._shown(self.stops.finish())
+        blank, self._blank = self._blank, ""
+        return shown if self._called else shown + blank
+
+    def _shown(self, text: str) -> str:
+        text = self._blank + text
+        shown = text.rstrip()
+        self._blank = text[len(shown) :]
+        if self._called and not self._begun:
+            shown = shown.lstrip()
+        self._begun = self._begun or bool(shown)
+        return shown
+
+
+@dataclass(slots=True)
+class AnswerSplitter:
+    """Turns tokens into events as they come; joined, they do not depend on the tokens' borders.
+
+    Blank text next to a call is left out at the edges of the content. Stop strings end the content,
+    never the reasoning; text inside a call is no content.
+
+    Attributes:
+        tools: that may be called; without any, nothing is taken for a call.
+        form: of calls.
+        parallel: whether an answer may have several calls; else it ends with the first.
+        in_pieces: calls are begun before they are complete.
+    """
+
+    tokenizer: Tokenizer
+    begin: Begin
+    stops: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    form: CallForm | None = None
+    parallel: bool = True
+    in_pieces: bool = False
+    new_id: Callable[[], str] = new_call_id
+    _text: Splitter = field(init=False)
+    _calls: "CallReader | None" = None
+    _content: "Content" = field(init=False)
+    _begun: int = 0  # calls
+    _complete: int = 0  # calls
+    _ended: bool = False  # by the only call of a request that is not parallel
+
+    def __post_init__(self) -> None:
+        """Parse calls if there are tools and a form."""
+        self._content = Content(StopStrings(self.stops))
+        if self.tools and self.form is not None and self.begin != "raw":
+            tools = {tool.name: tool for tool in self.tools}
+            self._calls = CallReader(self.form, tools, self.in_pieces)
+        self._text = Splitter(self.tokenizer, self.begin, self.stops if not self._calls else ())
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the content."""
+        return self._text.stop or self._content.stops.found
+
+    @property
+    def stopped(self) -> bool:
+        """True once the answer has ended: a stop string, or the only call that is allowed."""
+        return self.stop is not None or self._ended
+
+    @property
+    def calls(self) -> int:
+        """Number of complete calls so far."""
+        return self._complete
+
+    def push(self, id: int) -> list[Event]:
+        """The events that this token completes."""
+        return list(self._events(self._text.push(id), final=False))
+
+    def finish(self) -> list[Event]:
+        """The events of the text still held back."""
+        return list(self._events(self._text.finish(), final=True))
+
+    def _events(self, piece: Piece | None, final: bool) -> Iterator[Event]:
+        """Pass reasoning on, and look for calls in the rest."""
+        if piece is not None and (piece.reasoning or self._calls is None):
+            yield piece
+        if self._calls is None:
+            return
+        text = piece.text if piece is not None and not piece.reasoning else ""
+        for part in self._calls.read(text, final):
+            if self.stopped:
+                break
+            match part:
+                case str():
+                    yield from _content(self._content.push(part))
+                case Call():
+                    yield from self._begin(part.name)
+                    yield from self._continue(part.arguments, last=True)
+                case CallBegin():
+                    yield from self._begin(part.name)
+                case CallPiece():
+                    yield from self._continue(part.text, part.last)
+        if final and not self._ended:
+            yield from _content(self._content.finish())
+
+    def _begin(self, name: str) -> Iterator[Event]:
+        yield from _content(self._content.interrupt())
+        index, self._begun = self._begun, self._begun + 1
+        yield ToolCallStart(index, self.new_id(), name)
+
+    def _continue(self, piece: str, last: bool) -> Iterator[Event]:
+        if last:
+            self._complete += 1
+            self._ended = not self.parallel
+        yield ToolArguments(self._begun - 1, piece, last)
+
+
+def _content(text: str) -> Iterator[Piece]:
+    if text:
+        yield Piece(text, reasoning=False)
+
+
+def _piece(text: str, reasoning: bool) -> Piece | None:
+    return Piece(text, reasoning) if text else None
