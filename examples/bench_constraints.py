@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.request import TokenRequest
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammars
 from lowbit.runtime.text.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
 from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 
 LARGE = ("14B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
 CONTEXTS = (8_000, 32_000)

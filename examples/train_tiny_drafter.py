@@ -21,7 +21,7 @@ from train_tiny_experts import learning_rate, load, text_model
 from lowbit.runtime.engine.load import load as load_target
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 
 STORIES = Path(__file__).parent / "data" / "stories-eval.txt"
 BLOCK, TAPS, LAYERS, INNER = 8, (0, 1, 2), 2, 512
@@ -148,19 +148,19 @@ class DFlash(nn.Module):
         self.hidden_norm, self.norm = Norm(h), Norm(h)
         self.layers = nn.ModuleList(Layer(h) for _ in range(LAYERS))
 
-    def forward(self, taps: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, hidden_taps: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states of blocks.
 
         Args:
-            taps: [B, T, n * h] of a text.
+            hidden_taps: [B, T, n * h] of a text.
             blocks: [B, A * BLOCK, h], embedded tokens.
             anchors: [B, A], place of each block's first token in the text.
 
         Returns:
             [B, A * BLOCK, h], after the last norm.
         """
-        B, T, _ = taps.shape
-        context = self.hidden_norm(self.fc(taps))
+        B, T, _ = hidden_taps.shape
+        context = self.hidden_norm(self.fc(hidden_taps))
         own = (anchors[..., None] + torch.arange(BLOCK)).flatten(1)
         first = anchors.repeat_interleave(BLOCK, dim=1)
         positions = torch.cat((torch.arange(T).expand(B, T), own), dim=1)

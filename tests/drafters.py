@@ -38,8 +38,12 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensors of a drafter as its authors' model has them."""
     h, inner, D = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = (D * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
-    taps = len(config["dflash_config"]["target_layer_ids"])
-    found: dict[str, tuple[int, ...]] = {"fc": (h, taps * h), "hidden_norm": (h,), "norm": (h,)}
+    taken = len(config["dflash_config"]["target_layer_ids"])
+    found: dict[str, tuple[int, ...]] = {
+        "fc": (h, taken * h),
+        "hidden_norm": (h,),
+        "norm": (h,),
+    }
     for index in range(config["num_hidden_layers"]):
         layer = {
             "input_layernorm": (h,),
@@ -74,17 +78,17 @@ def write_drafter(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tens
 
 
 def hidden_by_torch(
-    config: dict[str, Any], weights: dict[str, Tensor], taps: Tensor, block: Tensor
+    config: dict[str, Any], weights: dict[str, Tensor], hidden_taps: Tensor, block: Tensor
 ) -> Tensor:
     """Hidden states of a block behind a context, after the last norm, in plain FP32.
 
     Args:
         config: config.json.
         weights: by name.
-        taps: [T, n * h] of the positions before the block.
+        hidden_taps: [T, n * h] of the positions before the block.
         block: [b, h], embedded tokens.
     """
-    T, D, eps = len(taps), config["head_dim"], config["rms_norm_eps"]
+    T, D, eps = len(hidden_taps), config["head_dim"], config["rms_norm_eps"]
     groups = config["num_attention_heads"] // config["num_key_value_heads"]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -101,7 +105,7 @@ def hidden_by_torch(
     def heads(x: Tensor) -> Tensor:
         return x.view(len(x), -1, D).transpose(0, 1)
 
-    context = norm(taps @ weights["fc.weight"].T, "hidden_norm")
+    context = norm(hidden_taps @ weights["fc.weight"].T, "hidden_norm")
     x = block
     ahead = torch.arange(T + len(x)) - torch.arange(T, T + len(x))[:, None]
     for index, kind in enumerate(config["layer_types"]):

@@ -63,12 +63,12 @@ class BlockDrafts:
     Attributes:
         size: tokens of a block: the last known one, then drafts.
         mask_token: id that stands in the place of drafts.
-        taps: layers of the target whose outputs it reads, in the order of its input.
+        target_layers: layers of the target whose outputs it reads, in the order of its input.
     """
 
     size: int
     mask_token: int
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """DFlash drafters: a few Qwen3 layers that draft a block of tokens for another model, the target.
 
 `DFlashDraftModel` of z-lab, whose config.json has the model_type of its layers, `qwen3`. `fc` joins
-outputs of the target's layers, the taps, to a context; embedding and head are the target's.
+outputs of the target's layers to a context; embedding and head are the target's.
 """
 
 from collections.abc import Mapping
@@ -96,15 +96,15 @@ class DFlashConfig(DenseConfig):
 def _blocks(config: Mapping[str, Any], vocab_size: int) -> BlockDrafts:
     mask = Field("mask_token_id", least=0, most=vocab_size - 1)
     layers = read_field(config, TARGET_LAYERS)
-    taps = config.get(TAPS)
-    known = isinstance(taps, list) and all(type(t) is int and 0 <= t < layers for t in taps)
-    if not isinstance(taps, list) or not known or not taps or len({*taps}) < len(taps):
-        named = f", got {shown(taps)}" if TAPS in config else ""
+    found = config.get(TAPS)
+    known = isinstance(found, list) and all(type(t) is int and 0 <= t < layers for t in found)
+    if not isinstance(found, list) or not known or not found or len({*found}) < len(found):
+        named = f", got {shown(found)}" if TAPS in config else ""
         raise UnsupportedModelError(
             f"config.json: `{TAPS}` must be a list of different layers of the target, from 0 to "
             f"{layers - 1}{named}"
         )
-    return BlockDrafts(read_field(config, BLOCK), read_field(config, mask), tuple(taps))
+    return BlockDrafts(read_field(config, BLOCK), read_field(config, mask), tuple(found))
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -124,7 +124,7 @@ def tensor_table(config: DFlashConfig, prefix: str) -> list[TensorSpec]:
     """All tensors of the checkpoint, in the order of the forward pass."""
     h = config.hidden_size
     return [
-        TensorSpec(f"{prefix}fc.weight", (h, len(config.blocks.taps) * h), "attention"),
+        TensorSpec(f"{prefix}fc.weight", (h, len(config.blocks.target_layers) * h), "attention"),
         TensorSpec(f"{prefix}hidden_norm.weight", (h,), "norm"),
         *dense.layer_table(config, prefix),
         TensorSpec(f"{prefix}norm.weight", (h,), "norm"),

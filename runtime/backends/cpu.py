@@ -6,11 +6,11 @@ from torch.nn import functional
 
 from lowbit.runtime.backends.cpu_experts import mixture
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
+from lowbit.runtime.backends.cpu_sampling import accept as accept
+from lowbit.runtime.backends.cpu_sampling import choose as choose
+from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
 from lowbit.runtime.backends.delta_rule import delta_net as delta_net
-from lowbit.runtime.state.choice import choose as choose
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
-from lowbit.runtime.state.links import accept as accept
-from lowbit.runtime.state.logprobs import log_probabilities as log_probabilities
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
-from lowbit.runtime.state.links import Links
-from lowbit.runtime.state.logprobs import LogProbabilities
+from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.round_inputs import RoundInputs
+from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.experts import ExpertWeights
 
@@ -153,7 +153,7 @@ class Ops(Protocol[W]):
         rows: Tensor,
         positions: Tensor,
         token: Tensor,
-        slots: Tensor,
+        ring: Tensor,
         masks: Tensor | None = None,
     ) -> None:
         """Choose the next token of several rows and move them on, without waiting.
@@ -170,7 +170,7 @@ class Ops(Protocol[W]):
             positions: [M] int32 of the tokens that the logits come from; one is added, but for
                 SCRATCH.
             token: [M] int64, written.
-            slots: [PLACES, R] int64 on the host, page-locked beside a GPU; [p % PLACES, row] takes
+            ring: [RING, R] int64 on the host, page-locked beside a GPU; [p % RING, row] takes
                 the token at position p, or -1 where the row's largest logit is not finite.
             masks: [M] int32, mask of the sampler for each line whose row is masked; None for those
                 of the rows.
@@ -196,13 +196,13 @@ class Ops(Protocol[W]):
             out: written; before temperature, penalties, bias and mask.
         """
 
-    def accept(self, links: Links, B: int, k: int) -> None:
+    def accept(self, inputs: RoundInputs, B: int, k: int) -> None:
         """Find the drafts of a round that were right, and begin the next round behind them.
 
         Drafts before the first one that differs from what was chosen in its place are right.
 
         Args:
-            links: of a round whose tokens have been chosen, which moved its positions on by one;
+            inputs: of a round whose tokens have been chosen, which moved its positions on by one;
                 ids, positions and reads become those of the next round, but for its drafts.
             B: sequences.
             k: drafts of each.

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import OpenedModel
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
 GREEDY = SamplingParams()

@@ -14,7 +14,7 @@ from lowbit.runtime.conversation.respond import showing
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.wrap import Wrapper
     from lowbit.runtime.engine.stream import Generation, Stream
-    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.answer import Piece
 
 COLUMNS = 80  # of a terminal that does not know its width

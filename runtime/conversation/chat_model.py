@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
-    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
     from lowbit.runtime.text.grammar import Grammar

@@ -12,7 +12,7 @@ import httpx2
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
 from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.engine.stream import FinishReason, Generation, Timings
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 

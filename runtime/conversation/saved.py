@@ -13,7 +13,7 @@ from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.conversation.turns import Conversation, Turn
 
 if TYPE_CHECKING:
-    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.state.sampler import SamplingParams
 
 KEY, VERSION = "lowbit_conversation", 1
 MAX_BYTES = 16_000_000

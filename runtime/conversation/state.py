@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from lowbit.runtime.conversation.chat_model import AnswerStream, ChatModel, ChatPrompt
     from lowbit.runtime.engine.stream import Generation
-    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.chat import Message
 
 

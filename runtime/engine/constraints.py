@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.sequence import Ended, Sequence
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
 from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.constraint import Constraint

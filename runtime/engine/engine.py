@@ -32,7 +32,7 @@ from lowbit.runtime.engine.speculate.verify import VerifiedRound
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.pages import EXTRA
-from lowbit.runtime.state.sampling import SamplingParams, random_seed
+from lowbit.runtime.state.sampler import SamplingParams, random_seed
 
 
 class Engine:

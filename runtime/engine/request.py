@@ -7,7 +7,7 @@ from lowbit.formats.errors import RequestError, SettingError
 from lowbit.formats.sampling_ranges import LOGPROBS
 from lowbit.formats.text.length import TooLongError
 from lowbit.runtime.state.pages import PAGE, pages_for
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.constraint import Constraint
 
 

@@ -9,8 +9,7 @@ from lowbit.formats.errors import CheckpointError, LowbitError
 from lowbit.runtime.engine.constraints import accept
 from lowbit.runtime.engine.scoring import take_scores
 from lowbit.runtime.engine.sequence import Ended, Finish, Sequence, TokenLogProbabilities
-from lowbit.runtime.state.logprobs import LogProbabilities, new_log_probabilities
-from lowbit.runtime.state.posted import PLACES, new_places
+from lowbit.runtime.state.host_rings import RING, LogProbabilities, new_log_probabilities, new_ring
 
 
 class Sent(Protocol):
@@ -28,16 +27,16 @@ class Results:
     """Rings on the host into which steps write, a column for each row of the sampler.
 
     Attributes:
-        places: [PLACES, R] int64, chosen tokens by their position modulo PLACES; -1 after logits
+        ring: [RING, R] int64, chosen tokens by their position modulo RING; -1 after logits
             that are not finite.
         log_probabilities: of these tokens.
     """
 
     def __init__(self, rows: int, on_gpu: bool) -> None:
         """Page-lock the rings that a GPU writes to."""
-        self.places = new_places(rows, on_gpu)
+        self.ring = new_ring(rows, on_gpu)
         self.log_probabilities = new_log_probabilities(rows, on_gpu)
-        self.tokens = self.places.numpy()  # the same memory; a tensor takes 4 us to read a number
+        self.tokens = self.ring.numpy()  # the same memory; a tensor takes 4 us to read a number
         self._on_gpu = on_gpu
         self._held: list[tuple[torch.cuda.Event, LogProbabilities]] = []
 
@@ -91,7 +90,7 @@ class Results:
         self, sequence: Sequence, position: int, top: int
     ) -> TokenLogProbabilities:
         """Those of the token at a position, and of the `top` likeliest ones there."""
-        at = (position % PLACES, sequence.row, slice(1 + top))
+        at = (position % RING, sequence.row, slice(1 + top))
         values = self.log_probabilities.values[at].tolist()
         ids = self.log_probabilities.ids[at].tolist()
         return TokenLogProbabilities(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
@@ -120,7 +119,7 @@ class PlainStep:
         for sequence in self.sequences:
             if sequence.phase == "ended":
                 continue
-            token = int(results.tokens[(sequence.last + 1) % PLACES, sequence.row])
+            token = int(results.tokens[(sequence.last + 1) % RING, sequence.row])
             end = results.append(sequence, token)
             if end is not None:
                 ended.append((sequence, end))

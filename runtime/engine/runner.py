@@ -21,10 +21,10 @@ from lowbit.runtime.engine.speculate.handover import leave_rounds
 from lowbit.runtime.models.architectures import BlockDrafter
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.device_state import CacheSize, DeviceState, kv_pages, new_state
-from lowbit.runtime.state.links import new_trail
+from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import SCRATCH, pages_for
-from lowbit.runtime.state.posted import to_device
-from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.round_inputs import new_trail
+from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
@@ -47,7 +47,7 @@ class Runner:
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last decode step, in the order of its tokens.
         trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL
-            (see `links`); None where no head reads it.
+            (see `round_inputs`); None where no head reads it.
         blocks: of a drafter beside the decoder; None without one.
         ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
         inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
@@ -248,9 +248,9 @@ class Runner:
         """Run tokens through the layers, and let the drafter read them: [M, h]."""
         if self.blocks is None:
             return self.decoder.hidden(ids, self.state, step)
-        taps = self.blocks.taps(len(ids))
-        hidden = self.decoder.hidden(ids, self.state, step, taps)
-        self.blocks.read(taps, step)
+        hidden_taps = self.blocks.hidden_taps(len(ids))
+        hidden = self.decoder.hidden(ids, self.state, step, hidden_taps)
+        self.blocks.read(hidden_taps, step)
         return hidden
 
     def choose_tokens(
@@ -264,7 +264,7 @@ class Runner:
         """Choose a token for each row; positions become those of the tokens. See `Ops.choose`."""
         ops = self.decoder.ops
         results = self.results
-        ops.choose(logits, self.sampler, rows, positions, token, results.places, masks)
+        ops.choose(logits, self.sampler, rows, positions, token, results.ring, masks)
         if self.sampler.shape.logprobs:
             ops.log_probabilities(
                 logits,

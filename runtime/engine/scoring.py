@@ -8,8 +8,7 @@ from torch import Tensor
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.engine.sequence import Sequence, TokenLogProbabilities
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.state.logprobs import LogProbabilities
-from lowbit.runtime.state.posted import to_device
+from lowbit.runtime.state.host_rings import LogProbabilities, to_device
 
 ROWS = 128  # of logits at a time: 78 MB with a vocabulary of 150,000
 

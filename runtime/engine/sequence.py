@@ -8,7 +8,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.engine.request import TokenRequest, pages_needed
 from lowbit.runtime.engine.speculate.proposals import Drafter, PlacedPace
 from lowbit.runtime.engine.stats import Tally
-from lowbit.runtime.state.logprobs import LogProbabilities
+from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.text.constraint import Constraint
 
 Phase = Literal["waiting", "prompt", "decoding", "ended"]

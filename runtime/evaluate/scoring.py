@@ -13,7 +13,7 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Request, Stream
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.chat import begin_of
 
 ROWS = 256  # of logits at a time: 150 MB with a vocabulary of 150,000

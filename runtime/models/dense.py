@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models.hidden_taps import HiddenTaps
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
-from lowbit.runtime.models.taps import Taps
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step
@@ -46,7 +46,7 @@ class Dense(Generic[W]):
     mtp: None = None  # no checkpoint of these families has a head that predicts several tokens
 
     def hidden(
-        self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
+        self, ids: Tensor, state: DeviceState, step: Step, hidden_taps: HiddenTaps | None = None
     ) -> Tensor:
         """Run M tokens through the layers and append their keys and values.
 
@@ -54,7 +54,7 @@ class Dense(Generic[W]):
             ids: [M] int64 on the model's device.
             state: pages and slots, written where the step says.
             step: sequence and position of every token.
-            taps: take outputs of layers; None where nobody reads them.
+            hidden_taps: take outputs of layers; None where nobody reads them.
 
         Returns:
             [M, h], before the final norm.
@@ -68,8 +68,8 @@ class Dense(Generic[W]):
             )  # [M, Hq * D]
             x = ops.product(mixed, layer.o, added=x)
             x = run_mlp(ops, x, layer.post_norm, eps, layer.mlp)
-            if taps is not None:
-                taps.take(index, x)
+            if hidden_taps is not None:
+                hidden_taps.take(index, x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

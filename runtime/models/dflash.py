@@ -1,9 +1,10 @@
 """DFlash: drafts a block of tokens of another model, the target, in one pass.
 
-The context of a position is made of the target's taps there: `hidden_norm(fc(taps))`. Every layer
-keeps the keys and values of that context, which the layers above never change. A block is the last
-known token, then mask tokens; its queries see the context before it, and the keys and values of the
-block itself, which are not kept. Embedding and head are the target's.
+The context of a position is made of outputs of the target's layers there, the hidden taps:
+`hidden_norm(fc(hidden_taps))`. Every layer keeps the keys and values of that context, which the
+layers above never change. A block is the last known token, then mask tokens; its queries see the
+context before it, and the keys and values of the block itself, which are not kept. Embedding and
+head are the target's.
 """
 
 from dataclasses import dataclass
@@ -54,16 +55,16 @@ class DFlash(Generic[W]):
         """What it takes from its target, and drafts."""
         return self.config.blocks
 
-    def read(self, taps: Tensor, pages: KVPages, step: Step) -> None:
+    def read(self, hidden_taps: Tensor, pages: KVPages, step: Step) -> None:
         """Write keys and values of the context at M positions.
 
         Args:
-            taps: [M, n * h], of the target.
+            hidden_taps: [M, n * h], of the target.
             pages: of the context.
             step: sequence and position of every token.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        context = ops.rms_norm(ops.product(taps, self.fc), self.hidden_norm, eps)  # [M, h]
+        context = ops.rms_norm(ops.product(hidden_taps, self.fc), self.hidden_norm, eps)  # [M, h]
         for index, layer in enumerate(self.layers):
             kv = ops.product(context, layer.kv)
             ops.write_context(kv, layer.k_norm, eps, self.rope, pages, step, index)

@@ -49,10 +49,10 @@ def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
             )
     # The authors' code reads the last layer after the final norm; no published drafter does.
     most = model.num_hidden_layers - 2
-    if max(blocks.taps) > most:
+    highest = max(blocks.target_layers)
+    if highest > most:
         raise UnsupportedModelError(
-            f"{name} reads layer {max(blocks.taps)}, the model has layers up to {most} before the "
-            "last",
+            f"{name} reads layer {highest}, the model has layers up to {most} before the last",
             hint="give the drafter that was trained for this model",
         )
     return OpenedModel(packed.checkpoint, config, packed.specs, packed.schemes)

@@ -9,8 +9,8 @@ from torch import Tensor
 from lowbit.formats.architectures.decoder import FULL
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.runtime.backends.ops import Ops
+from lowbit.runtime.models.hidden_taps import HiddenTaps
 from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
-from lowbit.runtime.models.taps import Taps
 from lowbit.runtime.state.delta import DeltaWeights
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
@@ -85,7 +85,7 @@ class Qwen35(Generic[W]):
     mtp: "MtpHead[W] | None" = None
 
     def hidden(
-        self, ids: Tensor, state: DeviceState, step: Step, taps: Taps | None = None
+        self, ids: Tensor, state: DeviceState, step: Step, hidden_taps: HiddenTaps | None = None
     ) -> Tensor:
         """Run M tokens through the layers; keys, values and states are brought forward.
 
@@ -93,7 +93,7 @@ class Qwen35(Generic[W]):
             ids: [M] int64 on the model's device.
             state: pages and slots, written where the step says.
             step: sequence and position of every token.
-            taps: take outputs of layers; None where nobody reads them.
+            hidden_taps: take outputs of layers; None where nobody reads them.
 
         Returns:
             [M, h], before the final norm.
@@ -101,8 +101,8 @@ class Qwen35(Generic[W]):
         x = self.ops.embed(ids, self.embedding)  # [M, h]
         for index, layer in enumerate(self.layers):
             x = self.run_layer(x, layer, state, step)
-            if taps is not None:
-                taps.take(index, x)
+            if hidden_taps is not None:
+                hidden_taps.take(index, x)
         return x
 
     def run_layer(self, x: Tensor, layer: Layer[W], state: DeviceState, step: Step) -> Tensor:

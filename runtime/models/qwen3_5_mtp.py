@@ -18,7 +18,7 @@ from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.models.qwen3_5 import Layer, Qwen35, read_gain, read_layer
 from lowbit.runtime.state.device_state import DeviceState
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.weights.linear import PackedLinear
 from lowbit.runtime.weights.weights import Weights
@@ -88,7 +88,7 @@ class MtpHead(Generic[W]):
         rows: Tensor,
         positions: Tensor,
         token: Tensor,
-        places: Tensor,
+        ring: Tensor,
     ) -> None:
         """Choose a draft behind each of B positions; see `Ops.choose`.
 
@@ -98,15 +98,15 @@ class MtpHead(Generic[W]):
             rows: [B] int32.
             positions: [B] int32 of the tokens behind which the drafts stand; one is added.
             token: [B] int64, written.
-            places: for what `choose` leaves to the host.
+            ring: for what `choose` leaves to the host.
         """
         ops, eps = self.trunk.ops, self.trunk.config.rms_norm_eps
         if self.rows is None or sampler.shape.adjusted:  # these look at each token of the model
-            ops.choose(self.logits(hidden), sampler, rows, positions, token, places)
+            ops.choose(self.logits(hidden), sampler, rows, positions, token, ring)
             return
         some = ops.product(hidden, self.rows.head, norm=self.norm, eps=eps, logits=True)
         ids = self.rows.ids  # ascending, so that of equal logits the lower token is chosen
-        ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, places)
+        ops.choose(some, replace(sampler, vocabulary=len(ids)), rows, positions, token, ring)
         token.copy_(ops.embed(token, ids[:, None])[:, 0])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lowbit.formats.architectures import is_drafter, kind_of, read_config, tensor_table
+from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.formats.errors import FormatError, UnsupportedModelError
 from lowbit.formats.packed import open_packed
@@ -28,7 +29,7 @@ def test_published_configs_are_read() -> None:
     config = read_config(CONFIG)
     assert isinstance(config, DFlashConfig)
     assert config.block_drafts is not None
-    assert (config.blocks.size, config.blocks.mask_token, config.blocks.taps) == (8, 4000, (2, 0))
+    assert config.blocks == BlockDrafts(8, 4000, (2, 0))
     assert config.windows == (20, None)
     assert config.causal == (True, False)
     assert (kind_of(CONFIG), is_drafter(CONFIG)) == ("DFlashDraftModel", True)

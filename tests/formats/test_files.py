@@ -100,7 +100,7 @@ def test_text_that_is_not_utf8_is_refused(model: Path) -> None:
 
 
 class TestLinksThatAreRight:
-    """Links to `content`, which a Hub cache names by its hash."""
+    """RoundInputs to `content`, which a Hub cache names by its hash."""
 
     content = b'{"schema": 1}'
 

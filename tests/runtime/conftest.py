@@ -19,7 +19,7 @@ from lowbit.formats.layout.quantization_config import write_quantization_config
 from lowbit.formats.layout.scheme import Scheme
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.engine import engine, scheduler
-from lowbit.runtime.state.posted import PLACES
+from lowbit.runtime.state.host_rings import RING
 
 BYTE_TOKENS = 256
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -280,12 +280,12 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
             rows: Tensor,
             positions: Tensor,
             token: Tensor,
-            slots: Tensor,
+            ring: Tensor,
             masks: Tensor | None = None,
         ) -> None:
-            choose(logits, sampler, rows, positions, token, slots, masks)
+            choose(logits, sampler, rows, positions, token, ring, masks)
             for m, row in enumerate(rows.tolist()):
-                slots[int(positions[m]) % PLACES, row] = token[m] = left.pop(0)
+                ring[int(positions[m]) % RING, row] = token[m] = left.pop(0)
 
         monkeypatch.setattr(cpu, "choose", chosen)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.architectures import BlockDrafter
+from lowbit.runtime.models.hidden_taps import HiddenTaps, new_hidden_taps
 from lowbit.runtime.models.loader import Decoder
-from lowbit.runtime.models.taps import Taps, new_taps
+from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.pages import KVPages
-from lowbit.runtime.state.posted import new_places
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Span, Step, rows_and_positions, starts_of
 
 
@@ -36,25 +36,25 @@ class Blocks:
     pages: KVPages
     tables: Tensor
     sampler: SamplerRows
-    _places: Tensor = field(init=False)  # of drafts, which nobody reads
+    _ring: Tensor = field(init=False)  # of drafts, which nobody reads
 
     def __post_init__(self) -> None:
-        """Make room for what choosing posts."""
-        object.__setattr__(self, "_places", new_places(self.sampler.rows, False))
+        """Make room for the tokens that choosing leaves."""
+        object.__setattr__(self, "_ring", new_ring(self.sampler.rows, False))
 
     @property
     def most(self) -> int:
         """Drafts of a block."""
         return self.drafter.blocks.size - 1
 
-    def taps(self, tokens: int) -> Taps:
+    def hidden_taps(self, tokens: int) -> HiddenTaps:
         """Room for what the model leaves for the drafter in a step of so many tokens."""
-        layers, h = self.drafter.blocks.taps, self.drafter.config.hidden_size
-        return new_taps(layers, tokens, h, self.drafter.norm.dtype)
+        layers, h = self.drafter.blocks.target_layers, self.drafter.config.hidden_size
+        return new_hidden_taps(layers, tokens, h, self.drafter.norm.dtype)
 
-    def read(self, taps: Taps, step: Step) -> None:
-        """Write the context of a step's positions, whose taps have been taken."""
-        self.drafter.read(taps.out, self.pages, step)
+    def read(self, hidden_taps: HiddenTaps, step: Step) -> None:
+        """Write the context of a step's positions, whose hidden states have been taken."""
+        self.drafter.read(hidden_taps.out, self.pages, step)
 
     def draft(self, decoder: Decoder, sequences: Numbers[Sequence], k: int) -> list[list[int]]:
         """Draft k tokens of each sequence, all of whose tokens have been read.
@@ -78,7 +78,7 @@ class Blocks:
         before = [Span(each.row, each.last, k) for each in sequences]
         rows, positions = torch.tensor(rows_and_positions(before), dtype=torch.int32)
         tokens = torch.empty(B * k, dtype=torch.int64)
-        ops.choose(logits, self.sampler, rows, positions, tokens, self._places)
+        ops.choose(logits, self.sampler, rows, positions, tokens, self._ring)
         if self.sampler.shape.adjusted:  # so that penalties count them once, when they are chosen
             self.sampler.uncount(rows, tokens)
         return [[int(token) for token in some] for some in tokens.view(B, k)]

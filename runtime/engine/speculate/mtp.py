@@ -2,8 +2,8 @@
 
 They follow each other on the device alone: a round brings the head up to the last token, drafts k
 tokens of every sequence, sends them through the trunk and accepts those that are right; the next
-one begins with what it leaves (`Links`). On a GPU a round is one CUDA graph, and the host reads its
-tokens while the next one runs.
+one begins with what it leaves (`RoundInputs`). On a GPU a round is one CUDA graph, and the host
+reads its tokens while the next one runs.
 
 The head needs the trunk's hidden state of every position. Steps leave the last ones of each row in
 a trail, from which the head catches up now and then, so that steps without drafts cost it little.
@@ -25,10 +25,16 @@ from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
 from lowbit.runtime.engine.speculate.verify import Part, Verifier, count_right
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.models.qwen3_5_mtp import MtpHead
-from lowbit.runtime.state.links import TRAIL, Links, trail_of
-from lowbit.runtime.state.posted import PLACES, new_places, write
-from lowbit.runtime.state.sampler_rows import SCRATCH
-from lowbit.runtime.state.step import NO_SLOT, Span, Step, rows_and_positions, starts_of
+from lowbit.runtime.state.host_rings import RING, new_ring, write
+from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, trail_of
+from lowbit.runtime.state.sampler import SCRATCH
+from lowbit.runtime.state.step import (
+    NO_SLOT,
+    Span,
+    Step,
+    rows_and_positions,
+    starts_of,
+)
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
 MOST_BEHIND = 2 * EXACT_TOKENS  # positions
@@ -201,9 +207,9 @@ class MtpRound:
 
     def _accepted(self, sequence: Sequence) -> list[int]:
         """Tokens that the round has put behind a sequence's output."""
-        first, places = sequence.last, self.rounds.runner.results.tokens
-        count = 1 + int(self.rounds.links.right[first % PLACES, sequence.row])
-        found = places[[(first + 1 + place) % PLACES for place in range(count)], sequence.row]
+        first, ring = sequence.last, self.rounds.runner.results.tokens
+        count = 1 + int(self.rounds.round_inputs.right[first % RING, sequence.row])
+        found = ring[[(first + 1 + place) % RING for place in range(count)], sequence.row]
         return [int(token) for token in found]
 
 
@@ -230,15 +236,15 @@ class MtpRounds:
     _seen_rows: Tensor = field(init=False)  # [W] int32, their rows
     _seen_starts: Tensor = field(init=False)  # [W + 1] int32
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _places: Tensor = field(init=False)  # of drafts, which nobody reads
+    _ring: Tensor = field(init=False)  # of drafts, which nobody reads
 
     def __post_init__(self) -> None:
         """Make room for the head's own inputs."""
-        rows = self.links.rows
-        self._seen_rows = torch.zeros_like(self.links.seen)
+        rows = self.round_inputs.rows
+        self._seen_rows = torch.zeros_like(self.round_inputs.seen)
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         self._seen_starts = self._singles.clone()
-        self._places = new_places(self.runner.sampler.rows, self.runner.on_gpu)
+        self._ring = new_ring(self.runner.sampler.rows, self.runner.on_gpu)
 
     @property
     def runner(self) -> Runner:
@@ -246,9 +252,9 @@ class MtpRounds:
         return self.cache.runner
 
     @property
-    def links(self) -> Links:
+    def round_inputs(self) -> RoundInputs:
         """Between a round and the next one."""
-        return self.verifier.links
+        return self.verifier.round_inputs
 
     def follows(self, sequences: list[Sequence], drafts: int) -> bool:
         """True if the inputs of a round of these sequences are on the device already."""
@@ -285,10 +291,10 @@ class MtpRounds:
         ordered = any(part.ordered for part in self.parts)
         if runner.on_gpu:
             key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
-            links = self.links
-            kept = (links.chosen, links.seen, links.trails, links.ends)
+            inputs = self.round_inputs
+            kept = (inputs.chosen, inputs.seen, inputs.trails, inputs.ends)
             run = partial(self.round, M, B, k, reach, ordered)
-            self.verifier.graphs.run(key, run, (links.block[:5],), kept)
+            self.verifier.graphs.run(key, run, (inputs.block[:5],), kept)
         else:
             self.round(M, B, k, reach, ordered)
         for each in self.batch:
@@ -298,19 +304,19 @@ class MtpRounds:
 
     def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
         """Draft, send through the trunk, accept: M tokens, padding included, of B sequences."""
-        runner, links = self.runner, self.links
+        runner, inputs = self.runner, self.round_inputs
         drafts = self.draft(B, k, reach)
-        links.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
+        inputs.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
         adjusted = runner.sampler.shape.adjusted
         if adjusted:  # so that penalties count them once, when they are chosen
-            rows = links.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
+            rows = inputs.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
         self.verifier.check_tokens(M, reach, B + (B * (k + 1) < M), k + 1, ordered, spans)
-        runner.decoder.ops.accept(links, B, k)
+        runner.decoder.ops.accept(inputs, B, k)
         if adjusted:
             count = B * (k + 1)
-            runner.sampler.uncount(links.wrong[:count], links.chosen[:count])
+            runner.sampler.uncount(inputs.wrong[:count], inputs.chosen[:count])
 
     def draft(self, B: int, k: int, reach: int) -> Tensor:
         """Draft k tokens of each sequence: [B, k] int64.
@@ -318,17 +324,17 @@ class MtpRounds:
         A draft is drawn with the random number of its place, as the token itself will be, which
         makes the two meet more often than if each had its own.
         """
-        runner, head, links = self.runner, self.cache.head, self.links
+        runner, head, inputs = self.runner, self.cache.head, self.round_inputs
         hidden = self._first(B, k, reach)
         firsts = (
-            each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (links.rows, links.positions)
+            each[: B * (k + 1)].view(B, k + 1)[:, 0] for each in (inputs.rows, inputs.positions)
         )
         rows, first = (each.contiguous() for each in firsts)
         positions = first + self._singles[:k, None]  # [k, B]
         moved = positions.clone()  # by choosing
         drafts = torch.empty(k, B, dtype=torch.int64, device=hidden.device)
         for ahead, token in enumerate(drafts):
-            head.choose(hidden, runner.sampler, rows, moved[ahead], token, self._places)
+            head.choose(hidden, runner.sampler, rows, moved[ahead], token, self._ring)
             if ahead + 1 < k:
                 spans = [
                     Span(part.sequence.row, part.sequence.last + ahead, 1, part.span.pages)
@@ -340,13 +346,13 @@ class MtpRounds:
 
     def _first(self, B: int, k: int, reach: int) -> Tensor:
         """Bring the head up to the last token of each sequence: its output there, [B, h]."""
-        links, runner, embed = self.links, self.runner, self.runner.decoder.ops.embed
+        inputs, runner, embed = self.round_inputs, self.runner, self.runner.decoder.ops.embed
         count = B * (k + 1) if runner.on_gpu else sum(span.count for span in self._seen)
-        rows, seen = self._seen_rows[:count], links.seen[:count]
+        rows, seen = self._seen_rows[:count], inputs.seen[:count]
         step = self.cache.step(rows, seen, self._seen_starts[: B + 1], reach, self._seen)
-        hidden = embed(links.trails[:count], self.cache.trail.flatten(0, 1))
-        found = self.cache.head.hidden(links.chosen[:count], hidden, runner.state, step)
-        return embed(links.ends[:B], found)
+        hidden = embed(inputs.trails[:count], self.cache.trail.flatten(0, 1))
+        found = self.cache.head.hidden(inputs.chosen[:count], hidden, runner.state, step)
+        return embed(inputs.ends[:B], found)
 
     def _compose_head(self, sequences: list[Sequence], drafts: int) -> None:
         """Put in place what the head reads first: positions that it has not seen.
@@ -354,7 +360,7 @@ class MtpRounds:
         A recorded round takes as many of each sequence as the round before had tokens. Those beyond
         the right ones are overwritten before anything reads them.
         """
-        links, self._seen = self.links, []
+        inputs, self._seen = self.round_inputs, []
         ids: list[int] = []
         ends: list[int] = []
         for each in sequences:
@@ -367,10 +373,10 @@ class MtpRounds:
         rows, seen = rows_and_positions(self._seen)
         trails = [trail_of(*each) for each in zip(rows, seen, strict=True)]
         block = self.runner.ints([rows, seen, trails, ids])
-        self._seen_rows[:count], links.seen[:count] = block[:2]
-        links.trails[:count], links.chosen[:count] = block[2:]
+        self._seen_rows[:count], inputs.seen[:count] = block[:2]
+        inputs.trails[:count], inputs.chosen[:count] = block[2:]
         self._seen_starts[: len(starts)] = self.runner.ints(starts)
-        links.ends[: len(ends)] = self.runner.ints(ends)
+        inputs.ends[: len(ends)] = self.runner.ints(ends)
 
     def _width(self, B: int, k: int) -> int:
         """Tokens of a round, padding included."""

@@ -20,10 +20,16 @@ from lowbit.runtime.engine.graphs import Graphs, longest_for, reach_for, width_f
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, enter_rounds
-from lowbit.runtime.state.links import Links, new_links
-from lowbit.runtime.state.posted import PLACES, write
-from lowbit.runtime.state.sampler_rows import SCRATCH, SamplerRows
-from lowbit.runtime.state.step import NO_SLOT, Span, Step, rows_and_positions, starts_of
+from lowbit.runtime.state.host_rings import RING, write
+from lowbit.runtime.state.round_inputs import RoundInputs, new_round_inputs
+from lowbit.runtime.state.sampler import SCRATCH, SamplerRows
+from lowbit.runtime.state.step import (
+    NO_SLOT,
+    Span,
+    Step,
+    rows_and_positions,
+    starts_of,
+)
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
@@ -131,9 +137,9 @@ class VerifiedRound:
 
     def _chosen(self, sequence: Sequence, drafts: Numbers[int]) -> list[int]:
         """Tokens chosen behind a sequence's output, up to the first draft that was not chosen."""
-        places, tokens = self.verifier.runner.results.tokens, []
+        ring, tokens = self.verifier.runner.results.tokens, []
         for position, draft in enumerate((*drafts, None), sequence.last + 1):
-            tokens.append(int(places[position % PLACES, sequence.row]))
+            tokens.append(int(ring[position % RING, sequence.row]))
             if tokens[-1] != draft:
                 break
         return tokens
@@ -161,15 +167,15 @@ class Verifier:
 
     Attributes:
         runner: of the model.
-        links: inputs of a round.
+        round_inputs: inputs of a round.
         graphs: recorded rounds.
         masks: [EXACT_TOKENS] int32, the sampler's mask of each token of a restricted round.
-        linked: `links` holds what the last round by the head has left, so that the next one needs
+        linked: the last round, by the head, has left `round_inputs` such that the next one needs
             nothing from the host.
     """
 
     runner: Runner
-    links: Links = field(init=False)
+    round_inputs: RoundInputs = field(init=False)
     graphs: Graphs = field(init=False)
     masks: Tensor = field(init=False)
     linked: bool = False
@@ -177,7 +183,7 @@ class Verifier:
     def __post_init__(self) -> None:
         """Make room for inputs."""
         rows = self.runner.sampler.rows
-        self.links = new_links(rows, self.runner.state.device)
+        self.round_inputs = new_round_inputs(rows, self.runner.state.device)
         self.masks = self.runner.ints(range(rows, rows + EXACT_TOKENS))
         self.graphs = Graphs(self.runner.graphs)
 
@@ -187,7 +193,7 @@ class Verifier:
         if self.runner.on_gpu:
             key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
             step = partial(self.check_tokens, M, reach, B, longest, ordered)
-            self.graphs.run(key, step, (self.links.block[:5],))
+            self.graphs.run(key, step, (self.round_inputs.block[:5],))
         else:
             self.check_tokens(M, reach, B, longest, ordered, spans)
 
@@ -197,7 +203,7 @@ class Verifier:
         if self.runner.on_gpu:
             self.runner.make_room_to_keep()
             step = partial(self.keep_logits, M, reach, B, longest)
-            self.graphs.run(("layers", M, reach, B, longest), step, (self.links.block[:5],))
+            self.graphs.run(("layers", M, reach, B, longest), step, (self.round_inputs.block[:5],))
         else:
             self.keep_logits(M, reach, B, longest, spans)
         return M, longest, ordered
@@ -208,7 +214,7 @@ class Verifier:
             places = longest if ordered else 1
             key = ("choice", M, places, self.runner.sampler.shape, ordered)
             step = partial(self.choose_restricted, M, places, ordered)
-            self.graphs.run(key, step, (self.links.block[:5],))
+            self.graphs.run(key, step, (self.round_inputs.block[:5],))
         else:
             self.choose_restricted(M, longest, ordered)
 
@@ -231,7 +237,7 @@ class Verifier:
 
     def compose(self, parts: list[Part], M: int) -> None:
         """Put the inputs of a round in place, up to M tokens with padding; the host goes on."""
-        block = self.links.block
+        block = self.round_inputs.block
         write(block, columns_of(parts, M, block.shape[1]))
         enter_rounds(self.runner)
         self.linked = False
@@ -266,32 +272,32 @@ class Verifier:
         self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...]
     ) -> Tensor:
         """Logits after each of M tokens of B sequences."""
-        runner, links = self.runner, self.links
+        runner, inputs = self.runner, self.round_inputs
         step = Step(
-            positions=links.positions[:M],
-            rows=links.rows[:M],
-            starts=links.starts[: B + 1],
+            positions=inputs.positions[:M],
+            rows=inputs.rows[:M],
+            starts=inputs.starts[: B + 1],
             tables=runner.tables,
-            read=links.reads[:B],
-            write=links.writes[:M],
+            read=inputs.reads[:B],
+            write=inputs.writes[:M],
             reach=reach,
             longest=longest,
             spans=spans,
         )
-        return runner.logits_of(links.ids[:M], step)
+        return runner.logits_of(inputs.ids[:M], step)
 
     def _choose(
         self, logits: Tensor, M: int, longest: int, ordered: bool, masks: Tensor | None
     ) -> None:
         """Choose behind each token of a round, see `check_tokens`."""
-        runner, links = self.runner, self.links
-        rows, positions, chosen = links.rows[:M], links.positions[:M], links.chosen[:M]
+        runner, inputs = self.runner, self.round_inputs
+        rows, positions, chosen = inputs.rows[:M], inputs.positions[:M], inputs.chosen[:M]
         if not ordered:
             runner.choose_tokens(logits, rows, positions, chosen, masks)
             return
         tokens = torch.empty_like(chosen)
         for place in range(longest):
-            now = links.places[:M] == place
+            now = inputs.places[:M] == place
             if runner.on_gpu:  # of one size, whatever the drafts
                 these = rows.masked_fill(~now, SCRATCH)
                 runner.choose_tokens(logits, these, positions, tokens, masks)
@@ -314,8 +320,8 @@ class Verifier:
                 wrong += range(first + right + 1, first + len(part.ids))
             first += len(part.ids)
         if wrong:
-            columns = self.runner.ints(wrong).long()
-            self.runner.sampler.uncount(self.links.rows[columns], self.links.chosen[columns])
+            columns, inputs = self.runner.ints(wrong).long(), self.round_inputs
+            self.runner.sampler.uncount(inputs.rows[columns], inputs.chosen[columns])
 
 
 def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
@@ -324,7 +330,7 @@ def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
     Padding is a last sequence, of row SCRATCH, which may be empty.
 
     Returns:
-        The rows of `Links.block`, each of `wide` numbers.
+        The rows of `RoundInputs.block`, each of `wide` numbers.
     """
     spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]

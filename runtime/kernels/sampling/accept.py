@@ -1,6 +1,6 @@
 """accept: the drafts of a round that were right, and the inputs of the next round.
 
-Layout  see `Links`; a program a sequence, a lane a token
+Layout  see `RoundInputs`; a program a sequence, a lane a token
 Bytes   nothing to speak of: B * (k + 1) numbers of each tensor
 Plan    the drafts before the first that differs from what was chosen are right. The next round
         begins with the token chosen behind the last of them, at its position and state. The host
@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
-from lowbit.runtime.kernels.sampling.row import PLACES, SCRATCH
-from lowbit.runtime.state import links as links_module
-from lowbit.runtime.state.links import Links
+from lowbit.runtime.kernels.sampling.row import RING, SCRATCH
+from lowbit.runtime.state import round_inputs
+from lowbit.runtime.state.round_inputs import RoundInputs
 
-TRAIL = tl.constexpr(links_module.TRAIL)
+TRAIL = tl.constexpr(round_inputs.TRAIL)
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _accept_kernel(
     end = tl.load(chosen_ptr + start + right)
     slot = tl.load(writes_ptr + start + right)
     tl.debug_barrier()  # all have read what is written now
-    tl.store(right_ptr + (first % PLACES) * R + row, right.to(tl.int64))
+    tl.store(right_ptr + (first % RING) * R + row, right.to(tl.int64))
     tl.store(seen_ptr + at, first + place, mask=place <= k)
     trail = row.to(tl.int64) * TRAIL + (first + place) % TRAIL
     tl.store(trails_ptr + at, trail, mask=place <= k)
@@ -53,14 +53,15 @@ def _accept_kernel(
     tl.store(positions_ptr + at, next_first + ahead, mask=place <= k)
 
 
-def accept(links: Links, B: int, k: int) -> None:
+def accept(inputs: RoundInputs, B: int, k: int) -> None:
     """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
-    pdl = programmatic_launch(links.ids)
+    pdl = programmatic_launch(inputs.ids)
     run(
         _accept_kernel,
         (B,),
-        *(links.ids, links.positions, links.rows, links.reads, links.writes, links.chosen),
-        *(links.seen, links.trails, links.ends, links.wrong, links.right, k, links.right.shape[1]),
+        *(inputs.ids, inputs.positions, inputs.rows, inputs.reads, inputs.writes, inputs.chosen),
+        *(inputs.seen, inputs.trails, inputs.ends, inputs.wrong, inputs.right),
+        *(k, inputs.right.shape[1]),
         LANES=max(2, power_of_two(k + 1)),
         PDL=pdl,
         num_warps=1,

@@ -1,4 +1,4 @@
-"""adjust: logits of several rows after mask, bias and penalties, as `state.choice.adjusted`.
+"""adjust: logits of several rows after mask, bias and penalties, as `cpu_sampling.adjusted`.
 
 Layout  logits [M, V or more] fp32 -> [M, V rounded up] fp32
 Bytes   8 * V a row; 5 * V more where it has penalties, V / 8 where it is masked; V = 151936: 1.2
@@ -25,7 +25,7 @@ from lowbit.runtime.kernels.sampling.row import (
     REPETITION,
     WHOLE,
 )
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 
 WIDTH = tl.constexpr(MOST_BIASES)
 

@@ -1,6 +1,6 @@
-"""choose: the next token of several rows, as `state.choice` chooses it.
+"""choose: the next token of several rows, as `cpu_sampling` chooses it.
 
-Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host; the
+Layout  logits [M, V or more] fp32 -> token [M] int64, ring [RING, R] int64 on the host; the
         position of every row but the scratch row moves on by one, and the output's counts grow
         where they are kept. The slot gets -1 where the row's largest logit is not finite
 Bytes   4 * V a row; V = 151936: 0.6 MB, from L2
@@ -22,7 +22,7 @@ from lowbit.runtime.kernels.sampling.draw import draw_rows
 from lowbit.runtime.kernels.sampling.draw_sorted import draw_sorted
 from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, id_of, key_of, value_of
 from lowbit.runtime.kernels.sampling.row import settle
-from lowbit.runtime.state.sampler_rows import ALL, SamplerRows
+from lowbit.runtime.state.sampler import ALL, SamplerRows
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _best_rows_kernel(
 
 @triton.jit
 def _likeliest_rows_kernel(
-    keys_ptr, rows_ptr, positions_ptr, token_ptr, slots_ptr, counts_ptr, count, V, R,
+    keys_ptr, rows_ptr, positions_ptr, token_ptr, ring_ptr, counts_ptr, count, V, R,
     KEYS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the token of the best of a row's `count` keys; KEYS: a power of two."""
@@ -63,7 +63,7 @@ def _likeliest_rows_kernel(
     token = tl.minimum(id_of(best), V - 1).to(tl.int64)  # whatever the logits are
     settle(
         m, row, position, token, value_of(best),
-        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -73,26 +73,26 @@ def choose(
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
-    slots: Tensor,
+    ring: Tensor,
     masks: Tensor | None = None,
 ) -> None:
     """Choose and post the next token of every row, without a host in between; see `Ops.choose`."""
     shape = sampler.shape
     scores = adjust(logits, sampler, rows, masks) if shape.adjusted else logits
     if shape.candidates == ALL:
-        draw_sorted(scores, sampler, rows, positions, token, slots)
+        draw_sorted(scores, sampler, rows, positions, token, ring)
         return
     group = BLOCK.value if shape.candidates == 1 else GROUP.value
     keys, blocks = best_rows(scores, sampler.vocabulary, group)
     if shape.candidates > 1:
-        draw_rows(scores, keys, blocks, sampler, rows, positions, token, slots)
+        draw_rows(scores, keys, blocks, sampler, rows, positions, token, ring)
         return
     M, count = keys.shape
     pdl = programmatic_launch(keys)
     run(
         _likeliest_rows_kernel,
         (M,),
-        *(keys, rows, positions, token, slots, sampler.counts),
+        *(keys, rows, positions, token, ring, sampler.counts),
         *(count, sampler.vocabulary, sampler.rows),
         KEYS=max(2, power_of_two(count)),
         COUNTED=shape.adjusted,

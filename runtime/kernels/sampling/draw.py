@@ -1,7 +1,7 @@
-"""draw_rows: a token of each row at random among its likeliest, as `state.choice.drawn` draws it.
+"""draw_rows: a token of each row at random among its likeliest, as `cpu_sampling.drawn` draws it.
 
 Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose`) ->
-        token [M] int64, slots [PLACES, R] int64 on the host
+        token [M] int64, ring [RING, R] int64 on the host
 Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
         L2
 Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
@@ -45,7 +45,7 @@ from lowbit.runtime.kernels.sampling.row import (
     settle,
     uniform,
 )
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 
 PART = gl.constexpr(8)  # logits of a part of a group, those of one thread
 LANES = gl.constexpr(GROUP.value // PART.value)  # parts of a group
@@ -177,7 +177,7 @@ def _add(a, b):
 
 @gluon.jit
 def _draw_rows_kernel(
-    logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, slots_ptr,
+    logits_ptr, parts_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr, token_ptr, ring_ptr,
     counts_ptr, groups, stride, V, R, K: gl.constexpr, COUNTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Draw a row's token from the parts of its best groups, and settle it.
@@ -245,7 +245,7 @@ def _draw_rows_kernel(
     low, high = load_shared8(base + (THREADS * 8) + place * 0)
     settle(
         m, row, position, chosen, value_of(_joined(low, high)),
-        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def draw_rows(
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
-    slots: Tensor,
+    ring: Tensor,
 ) -> None:
     """The rest of `choose`, where tokens are drawn.
 
@@ -269,7 +269,7 @@ def draw_rows(
         rows: [M] int32.
         positions: [M] int32, moved on.
         token: [M] int64, written.
-        slots: [PLACES, R] int64, written.
+        ring: [RING, R] int64, written.
     """
     M, count = keys.shape
     K, stride, V = sampler.shape.candidates, logits.stride(0), sampler.vocabulary
@@ -291,7 +291,7 @@ def draw_rows(
     run(
         _draw_rows_kernel,
         (M,),
-        *(logits, parts, *parameters, positions, token, slots, sampler.counts),
+        *(logits, parts, *parameters, positions, token, ring, sampler.counts),
         *(count, stride, V, sampler.rows),
         K=K,
         COUNTED=sampler.shape.adjusted,

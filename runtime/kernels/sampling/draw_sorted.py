@@ -1,6 +1,6 @@
-"""draw_sorted: a token of each row at random among any number, as `state.choice.drawn` draws it.
+"""draw_sorted: a token of each row at random among any number, as `cpu_sampling.drawn` draws it.
 
-Layout  logits [M, V or more] fp32 -> token [M] int64, slots [PLACES, R] int64 on the host
+Layout  logits [M, V or more] fp32 -> token [M] int64, ring [RING, R] int64 on the host
 Bytes   what PyTorch's sort moves, and 4 * V a row; V = 151936: 0.6 MB, from L2
 Plan    PyTorch sorts; a program per block of 1024 sorted logits of a row adds up their masses. Then
         one program a row finds, each by the sums of blocks and the masses of one block, how many
@@ -28,7 +28,7 @@ from lowbit.runtime.kernels.sampling.row import (
     settle,
     uniform,
 )
-from lowbit.runtime.state.sampler_rows import SamplerRows
+from lowbit.runtime.state.sampler import SamplerRows
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _add(a, b):
 @triton.jit
 def _pick_kernel(
     sorted_ptr, ids_ptr, sums_ptr, passed_ptr, rows_ptr, knobs_ptr, whole_ptr, positions_ptr,
-    token_ptr, slots_ptr, counts_ptr, V, R, BLOCKS: tl.constexpr, COUNTED: tl.constexpr,
+    token_ptr, ring_ptr, counts_ptr, V, R, BLOCKS: tl.constexpr, COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw a row's token from the sums of its blocks, and settle it; BLOCKS: a power of two."""
@@ -133,7 +133,7 @@ def _pick_kernel(
     token = tl.load(ids_ptr + m * V + tl.minimum(ahead, last))
     settle(
         m, row, position, token, largest,
-        positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V, COUNTED,
+        positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def draw_sorted(
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
-    slots: Tensor,
+    ring: Tensor,
 ) -> None:
     """Draw and settle the next token of every row, see `Ops.choose`.
 
@@ -153,7 +153,7 @@ def draw_sorted(
         rows: [M] int32.
         positions: [M] int32, moved on.
         token: [M] int64, written.
-        slots: [PLACES, R] int64, written.
+        ring: [RING, R] int64, written.
     """
     M, V = logits.shape[0], sampler.vocabulary
     scores = logits[:, :V] + 0.0  # -0 becomes 0, which may order after it otherwise
@@ -169,7 +169,7 @@ def draw_sorted(
         _pick_kernel,
         (M,),
         *(best.values, best.indices, sums, passed, *parameters),
-        *(positions, token, slots, sampler.counts, V, sampler.rows),
+        *(positions, token, ring, sampler.counts, V, sampler.rows),
         BLOCKS=max(2, power_of_two(blocks)),
         COUNTED=sampler.shape.adjusted,
         **options,

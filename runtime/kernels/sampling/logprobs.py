@@ -1,4 +1,4 @@
-"""logprobs: log-probabilities of several rows, as `state.logprobs.log_probabilities` has them.
+"""logprobs: log-probabilities of several rows, as `cpu_sampling.log_probabilities` has them.
 
 Layout  logits [M, V or more] fp32, token [M] int64 -> ids and values [2, R, N + 1] on the host
 Bytes   8 * V a row; V = 151936: 1.2 MB, from L2
@@ -17,8 +17,8 @@ from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.choose import best_rows
 from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, keys_of
-from lowbit.runtime.kernels.sampling.row import PLACES
-from lowbit.runtime.state.logprobs import LogProbabilities
+from lowbit.runtime.kernels.sampling.row import RING
+from lowbit.runtime.state.host_rings import LogProbabilities
 
 COUNT = tl.constexpr(MOST_LOGPROBS)
 WIDTH = tl.constexpr(MOST_LOGPROBS + 1)  # the chosen token, then the likeliest
@@ -67,7 +67,7 @@ def _log_probabilities_kernel(
     x = tl.load(logits_ptr + m * stride + id, mask=exists, other=float("-inf"))
     value = tl.where(exists, x.to(tl.float64) - whole, float("-inf"))
     row = tl.load(rows_ptr + m)
-    place = (tl.load(positions_ptr + m) % PLACES) * R + row
+    place = (tl.load(positions_ptr + m) % RING) * R + row
     tl.store(ids_ptr + place * WIDTH + at, tl.where(exists, id, -1), mask=at < WIDTH)
     tl.store(values_ptr + place * WIDTH + at, value.to(tl.float32), mask=at < WIDTH)
 

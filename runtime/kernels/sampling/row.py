@@ -6,32 +6,31 @@ The functions serve Gluon kernels too.
 import triton
 import triton.language as tl
 
-from lowbit.runtime.state import posted, sampler_rows, uniforms
-from lowbit.runtime.state.sampling import MASS_BITS
+from lowbit.runtime.state import host_rings, sampler
 
 KNOBS, WHOLE = tl.constexpr(6), tl.constexpr(4)  # columns of `SamplerRows.knobs` and `whole`
-TEMPERATURE = tl.constexpr(sampler_rows.TEMPERATURE)
-TOP_P = tl.constexpr(sampler_rows.TOP_P)
-MIN_P = tl.constexpr(sampler_rows.MIN_P)
-REPETITION = tl.constexpr(sampler_rows.REPETITION)
-PRESENCE = tl.constexpr(sampler_rows.PRESENCE)
-FREQUENCY = tl.constexpr(sampler_rows.FREQUENCY)
-TOP_K = tl.constexpr(sampler_rows.TOP_K)
-SEED = tl.constexpr(sampler_rows.SEED)
-BIASES = tl.constexpr(sampler_rows.BIASES)
-MASKED = tl.constexpr(sampler_rows.MASKED)
-SCRATCH = tl.constexpr(sampler_rows.SCRATCH)
-PLACES = tl.constexpr(posted.PLACES)
-MASS = tl.constexpr(2.0**MASS_BITS)  # of the likeliest token
-GOLDEN = tl.constexpr(uniforms.GOLDEN)
-FIRST = tl.constexpr(uniforms.FIRST)
-SECOND = tl.constexpr(uniforms.SECOND)
+TEMPERATURE = tl.constexpr(sampler.TEMPERATURE)
+TOP_P = tl.constexpr(sampler.TOP_P)
+MIN_P = tl.constexpr(sampler.MIN_P)
+REPETITION = tl.constexpr(sampler.REPETITION)
+PRESENCE = tl.constexpr(sampler.PRESENCE)
+FREQUENCY = tl.constexpr(sampler.FREQUENCY)
+TOP_K = tl.constexpr(sampler.TOP_K)
+SEED = tl.constexpr(sampler.SEED)
+BIASES = tl.constexpr(sampler.BIASES)
+MASKED = tl.constexpr(sampler.MASKED)
+SCRATCH = tl.constexpr(sampler.SCRATCH)
+RING = tl.constexpr(host_rings.RING)
+MASS = tl.constexpr(2.0**sampler.MASS_BITS)  # of the likeliest token
+GOLDEN = tl.constexpr(sampler.GOLDEN)
+FIRST = tl.constexpr(sampler.MIX_FIRST)
+SECOND = tl.constexpr(sampler.MIX_SECOND)
 UNIT = tl.constexpr(2.0**-53)
 
 
 @triton.jit
 def uniform(seed, position):
-    """A random float64 in [0, 1) of an int64 seed and the token's position; see `uniforms`."""
+    """A random float64 in [0, 1) of an int64 seed and the token's position; see `state.sampler`."""
     z = _mixed(seed.to(tl.uint64) + GOLDEN)
     z = _mixed(z + (position.to(tl.uint64) + 1) * GOLDEN)
     return (z >> 11).to(tl.float64) * UNIT
@@ -52,7 +51,7 @@ def rounded_masses(odds):
 
 @triton.jit
 def settle(
-    m, row, position, token, largest, positions_ptr, token_ptr, slots_ptr, counts_ptr, R, V,
+    m, row, position, token, largest, positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Store a row's token, leave it where the host reads it, and move the row on by one.
@@ -61,7 +60,7 @@ def settle(
     """
     ahead = position + 1
     finite = (largest > float("-inf")) & (largest < float("inf"))
-    tl.store(slots_ptr + (ahead % PLACES) * R + row, tl.where(finite, token, -1))
+    tl.store(ring_ptr + (ahead % RING) * R + row, tl.where(finite, token, -1))
     tl.store(token_ptr + m, token)
     tl.store(positions_ptr + m, tl.where(row != SCRATCH, ahead, position))
     if COUNTED:

@@ -32,7 +32,7 @@ from lowbit.runtime.serve.request.conversation import (
 from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 
 PARTS = ("input_text", "output_text", "text", "refusal")
 

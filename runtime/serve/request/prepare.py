@@ -18,7 +18,7 @@ from lowbit.runtime.serve.request.constraints import NewConstraint, constraint_o
 from lowbit.runtime.serve.request.conversation import Conversation, encode
 from lowbit.runtime.serve.service import Service, service_of
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 
 SEEDS = 2**63
 OfModel = TypeVar("OfModel", bound=ModelBody)

@@ -22,7 +22,7 @@ from lowbit.runtime.bench.bench import (
     step_bytes,
 )
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

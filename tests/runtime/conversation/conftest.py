@@ -11,7 +11,7 @@ from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.conversation.respond import View
 from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.engine.stream import Generation, Timings
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 

@@ -65,7 +65,7 @@ def spans_of_round(
     checks: Verifier, M: int, reach: int, B: int, longest: int, *ordered: bool
 ) -> tuple[Span, ...]:
     """The sequences of a round as kernels find them on the device."""
-    _, *inputs, _, starts = checks.links.block.tolist()
+    _, *inputs, _, starts = checks.round_inputs.block.tolist()
     assert starts[B] == M
     return _spans(checks.runner, reach, longest, starts[: B + 1], inputs)
 

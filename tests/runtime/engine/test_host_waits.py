@@ -20,8 +20,8 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
-from lowbit.runtime.state.posted import to_device, write
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.host_rings import to_device, write
+from lowbit.runtime.state.sampler import SamplingParams
 from tests.runtime.engine.graph_stand_in import Event
 from tests.runtime.engine.speculate.guesses import drafting_by, guessers
 

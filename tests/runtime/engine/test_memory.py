@@ -16,7 +16,7 @@ from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE
-from lowbit.runtime.state.sampler_rows import new_sampler_rows
+from lowbit.runtime.state.sampler import new_sampler_rows
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import PackedModel

@@ -7,7 +7,7 @@ import pytest
 from lowbit.formats.errors import RequestError, SettingError
 from lowbit.formats.text.length import TooLongError
 from lowbit.runtime.engine.request import Limits, TokenRequest
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams
 from tests.runtime.engine.residues import Residues
 
 LIMITS = Limits(context=256, positions=512, embedded=4096, vocabulary=4000, pages=3)  # of 64 tokens

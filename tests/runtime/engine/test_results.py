@@ -10,7 +10,7 @@ import torch
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
-from lowbit.runtime.state.logprobs import new_log_probabilities
+from lowbit.runtime.state.host_rings import new_log_probabilities
 
 
 class Event:
@@ -66,7 +66,7 @@ def test_tokens_and_the_ends_that_they_make(
     token: int, count: int, stop_ids: frozenset[int], why: str | None
 ) -> None:
     results, one = Results(2, on_gpu=False), sequence(3, count, stop_ids)
-    results.places[3, 1] = token
+    results.ring[3, 1] = token
     ended = PlainStep([one], results, results.record()).commit()
     assert ended == ([] if why is None else [(one, why)])
     assert one.output == list(one.unread) == [token]

@@ -13,12 +13,11 @@ V = 248320  # the largest vocabulary: the kernels that rank grow with it
 def choices_of_rows(full: bool) -> Iterator[str]:
     """The next tokens of several rows under every shape, and their log-probabilities."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.state.logprobs import new_log_probabilities
-    from lowbit.runtime.state.posted import new_places
-    from lowbit.runtime.state.sampler_rows import ALL, ChoiceShape, new_sampler_rows
+    from lowbit.runtime.state.host_rings import new_log_probabilities, new_ring
+    from lowbit.runtime.state.sampler import ALL, ChoiceShape, new_sampler_rows
 
     sampler = new_sampler_rows(5, V, "meta")
-    slots, out = new_places(5, pinned=False), new_log_probabilities(5, pinned=False)
+    slots, out = new_ring(5, pinned=False), new_log_probabilities(5, pinned=False)
     for M in (1, 4) if full else (4,):
         logits, token = torch.empty((M, V)), torch.empty(M, dtype=torch.int64)
         rows, positions = torch.empty((2, M), dtype=torch.int32)

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.backends import cpu, cuda
+from lowbit.runtime.backends.cpu_sampling import adjusted, best_ids
 from lowbit.runtime.kernels.sampling.adjust import adjust
 from lowbit.runtime.kernels.sampling.logprobs import likeliest
-from lowbit.runtime.state.choice import adjusted, best_ids
-from lowbit.runtime.state.logprobs import new_log_probabilities
-from lowbit.runtime.state.posted import PLACES, new_places
-from lowbit.runtime.state.sampler_rows import SCRATCH, ChoiceShape, SamplerRows
-from lowbit.runtime.state.sampling import SamplingParams
-from tests.runtime.state.rows_of_tokens import Asked, configured, run, some_requests, words_of
+from lowbit.runtime.state.host_rings import RING, new_log_probabilities, new_ring
+from lowbit.runtime.state.sampler import SCRATCH, ChoiceShape, SamplerRows, SamplingParams
+from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
 
 VOCABULARY = 3001  # three blocks, no multiple of 32; the logits have padding beyond
 PADDED = 3100
@@ -111,7 +109,7 @@ def test_tokens_of_a_sequence_have_masks_of_their_own(device: str, params: Sampl
         for place, ids in enumerate(allowed):
             sampler.mask[sampler.rows + place] = words_of(ids, VOCABULARY)
         token = torch.zeros(6, dtype=torch.int64, device=where)
-        slots = new_places(4, pinned=where == "cuda")
+        slots = new_ring(4, pinned=where == "cuda")
         masks = torch.arange(sampler.rows, sampler.rows + len(rows), dtype=torch.int32)
         given = [each.to(where, copy=True) for each in (rows, positions, masks)]
         ops.choose(logits.to(where), sampler, given[0], given[1], token, slots, given[2])
@@ -229,7 +227,7 @@ def test_log_probabilities(device: str, vocabulary: int) -> None:
                 one,
             )
             torch.cuda.synchronize()
-            at = int(positions[m]) % PLACES, int(rows[m])
+            at = int(positions[m]) % RING, int(rows[m])
             assert torch.equal(one.values[at], ours.values[at])
 
 
@@ -264,7 +262,7 @@ def test_a_graph_serves_rows_that_come_and_go(
     rows = torch.full((M,), SCRATCH, dtype=torch.int32, device=device)
     positions = torch.zeros(M, dtype=torch.int32, device=device)
     token = torch.zeros(M, dtype=torch.int64, device=device)
-    slots = new_places(6, pinned=True)
+    slots = new_ring(6, pinned=True)
     logits = torch.zeros(M, PADDED, device=device)
     graph = torch.cuda.CUDAGraph()
     cuda.choose(logits, gpu, rows, positions, token, slots)
@@ -298,7 +296,7 @@ def check_step(
     token, expected = torch.zeros(len(at), dtype=torch.int64), torch.zeros_like(slots)
     cpu.choose(logits, sampler, rows, positions, token, expected)
     for row in filter(None, at):
-        place = (lengths[row] + 1) % PLACES, row
+        place = (lengths[row] + 1) % RING, row
         assert int(slots[place]) == int(expected[place])
 
 
@@ -308,7 +306,7 @@ def test_masks_change_between_steps(device: str) -> None:
     logits = some_logits(6, 1)[0].to(device)
     rows, positions = torch.ones(2, 1, dtype=torch.int32, device=device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    slots = new_places(2, pinned=device == "cuda")
+    slots = new_ring(2, pinned=device == "cuda")
     for id in (1, 32, VOCABULARY - 1, 0):
         sampler.allow(1, words_of((id,), VOCABULARY))
         cuda.choose(logits, sampler, rows, positions, token, slots)

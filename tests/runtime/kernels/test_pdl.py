@@ -23,8 +23,7 @@ from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
 from lowbit.runtime.state.rope import Rope
-from lowbit.runtime.state.sampler_rows import new_sampler_rows
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.sampler import SamplingParams, new_sampler_rows
 from lowbit.runtime.state.step import Span, Step
 from lowbit.runtime.weights.linear import DenseLinear
 from tests.runtime.kernels.expert_layers import Size, random_experts

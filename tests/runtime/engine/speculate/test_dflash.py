@@ -60,17 +60,17 @@ def test_hidden_states_are_those_of_plain_torch(
     opened = open_drafter(folder, open_model(TARGET))
     drafter = load_drafter(opened, torch.float32, 64)
     generator = torch.Generator().manual_seed(1)
-    taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
+    hidden_taps, block = (torch.randn(n, h, generator=generator) for n, h in ((45, 512), (8, 256)))
     pages = kv_pages(drafter.config, 4, torch.float32, "cpu")
     first = 0
     for count in parts:
         step = lone_step(count, "cpu", first, prompt=count > 16)
-        drafter.read(taps[first : first + count], pages, step)
+        drafter.read(hidden_taps[first : first + count], pages, step)
         first += count
     before = pages.k.clone()
     found = drafter.hidden(block, pages, lone_step(8, "cpu", 45, prompt=False))
     assert torch.equal(pages.k, before)  # a block leaves nothing
-    expected = hidden_by_torch(CONFIG, weights, taps, block)
+    expected = hidden_by_torch(CONFIG, weights, hidden_taps, block)
     normed = drafter.ops.rms_norm(found, drafter.norm, 1e-6)
     assert (normed - expected).abs().max() < 2e-5 * expected.abs().max()
 
@@ -97,12 +97,12 @@ def target() -> Any:
 
 @torch.no_grad()
 def drafts_by_torch(target: Any, weights: dict[str, Tensor], ids: list[int]) -> list[int]:
-    """The block behind a text: taps, embedding and head by transformers, the rest by torch."""
+    """The block behind a text: outputs of the target by transformers, the rest by torch."""
     states = target.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     layers = CONFIG["dflash_config"]["target_layer_ids"]
-    taps = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
+    hidden_taps = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
     block = target.model.embed_tokens(torch.tensor([ids[-1], *[4000] * 7]))
-    hidden = hidden_by_torch(CONFIG, weights, taps, block)
+    hidden = hidden_by_torch(CONFIG, weights, hidden_taps, block)
     return [int(id) for id in target.lm_head(hidden)[1:].argmax(-1)]
 
 

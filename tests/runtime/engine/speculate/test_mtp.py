@@ -19,8 +19,8 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.models.loader import load_decoder, open_model
 from lowbit.runtime.state.device_state import new_state
-from lowbit.runtime.state.posted import new_places
-from lowbit.runtime.state.sampler_rows import new_sampler_rows
+from lowbit.runtime.state.host_rings import new_ring
+from lowbit.runtime.state.sampler import new_sampler_rows
 from lowbit.runtime.state.step import lone_step
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def test_drafts_are_chosen_from_the_rows_of_the_draft_head(small_draft: Path) ->
     for params in (GREEDY, HOT, STRICT):  # from the rows alone, and among all tokens
         sampler.configure_row(1, params, ())
         chosen = torch.zeros(2, 3, dtype=torch.int64)
-        places, positions = new_places(2, False), torch.arange(6, dtype=torch.int32).view(2, 3) % 3
+        places, positions = new_ring(2, False), torch.arange(6, dtype=torch.int32).view(2, 3) % 3
         head.choose(hidden, sampler, rows_of, positions[0], chosen[0], places)
         head.trunk.ops.choose(logits, sampler, rows_of, positions[1], chosen[1], places)
         assert params is STRICT or torch.equal(chosen[0], chosen[1])

@@ -1,21 +1,27 @@
-"""The next token of several rows on a CPU, which says what the kernels of a GPU choose.
+"""Choosing tokens on a CPU: the next token of several rows, its log-probabilities, right drafts.
 
-Order: mask, logit bias and penalties (repetition, frequency, presence) as in vLLM; then
-temperature, top-k, top-p and min-p as in transformers. The adjusted logits are computed in float64
-and rounded to float32 once. Tokens are sorted by logit, then by id, so each filter keeps a prefix.
-Probabilities become 40-bit integers, whose sums are exact in any order: a row's token does not
-depend on the rows beside it.
+The kernels of a GPU choose the same. Order: mask, logit bias and penalties (repetition, frequency,
+presence) as in vLLM; then temperature, top-k, top-p and min-p as in transformers. The adjusted
+logits are computed in float64 and rounded to float32 once. Tokens are sorted by logit, then by id,
+so each filter keeps a prefix. Probabilities become 40-bit integers, whose sums are exact in any
+order: a row's token does not depend on the rows beside it.
 """
 
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.posted import PLACES
-from lowbit.runtime.state.sampler_rows import (
+from lowbit.formats.sampling_ranges import MOST_LOGPROBS
+from lowbit.runtime.state.host_rings import RING, LogProbabilities
+from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs
+from lowbit.runtime.state.sampler import (
     BIASES,
     FREQUENCY,
+    GOLDEN,
     MASKED,
+    MASS_BITS,
     MIN_P,
+    MIX_FIRST,
+    MIX_SECOND,
     PRESENCE,
     REPETITION,
     SCRATCH,
@@ -25,8 +31,6 @@ from lowbit.runtime.state.sampler_rows import (
     TOP_P,
     SamplerRows,
 )
-from lowbit.runtime.state.sampling import MASS_BITS
-from lowbit.runtime.state.uniforms import uniforms
 
 FEW = 8  # sort all tokens if more than one in so many are wanted
 NO_PENALTIES = (1.0, 0.0, 0.0)  # of repetition, presence and frequency
@@ -159,10 +163,10 @@ def choose(
     rows: Tensor,
     positions: Tensor,
     token: Tensor,
-    slots: Tensor,
+    ring: Tensor,
     masks: Tensor | None = None,
 ) -> None:
-    """Choose and post the next tokens on a CPU; see `Ops.choose`."""
+    """Choose the next tokens and leave them in a ring; see `Ops.choose`."""
     shape = sampler.shape
     scores = logits[:, : sampler.vocabulary]
     if shape.adjusted:
@@ -171,9 +175,80 @@ def choose(
     if shape.candidates != 1:
         chosen = drawn(scores, sampler, rows, positions)
     token.copy_(chosen)
-    posted = zip(rows.tolist(), positions.tolist(), token.tolist(), largest.tolist(), strict=True)
-    for row, position, id, value in posted:
-        slots[(position + 1) % PLACES, row] = id if abs(value) < torch.inf else -1
+    lines = zip(rows.tolist(), positions.tolist(), token.tolist(), largest.tolist(), strict=True)
+    for row, position, id, value in lines:
+        ring[(position + 1) % RING, row] = id if abs(value) < torch.inf else -1
     positions.add_(rows != SCRATCH)
     if shape.adjusted:
         sampler.counts.index_put_((rows.long(), chosen), torch.ones_like(rows), accumulate=True)
+
+
+def log_probabilities(
+    logits: Tensor,
+    vocabulary: int,
+    rows: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    out: LogProbabilities,
+) -> None:
+    """Leave log-probabilities where the host reads them; see `Ops.log_probabilities`."""
+    scores = logits[:, :vocabulary]
+    best = best_ids(scores, min(MOST_LOGPROBS, vocabulary))
+    ids = torch.cat((token[:, None], best), dim=1)
+    wide = scores.double()
+    values = wide.gather(1, ids) - wide.logsumexp(1, keepdim=True)
+    count = ids.shape[1]
+    for m, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        out.ids[position % RING, row].fill_(-1)[:count] = ids[m]
+        out.values[position % RING, row].fill_(-torch.inf)[:count] = values[m]
+
+
+def accept(inputs: RoundInputs, B: int, k: int) -> None:
+    """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
+    count = B * (k + 1)
+    ids, chosen = (each[:count].view(B, k + 1) for each in (inputs.ids, inputs.chosen))
+    rows, writes = (each[:count].view(B, k + 1) for each in (inputs.rows, inputs.writes))
+    positions, places = inputs.positions[:count].view(B, k + 1), torch.arange(k + 1)
+    right = (ids[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+    here = torch.arange(B), right
+    first = positions[:, 0] - (rows[:, 0] != SCRATCH).int()  # choosing has moved them on
+    inputs.right[first.long() % RING, rows[:, 0].long()] = right
+    inputs.seen[:count] = (first[:, None] + places).flatten()
+    inputs.trails[:count] = rows.flatten().long() * TRAIL + inputs.seen[:count] % TRAIL
+    inputs.ends[:B] = torch.arange(B) * (k + 1) + right
+    inputs.wrong[:count] = torch.where(places > right[:, None], rows, SCRATCH).flatten()
+    inputs.reads[:B] = writes[here]
+    ids[:, 0] = chosen[here]
+    positions.copy_(first[:, None] + (1 + right[:, None] + places) * (rows != SCRATCH))
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1) with 53 random bits, by splitmix64; see `GOLDEN`.
+
+    Args:
+        seeds: [M] int64.
+        positions: [M] int64 of the tokens to draw.
+
+    Returns:
+        [M] float64.
+    """
+    state = _mix(seeds + _signed(GOLDEN))
+    bits = _mix(state + (positions + 1) * _signed(GOLDEN))
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Finalizer of splitmix64, a bijection of 64-bit integers."""
+    z = (z ^ _shift(z, 30)) * _signed(MIX_FIRST)
+    z = (z ^ _shift(z, 27)) * _signed(MIX_SECOND)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Shift right, zeros from the left."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return word - (1 << 64) if word >> 63 else word

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from lowbit.formats.errors import RequestError
-from lowbit.runtime.state.sampler_rows import ALL, ChoiceShape, new_sampler_rows
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.formats.generation import GenerationConfig
+from lowbit.runtime.state.sampler import (
+    ALL,
+    ChoiceShape,
+    SamplingParams,
+    new_sampler_rows,
+    sampling_defaults,
+)
 
 V = 50
 
@@ -109,3 +115,29 @@ def test_without_a_seed_one_is_drawn_and_reported() -> None:
     assert len(seeds) == 4
     assert all(SamplingParams(seed=seed).seed == seed for seed in seeds)
     assert int(sampler.whole[1, 1]) in seeds
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("seed", -1),
+    ],
+)
+def test_values_without_a_meaning_are_refused(name: str, value: float) -> None:
+    values: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"`{name}` must be"):
+        SamplingParams(**values)
+
+
+def test_defaults_are_those_of_the_generation_config() -> None:
+    config = GenerationConfig(0.6, 20, 0.95, 0.1, 1.1, 0.5, eos_token_ids=(7,))
+    assert sampling_defaults(config) == SamplingParams(0.6, 20, 0.95, 0.1, 1.1, 0.5, seed=None)
+    assert sampling_defaults(GenerationConfig()) == SamplingParams()

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.kernels.sampling.accept import accept as accept_on_gpu
-from lowbit.runtime.state.links import TRAIL, Links, new_links
-from lowbit.runtime.state.posted import PLACES
+from lowbit.runtime.state.host_rings import RING
+from lowbit.runtime.state.round_inputs import TRAIL, RoundInputs, new_round_inputs
 
 ROWS, WIDE = 20, 16
 SIZES = [(B, k) for B in range(1, 9) for k in range(1, 16) if B * (k + 1) <= WIDE]
 
 
-def round_of(B: int, k: int, draw: random.Random) -> Links:
+def round_of(B: int, k: int, draw: random.Random) -> RoundInputs:
     """A round whose tokens have been chosen among three, so that drafts often meet them."""
 
     def ints(values: list[int]) -> Tensor:
@@ -29,18 +29,18 @@ def round_of(B: int, k: int, draw: random.Random) -> Links:
         rows[1] = 0  # a row of nobody stays where it is
     moved = [first + place + (row > 0) for row, first in zip(rows, firsts, strict=True)
              for place in range(k + 1)]  # fmt: skip
-    links = new_links(ROWS, torch.device("cpu"))
-    links.ids[:] = ints(ids)
-    links.positions[:] = ints(moved)
-    links.rows[:] = ints([row for row in rows for _ in range(k + 1)])
-    links.reads[:] = ints([-1] * B)
-    links.writes[:] = ints([100 + at for at in range(B * (k + 1))])
-    links.chosen[:] = ints(chosen)[:WIDE]
-    links.right.fill_(-1)
-    return links
+    inputs = new_round_inputs(ROWS, torch.device("cpu"))
+    inputs.ids[:] = ints(ids)
+    inputs.positions[:] = ints(moved)
+    inputs.rows[:] = ints([row for row in rows for _ in range(k + 1)])
+    inputs.reads[:] = ints([-1] * B)
+    inputs.writes[:] = ints([100 + at for at in range(B * (k + 1))])
+    inputs.chosen[:] = ints(chosen)[:WIDE]
+    inputs.right.fill_(-1)
+    return inputs
 
 
-def check(before: Links, after: Links, B: int, k: int) -> None:
+def check(before: RoundInputs, after: RoundInputs, B: int, k: int) -> None:
     for b in range(B):
         start = b * (k + 1)
         row = int(before.rows[start])
@@ -50,7 +50,7 @@ def check(before: Links, after: Links, B: int, k: int) -> None:
         right = 0
         while right < k and drafts[right] == chosen[right]:
             right += 1
-        assert after.right[first % PLACES, row] == right
+        assert after.right[first % RING, row] == right
         part = slice(start, start + k + 1)
         assert after.seen[part].tolist() == list(range(first, first + k + 1))
         trails = [row * TRAIL + place % TRAIL for place in range(first, first + k + 1)]
@@ -68,10 +68,10 @@ def check(before: Links, after: Links, B: int, k: int) -> None:
         assert torch.equal(getattr(after, name)[rest], getattr(before, name)[rest])
 
 
-def moved_to(links: Links, device: str) -> Links:
-    moved = new_links(ROWS, torch.device(device))
+def moved_to(inputs: RoundInputs, device: str) -> RoundInputs:
+    moved = new_round_inputs(ROWS, torch.device(device))
     for name in ("block", "chosen", "seen", "trails", "ends", "wrong", "right"):
-        getattr(moved, name).copy_(getattr(links, name))
+        getattr(moved, name).copy_(getattr(inputs, name))
     return moved
 
 

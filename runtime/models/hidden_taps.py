@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Taps:
+class HiddenTaps:
     """Room for the outputs of some layers in a step.
 
     Attributes:
@@ -25,6 +25,6 @@ class Taps:
             self.out[:, place * h : (place + 1) * h] = x
 
 
-def new_taps(layers: tuple[int, ...], tokens: int, h: int, dtype: torch.dtype) -> Taps:
+def new_hidden_taps(layers: tuple[int, ...], tokens: int, h: int, dtype: torch.dtype) -> HiddenTaps:
     """Room for a step of so many tokens, on the CPU."""
-    return Taps(layers, torch.empty(tokens, len(layers) * h, dtype=dtype))
+    return HiddenTaps(layers, torch.empty(tokens, len(layers) * h, dtype=dtype))

@@ -1,12 +1,11 @@
-"""Tensors by which rounds follow each other: what one leaves is where the next one begins."""
+"""Inputs of rounds with drafts: each round leaves in them where the next one begins."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.runtime.state.posted import PLACES, new_places
-from lowbit.runtime.state.sampler_rows import SCRATCH
+from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
 TRAIL = 128  # positions of a row whose hidden states are kept
@@ -23,7 +22,7 @@ def new_trail(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class RoundInputs:
     """Inputs of a round, W = EXACT_TOKENS tokens at most, and what it leaves for the next one.
 
     A round that follows another has B sequences with k drafts each: token j of sequence b is number
@@ -46,8 +45,8 @@ class Links:
         ends: [W] int64, by sequence, index in the round of the last token that was right.
         wrong: [W] int32, row of each token whose draft was wrong or stood behind a wrong one; else
             SCRATCH.
-        right: [PLACES, R] int64 on the host, page-locked beside a GPU: drafts of a row that were
-            right, by the position of the first token of the round modulo PLACES.
+        right: [RING, R] int64 on the host, page-locked beside a GPU: drafts of a row that were
+            right, by the position of the first token of the round modulo RING.
     """
 
     block: Tensor
@@ -66,14 +65,14 @@ class Links:
     right: Tensor
 
 
-def new_links(rows: int, device: torch.device) -> Links:
+def new_round_inputs(rows: int, device: torch.device) -> RoundInputs:
     """Tensors for the rounds of so many rows, all zero."""
     on_gpu = device.type == "cuda"
     block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
     chosen, trails, ends = torch.zeros(3, EXACT_TOKENS, dtype=torch.int64, device=device)
     seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
     ids, positions, of_rows, reads, writes, places, starts = block
-    return Links(
+    return RoundInputs(
         block=block,
         ids=ids,
         positions=positions,
@@ -87,24 +86,5 @@ def new_links(rows: int, device: torch.device) -> Links:
         trails=trails,
         ends=ends,
         wrong=wrong,
-        right=new_places(rows, on_gpu),
+        right=new_ring(rows, on_gpu),
     )
-
-
-def accept(links: Links, B: int, k: int) -> None:
-    """Find the drafts that were right and begin the next round behind them; see `Ops.accept`."""
-    count = B * (k + 1)
-    ids, chosen = (each[:count].view(B, k + 1) for each in (links.ids, links.chosen))
-    rows, writes = (each[:count].view(B, k + 1) for each in (links.rows, links.writes))
-    positions, places = links.positions[:count].view(B, k + 1), torch.arange(k + 1)
-    right = (ids[:, 1:] == chosen[:, :-1]).long().cumprod(dim=1).sum(dim=1)
-    here = torch.arange(B), right
-    first = positions[:, 0] - (rows[:, 0] != SCRATCH).int()  # choosing has moved them on
-    links.right[first.long() % PLACES, rows[:, 0].long()] = right
-    links.seen[:count] = (first[:, None] + places).flatten()
-    links.trails[:count] = rows.flatten().long() * TRAIL + links.seen[:count] % TRAIL
-    links.ends[:B] = torch.arange(B) * (k + 1) + right
-    links.wrong[:count] = torch.where(places > right[:, None], rows, SCRATCH).flatten()
-    links.reads[:B] = writes[here]
-    ids[:, 0] = chosen[here]
-    positions.copy_(first[:, None] + (1 + right[:, None] + places) * (rows != SCRATCH))

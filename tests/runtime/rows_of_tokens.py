@@ -7,9 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.runtime.state.posted import PLACES, new_places
-from lowbit.runtime.state.sampler_rows import SamplerRows, new_sampler_rows
-from lowbit.runtime.state.sampling import SamplingParams
+from lowbit.runtime.state.host_rings import RING, new_ring
+from lowbit.runtime.state.sampler import SamplerRows, SamplingParams, new_sampler_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +93,14 @@ def run(
     rows = torch.arange(1, len(asked) + 1, dtype=torch.int32, device=device)
     positions = torch.tensor([a.position for a in asked], dtype=torch.int32, device=device)
     token = torch.zeros(len(asked), dtype=torch.int64, device=device)
-    slots = new_places(sampler.rows, device.type == "cuda")
+    slots = new_ring(sampler.rows, device.type == "cuda")
     read: list[list[int]] = [[] for _ in asked]
     for step, each in enumerate(logits, start=1):
         ops.choose(each, sampler, rows, positions, token, slots)
         if device.type == "cuda":
             torch.cuda.synchronize()
         for m, one in enumerate(asked):
-            read[m].append(int(slots[(one.position + step) % PLACES, m + 1]))
+            read[m].append(int(slots[(one.position + step) % RING, m + 1]))
             assert read[m][-1] in (-1, int(token[m]))
             assert 0 <= int(token[m]) < V
             assert int(positions[m]) == one.position + step
