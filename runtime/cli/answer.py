@@ -3,8 +3,8 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -14,7 +14,6 @@ from lowbit.runtime.conversation.respond import showing
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.wrap import Wrapper
     from lowbit.runtime.engine.stream import Generation, Stream
-    from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.answer import Piece
 
 COLUMNS = 80  # of a terminal that does not know its width
@@ -128,12 +127,6 @@ def summary(generation: "Generation") -> str:
         generation.finish_reason,
     ]
     return ", ".join(parts)
-
-
-def sampling_of(defaults: "SamplingParams", options: dict[str, Any]) -> "SamplingParams":
-    """A model's sampling parameters, each replaced by its option if that is given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(defaults, **given)
 
 
 def _channel(stream: TextIO, write: Callable[[str], None], wrap: bool) -> Channel:

@@ -1,11 +1,10 @@
 """`lowbit-run chat`."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -16,7 +15,7 @@ from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.length import MAX_PROMPT_BYTES
-from lowbit.runtime.cli.answer import new_printer, sampling_of, summary
+from lowbit.runtime.cli.answer import new_printer, summary
 from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
@@ -28,18 +27,18 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     talk_options,
     with_load_options,
+    with_settings,
 )
-from lowbit.runtime.cli.schema_file import read_schema
 from lowbit.runtime.engine.load_options import LoadOptions
 
 if TYPE_CHECKING:
     from lowbit.runtime.conversation.chat_model import ChatModel
     from lowbit.runtime.conversation.commands import Slash
     from lowbit.runtime.conversation.respond import View
+    from lowbit.runtime.conversation.settings import AnswerSettings
     from lowbit.runtime.conversation.state import Chat
     from lowbit.runtime.engine.stream import Generation
 
-Schema = dict[str, Any] | None
 Ask = Callable[["Chat"], "Slash | str | None"]
 
 
@@ -81,21 +80,16 @@ Ask = Callable[["Chat"], "Slash | str | None"]
 @json_option
 @reported
 @with_load_options
+@with_settings
 def chat(
     *,
     name: str | None,
     url: str | None,
     api_key: str | None,
     options: LoadOptions,
-    max_new_tokens: int | None,
-    stop: Sequence[str],
-    system: str | None,
-    thinking: bool | None,
-    max_thinking_tokens: int | None,
-    json_schema: Path | None,
+    settings: "AnswerSettings",
     history: bool,
     as_json: bool,
-    **sampling: Any,
 ) -> None:
     """Talk in the terminal; earlier turns stay in the cache.
 
@@ -105,63 +99,53 @@ def chat(
     from lowbit.runtime.conversation.state import Chat, check_model
     from lowbit.runtime.conversation.turns import Conversation
 
-    schema = None if json_schema is None else read_schema(json_schema)
     model: ChatModel
     if url is not None:
         if options != LoadOptions(max_sequences=1):
             raise click.UsageError(
                 "--url takes no option for loading a model: the server has done it."
             )
-        model, name = _remote(url, api_key, name, schema)
+        from lowbit.runtime.conversation.remote import open_remote
+
+        model = remote = open_remote(url, api_key, name)
+        name = remote.name
     elif name is not None:
-        model = _loaded(name, options, schema)
+        model = _loaded(name, options, settings)
     else:
         raise click.UsageError("Missing argument 'MODEL' (or give --url).")
-    talk = Chat(
-        model=model,
-        name=name,
-        sampling=sampling_of(model.defaults, sampling),
-        thinking=thinking,
-        max_thinking_tokens=max_thinking_tokens,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop),
-        conversation=Conversation(system),
-    )
+    talk = Chat(model, name, settings, Conversation(settings.system))
     check_model(talk)
     made: list[Generation] = []
-    interactive = not as_json and sys.stdin.isatty() and _on_terminal()
+    seen = sys.stdout.isatty() or sys.stderr.isatty()
+    interactive = not as_json and sys.stdin.isatty() and seen
     view = _view(interactive, as_json, made)
     ask = _prompting(talk, history) if interactive else _reading(sys.stdin.buffer)
     talk, failure = _converse(talk, ask, view)
     if as_json:
-        print_json({**_said(talk, made), "quantized_at_load": options.quantize})
+        messages = replace(talk.conversation, unanswered=None).messages()
+        turns = [asdict(generation) for generation in made]
+        facts = {"quantized_at_load": options.quantize}
+        print_json({"messages": messages, "turns": turns, **facts})
     if failure is not None:
         raise failure
 
 
-def _loaded(name: str, options: LoadOptions, schema: Schema) -> "ChatModel":
+def _loaded(name: str, options: LoadOptions, settings: "AnswerSettings") -> "ChatModel":
     from lowbit.runtime.conversation.chat_model import LoadedModel
 
     model = load_model(name, options)
     note_plain(model)
-    return LoadedModel(model, None if schema is None else model.grammars.json_schema(schema))
-
-
-def _remote(url: str, key: str | None, name: str | None, schema: Schema) -> "tuple[ChatModel, str]":
-    """A server's model, and its name."""
-    from lowbit.runtime.conversation.remote import open_remote
-
-    model = open_remote(url, key, name, schema)
-    return model, model.name
+    settings.keywords(model)  # refuses a schema before the first question
+    return LoadedModel(model)
 
 
 def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseException | None]":
     """Talk until the end.
 
     Returns:
-        The chat at its end, and an exception that gives the command its exit code: for Ctrl-C,
-        input that cannot be read, or, where nobody sits at the terminal, a line that failed. Such
-        lines are passed over while the model is whole.
+        The chat at its end, and an exception that gives the command its exit code, for Ctrl-C,
+        unreadable input or, away from a terminal, a line that failed. The chat continues after
+        such a line unless the model itself has failed.
     """
     from lowbit.runtime.conversation.respond import respond
 
@@ -184,14 +168,6 @@ def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseExceptio
             failure = click.exceptions.Exit(1)
         if outcome.done or not isinstance(failed, RequestError | None):
             return talk, failure
-
-
-def _said(talk: "Chat", made: "list[Generation]") -> dict[str, Any]:
-    """The conversation as --json prints it, and every answer that came to its end."""
-    return {
-        "messages": replace(talk.conversation, unanswered=None).messages(),
-        "turns": [asdict(generation) for generation in made],
-    }
 
 
 def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
@@ -221,10 +197,6 @@ def _show_lines(text: str) -> None:
         note(line)
 
 
-def _on_terminal() -> bool:
-    return sys.stdout.isatty() or sys.stderr.isatty()
-
-
 def _reading(stream: BinaryIO) -> Ask:
     """Entries from a pipe or file, a line each; blank lines are left out."""
     from lowbit.runtime.conversation.commands import read_piped
@@ -251,17 +223,15 @@ def _reading(stream: BinaryIO) -> Ask:
 
 def _prompting(talk: "Chat", keep: bool) -> Ask:
     """Entries that somebody types."""
-    from lowbit.runtime.conversation import history, prompt
-    from lowbit.runtime.conversation.state import used_tokens
+    from lowbit.runtime.conversation import prompt
 
     status = ""
-    session = prompt.new_session(
-        history.open_history(history.history_file() if keep else None), lambda: status
-    )
+    earlier = prompt.open_history(prompt.history_file() if keep else None)
+    session = prompt.new_session(earlier, lambda: status)
 
     def ask(talk: "Chat") -> "Slash | str | None":
         nonlocal status
-        status = _status(talk, used_tokens(talk))
+        status = _status(talk)
         click.echo(err=True)
         while True:
             try:
@@ -279,9 +249,12 @@ def _prompting(talk: "Chat", keep: bool) -> Ask:
     return ask
 
 
-def _status(talk: "Chat", used: int | None) -> str:
+def _status(talk: "Chat") -> str:
     """The line below the prompt: model, context in use, speed."""
+    from lowbit.runtime.conversation.state import used_tokens
+
     parts = [printable(talk.name.rstrip("/").rsplit("/", 1)[-1])]
+    used = used_tokens(talk)
     if used is not None:
         parts.append(f"{used:,} of {talk.model.context:,} tokens")
     speed = talk.last.timings.decode_tokens_per_s if talk.last else None

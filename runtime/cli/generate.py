@@ -1,10 +1,9 @@
 """`lowbit-run generate`."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +13,7 @@ from lowbit.formats.shell.options import Count, check_command, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
-from lowbit.runtime.cli.answer import sampling_of, show, summary
+from lowbit.runtime.cli.answer import show, summary
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (
     SECTIONS,
@@ -29,12 +28,12 @@ from lowbit.runtime.cli.options import (
     speculate_options,
     talk_options,
     with_load_options,
+    with_settings,
 )
-from lowbit.runtime.cli.schema_file import read_schema
-from lowbit.runtime.conversation.turns import Conversation
 from lowbit.runtime.engine.load_options import MOST_SEQUENCES, SEQUENCES
 
 if TYPE_CHECKING:
+    from lowbit.runtime.conversation.settings import AnswerSettings
     from lowbit.runtime.engine.load_options import LoadOptions
     from lowbit.runtime.engine.model import Model
 
@@ -87,22 +86,16 @@ if TYPE_CHECKING:
 @json_option
 @reported
 @with_load_options
+@with_settings
 def generate(
     *,
     name: str,
     prompt: str | None,
     options: "LoadOptions",
-    max_new_tokens: int | None,
-    stop: Sequence[str],
-    system: str | None,
-    thinking: bool | None,
-    max_thinking_tokens: int | None,
-    json_schema: Path | None,
-    raw: bool,
+    settings: "AnswerSettings",
     prompts: Path | None,
     out: Path | None,
     as_json: bool,
-    **sampling: Any,
 ) -> None:
     """Answer PROMPT, or what stdin holds, on stdout as it is made; in a terminal, begin a chat.
 
@@ -111,59 +104,40 @@ def generate(
     check_command(name)
     check_model(name)
     _check_prompts(prompt, prompts, out, as_json)
-    if prompt is None and prompts is None and not (raw or as_json) and _in_terminal():
+    if prompt is None and prompts is None and not (settings.raw or as_json) and _in_terminal():
         _chat(click.get_current_context())
         return
-    if raw and (system is not None or thinking is not None or max_thinking_tokens is not None):
-        raise click.UsageError(
-            "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
-        )
-    if raw and options.allow_control_tokens:
-        raise click.UsageError("--raw takes every text as it is, without --allow-control-tokens.")
-    schema = None if json_schema is None else read_schema(json_schema)
+    _check_raw(settings, options)
+    if prompts is None:
+        text = _prompt(prompt)
+        _answer(_load(name, options, 1), text, settings, as_json)
+        return
+    from lowbit.runtime.cli.prompt_file import read_prompts
+    from lowbit.runtime.cli.prompts import answer_file
 
-    def load(sequences: int) -> "Model":
-        model = load_model(name, replace(options, max_sequences=sequences))
-        note_plain(model)
-        return model
+    lines = read_prompts(prompts, settings)
+    model = _load(name, options, min(options.max_sequences, len(lines)))
+    failed = answer_file(model, lines, out, as_json)
+    click.get_current_context().exit(1 if failed else 0)
 
-    if prompts is not None:
-        from lowbit.runtime.cli.prompt_file import Settings, read_prompts
-        from lowbit.runtime.cli.prompts import answer_file
 
-        given = {key: value for key, value in sampling.items() if value is not None}
-        settings = Settings(
-            given, max_new_tokens, tuple(stop), thinking, raw, max_thinking_tokens, schema
-        )
-        lines = read_prompts(prompts, settings)
-        model = load(min(options.max_sequences, len(lines)))
-        facts = {"device": model.device, "quantized_at_load": options.quantize}
-        failed = answer_file(model, lines, system, out, as_json, facts)
-        click.get_current_context().exit(1 if failed else 0)
-    text = _prompt(prompt)
-    model = load(1)
+def _load(name: str, options: "LoadOptions", sequences: int) -> "Model":
+    model = load_model(name, replace(options, max_sequences=sequences))
+    note_plain(model)
+    return model
+
+
+def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bool) -> None:
+    """Answer one prompt."""
     stream = model.stream(
-        text if raw else Conversation(system).prompt(text),
-        sampling=sampling_of(model.defaults, sampling),
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        thinking=thinking,
-        raw=raw,
-        max_thinking_tokens=max_thinking_tokens,
-        grammar=None if schema is None else model.grammars.json_schema(schema),
+        settings.prompt(prompt), thinking=settings.thinking, **settings.keywords(model)
     )
-    if raw and not as_json and sys.stdout.isatty():
-        click.echo(text, nl=False)  # a person wants to read on from there
-    generation = show(stream, quiet=as_json, wrap=not raw)
+    if settings.raw and not as_json and sys.stdout.isatty():
+        click.echo(prompt, nl=False)  # a person wants to read on from there
+    generation = show(stream, quiet=as_json, wrap=not settings.raw)
     if as_json:
-        print_json(
-            {
-                **asdict(generation),
-                "load_s": model.load_s,
-                "device": model.device,
-                "quantized_at_load": options.quantize,
-            }
-        )
+        facts = {"device": model.device, "quantized_at_load": model.options.quantize}
+        print_json({**asdict(generation), "load_s": model.load_s, **facts})
     else:
         note(summary(generation))
 
@@ -189,6 +163,17 @@ def _check_prompts(
         raise click.UsageError(
             "--out is for --prompts, and holds what --json would print; give one of them."
         )
+
+
+def _check_raw(settings: "AnswerSettings", options: "LoadOptions") -> None:
+    """Refuse options that a raw prompt takes no notice of."""
+    templated = settings.system, settings.thinking, settings.max_thinking_tokens
+    if settings.raw and templated != (None, None, None):
+        raise click.UsageError(
+            "--raw takes no --system, --think or --max-thinking-tokens: they need the template."
+        )
+    if settings.raw and options.allow_control_tokens:
+        raise click.UsageError("--raw takes every text as it is, without --allow-control-tokens.")
 
 
 def _prompt(prompt: str | None) -> str:

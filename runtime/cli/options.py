@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowbit.formats.errors import RequestError
+from lowbit.formats.files.strict_json import loads
+from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.layout.recipes import GROUP_SIZE
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.sampling_ranges import SETTINGS
@@ -25,6 +28,7 @@ from lowbit.formats.shell.options import (
     with_options,
 )
 from lowbit.formats.shell.output import note
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.engine.load_options import (
     DEFAULT_MODE,
     DRAFTER_MODES,
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
 
 Decorator = Callable[[Command], Command]
+SCHEMA = "JSON schema"
 ONE_THREAD_BYTES = 32 << 20  # weights below this are read faster by one core than handed around
 
 
@@ -248,6 +253,37 @@ def with_load_options(command: Command) -> Command:
         command(options=LoadOptions(**{"max_sequences": 1, **given}), **parameters)
 
     return run
+
+
+def with_settings(command: Command) -> Command:
+    """Give a command its options for answers as one `AnswerSettings`, named `settings`."""
+    names = {field.name for field in fields(AnswerSettings)}
+
+    @wraps(command)
+    def run(**parameters: Any) -> None:
+        given = {name: parameters.pop(name) for name in names & parameters.keys()}
+        sampling = {name: parameters.pop(name) for name in SETTINGS}
+        given["sampling"] = {name: it for name, it in sampling.items() if it is not None}
+        if given["json_schema"] is not None:
+            given["json_schema"] = _read_schema(given["json_schema"])
+        command(settings=AnswerSettings(**given), **parameters)
+
+    return run
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    """The JSON schema of a file.
+
+    Raises:
+        RequestError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        content = loads(read_user_file(path, SCHEMA))
+    except ValueError as error:
+        raise RequestError(f"{SCHEMA} `{path}`: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"{SCHEMA} `{path}`: expected a JSON object")
+    return content
 
 
 def load_model(name: str, options: LoadOptions) -> "Model":

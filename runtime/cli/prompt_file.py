@@ -9,7 +9,7 @@ either what `--json` gives for one prompt or an `error`.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lowbit.formats.files.atomic import replace_file
 from lowbit.formats.files.strict_json import loads
 from lowbit.formats.files.user_file import read_user_file
 from lowbit.formats.sampling_ranges import SETTINGS
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.text.chat import plain_messages
 
 REQUESTS, ANSWERS = "file of prompts", "file of answers"
@@ -33,31 +34,9 @@ FLAGS = (
 CHECKED = {field.key: field for field in (*SETTINGS.values(), NEW_TOKENS, THINKING_TOKENS, *FLAGS)}
 KEYS = ("id", "prompt", "messages", "stop", "json_schema", *CHECKED)
 LATER = ("max_thinking_tokens", "json_schema")  # left out of digests where they are None
+OWN = ("max_new_tokens", "thinking", "raw", "max_thinking_tokens")  # taken over as they stand
 
 Id = str | int
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything of a request but its prompt.
-
-    Attributes:
-        sampling: settings by name; those left out are the model's.
-        max_new_tokens: None for as many as the context holds.
-        stop: strings that end the text.
-        thinking: None leaves it to the template.
-        raw: continue the prompt as it is.
-        max_thinking_tokens: longest reasoning; None for no limit.
-        json_schema: of the answer; None for any text.
-    """
-
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    thinking: bool | None = None
-    raw: bool = False
-    max_thinking_tokens: int | None = None
-    json_schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +52,24 @@ class PromptLine:
 
     id: Id
     prompt: str | list[dict[str, str]]
-    settings: Settings
+    settings: AnswerSettings
     number: int = 1
 
     def digest(self, model: str) -> str:
-        """Identifies the request and what answers it: SHA-256 as hex digits.
+        """SHA-256, as hex digits, of the request and of what answers it.
 
         Args:
-            model: identifies the model.
+            model: identifies the model and the system message.
         """
         settings = asdict(self.settings)
+        del settings["system"]
         settings = {k: v for k, v in settings.items() if k not in LATER or v is not None}
         content = {"model": model, "prompt": self.prompt, "settings": settings}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_prompts(path: Path, given: Settings) -> tuple[PromptLine, ...]:
-    """All requests of a file, before the first is run.
+def read_prompts(path: Path, given: AnswerSettings) -> tuple[PromptLine, ...]:
+    """All requests of a file.
 
     Args:
         path: as the user gave it.
@@ -120,14 +100,14 @@ def read_prompts(path: Path, given: Settings) -> tuple[PromptLine, ...]:
 
 
 def _others(wrong: Sequence[str]) -> str | None:
-    """The lines beside the first that are wrong, too."""
+    """Errors of further lines, as a hint."""
     if not wrong:
         return None
     rest = len(wrong) - MOST_NAMED
     return "; ".join([*wrong[:MOST_NAMED], *([f"and {rest} more lines"] if rest > 0 else [])])
 
 
-def _parse(raw: bytes, given: Settings) -> PromptLine:
+def _parse(raw: bytes, given: AnswerSettings) -> PromptLine:
     """Read one line.
 
     Raises:
@@ -139,25 +119,18 @@ def _parse(raw: bytes, given: Settings) -> PromptLine:
     unknown = [key for key in content if key not in KEYS]
     if unknown:
         raise RequestError(f"`{unknown[0]}` is not known; known: {', '.join(KEYS)}")
-    for key, value in content.items():
-        if key in CHECKED and not (CHECKED[key].allows(value) or _left_out(key, value)):
-            raise RequestError(f"`{key}` must be {CHECKED[key].expected}, got {shown(value)}")
-    settings = Settings(
-        sampling={**given.sampling, **{k: v for k, v in content.items() if k in SETTINGS}},
-        max_new_tokens=content.get("max_new_tokens", given.max_new_tokens),
-        stop=_stops(content["stop"]) if "stop" in content else given.stop,
-        thinking=content.get("thinking", given.thinking),
-        raw=content.get("raw", given.raw),
-        max_thinking_tokens=content.get("max_thinking_tokens", given.max_thinking_tokens),
-        json_schema=_schema(content["json_schema"])
-        if "json_schema" in content
-        else given.json_schema,
-    )
+    for key in CHECKED.keys() & content.keys():
+        field, value = CHECKED[key], content[key]
+        if not (field.allows(value) or (value is None and field.nullable)):
+            raise RequestError(f"`{key}` must be {field.expected}, got {shown(value)}")
+    own = {key: content[key] for key in OWN if key in content}
+    if "stop" in content:
+        own["stop"] = _stops(content["stop"])
+    if "json_schema" in content:
+        own["json_schema"] = _schema(content["json_schema"])
+    drawn = {key: content[key] for key in SETTINGS if key in content}
+    settings = replace(given, sampling={**given.sampling, **drawn}, **own)
     return PromptLine(_id(content), _prompt(content, settings.raw), settings)
-
-
-def _left_out(key: str, value: object) -> bool:
-    return value is None and CHECKED[key].nullable
 
 
 def _id(content: Mapping[str, Any]) -> Id:
@@ -196,7 +169,7 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def keep_answers(path: Path, lines: Sequence[PromptLine], digests: Mapping[Id, str]) -> set[Id]:
-    """Ids that a file of answers has already; lines with errors, or cut short, are taken out of it.
+    """Ids whose answers are in a file; lines with errors, or cut short, are taken out of it.
 
     Args:
         path: of the file; it need not be there.

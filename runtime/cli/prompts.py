@@ -17,112 +17,95 @@ from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
 from lowbit.formats.safetensors.hashing import hash_file
 from lowbit.formats.shell.output import json_line, note, print_json
 from lowbit.formats.shell.tables import progress_bars
-from lowbit.runtime.cli.answer import sampling_of
 from lowbit.runtime.cli.prompt_file import DIGEST, MOST_NAMED, PromptLine, keep_answers
-from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
-    from lowbit.runtime.engine.stream import Generation, Request
+    from lowbit.runtime.engine.stream import Request
 
 Write = Callable[[dict[str, Any]], None]
 
 
 def answer_file(
-    model: "Model",
-    lines: Sequence[PromptLine],
-    system: str | None,
-    out: Path | None,
-    as_json: bool,
-    facts: dict[str, Any],
+    model: "Model", lines: Sequence[PromptLine], out: Path | None, as_json: bool
 ) -> int:
     """Answer all requests; a request that fails is answered by its error, and the others run.
 
     Args:
         model: loaded.
         lines: the requests, in the order in which they begin; answers come as they end.
-        system: message before each `prompt`; `messages` have their own.
         out: file of answers to write or to continue; None for stdout.
         as_json: one object a line on stdout.
-        facts: that every answer has.
 
     Returns:
-        How many failed.
+        Number of requests that failed.
 
     Raises:
         RequestError, ResourceError: the file of answers cannot be continued or written.
     """
-    if out is not None:
-        check_place(out)
-    identity = _identity(model, system)
-    digests = {line.id: line.digest(identity) for line in lines}
     from lowbit.runtime.engine.stream import answer_all  # needs torch
 
+    if out is not None:
+        check_place(out)
+    identity = _identity(model, lines[0].settings.system)
+    digests = {line.id: line.digest(identity) for line in lines}
     done = set() if out is None else keep_answers(out, lines, digests)
+    asked = [line for line in lines if line.id not in done]
+    requests = (_request(model, line) for line in asked)
+    facts = {"device": model.device, "quantized_at_load": model.options.quantize}
     failed: list[int] = []
-    answered = 0
     with (
         _writer(out, as_json) as write,
         progress_bars({"answers": "answering"}, quiet=out is None) as progress,
     ):
-        asked = [line for line in lines if line.id not in done]
-        requests = (_request(model, line, system) for line in asked)
         progress("answers", len(done), len(lines))
-        for number, made in answer_all(model.engine, model.tokenizer, requests):
-            answer = _answer(made, facts)
+        made = answer_all(model.engine, model.tokenizer, requests)
+        for count, (number, result) in enumerate(made, start=len(done) + 1):
             line = asked[number]
-            if "error" in answer:
+            if isinstance(result, LowbitError):
                 failed.append(line.number)
-                _note_failure(line, answer)
+                _note_failure(line, result)
+                answer = {"error": str(result), "hint": result.hint}
+            else:
+                answer = {**asdict(result), **facts}
             write({"id": line.id, **answer, DIGEST: digests[line.id]})
-            answered += 1
-            progress("answers", len(done) + answered, len(lines))
+            progress("answers", count, len(lines))
         progress("answers", len(lines), len(lines))
-    counts = [f"{len(lines) - len(done) - len(failed)} answered"]
-    if failed:
-        named = ", ".join(map(str, sorted(failed)[:MOST_NAMED]))
-        more = ", ..." if len(failed) > MOST_NAMED else ""
-        counts.append(f"{len(failed)} failed (line {named}{more})")
-    counts += [f"{len(done)} were there already"] if done else []
-    note(", ".join(counts) + ("" if out is None else f": {out}"))
+    _note_counts(len(asked), sorted(failed), len(done), out)
     return len(failed)
 
 
-def _note_failure(line: PromptLine, answer: dict[str, Any]) -> None:
+def _note_counts(asked: int, failed: list[int], done: int, out: Path | None) -> None:
+    """Say on stderr how many lines were answered, which failed, and how many were done before."""
+    counts = [f"{asked - len(failed)} answered"]
+    if failed:
+        named = ", ".join(map(str, failed[:MOST_NAMED]))
+        more = ", ..." if len(failed) > MOST_NAMED else ""
+        counts.append(f"{len(failed)} failed (line {named}{more})")
+    counts += [f"{done} were there already"] if done else []
+    note(", ".join(counts) + ("" if out is None else f": {out}"))
+
+
+def _note_failure(line: PromptLine, error: LowbitError) -> None:
     """Say on stderr which line has failed, and why."""
-    hint = f"; {answer['hint']}" if answer["hint"] else ""
-    note(f"! line {line.number}, {line.id}: {answer['error']}{hint}")
+    hint = f"; {error.hint}" if error.hint else ""
+    note(f"! line {line.number}, {line.id}: {error}{hint}")
 
 
-def _request(model: "Model", line: PromptLine, system: str | None) -> "Request | LowbitError":
+def _request(model: "Model", line: PromptLine) -> "Request | LowbitError":
     """A request, or the reason why it cannot be made."""
-    settings, prompt, schema = line.settings, line.prompt, line.settings.json_schema
-    if isinstance(prompt, str) and not settings.raw:
-        prompt = Conversation(system).prompt(prompt)  # type: ignore[assignment]
+    settings, prompt = line.settings, line.prompt
+    asked = settings.prompt(prompt) if isinstance(prompt, str) else prompt
     try:
-        return model.request(
-            model.encode(prompt, thinking=settings.thinking, raw=settings.raw),
-            sampling=sampling_of(model.defaults, dict(settings.sampling)),
-            max_new_tokens=settings.max_new_tokens,
-            stop=settings.stop,
-            raw=settings.raw,
-            max_thinking_tokens=settings.max_thinking_tokens,
-            grammar=None if schema is None else model.grammars.json_schema(schema),
-        )
+        ids = model.encode(asked, thinking=settings.thinking, raw=settings.raw)
+        return model.request(ids, **settings.keywords(model))
     except LowbitError as error:
         return error
 
 
-def _answer(made: "Generation | LowbitError", facts: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request, or its error."""
-    if isinstance(made, LowbitError):
-        return {"error": str(made), "hint": made.hint}
-    return {**asdict(made), **facts}
-
-
 @contextmanager
 def _writer(out: Path | None, as_json: bool) -> Iterator[Write]:
-    """The place of answers: the end of a file, or stdout as JSON or as text."""
+    """A function that writes an answer: to the end of a file, or to stdout as JSON or text."""
     if out is None:
         yield print_json if as_json else _show
         return
@@ -135,7 +118,7 @@ def _writer(out: Path | None, as_json: bool) -> Iterator[Write]:
 
 
 def _show(answer: dict[str, Any]) -> None:
-    """An answer for a reader: its id on stderr, its text on stdout."""
+    """Print an answer for a reader: its id on stderr, its text on stdout."""
     if "error" in answer:
         return
     note(f"{answer['id']}: {len(answer['token_ids'])} tokens, {answer['finish_reason']}")
@@ -144,7 +127,7 @@ def _show(answer: dict[str, Any]) -> None:
 
 
 def _identity(model: "Model", system: str | None) -> str:
-    """Everything that answers depend on and no line holds, wherever the folder lies."""
+    """Identify what answers depend on beside their lines, wherever the folder lies."""
     parts = [str(model.options.quantize), str(model.dtype), str(system)]
     for name in (CONFIG_FILE, MANIFEST_FILE):
         path = model.folder / name

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from lowbit.runtime.conversation.settings import AnswerSettings
+
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model
     from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.answer import Piece
     from lowbit.runtime.text.chat import Message
-    from lowbit.runtime.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class ChatPrompt:
     """Messages that ask for an answer, and the tokens that they become.
 
     Attributes:
-        thinking: switches a reasoning model's thinking; None leaves it to the template.
+        thinking: see `AnswerSettings`.
     """
 
     messages: "Sequence[Message]"
@@ -63,67 +64,39 @@ class ChatModel(Protocol):
             LowbitError: the template refuses them, or they are much longer than the context.
         """
 
-    def stream(
-        self,
-        prompt: ChatPrompt,
-        *,
-        sampling: "SamplingParams",
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        max_thinking_tokens: int | None,
-    ) -> AnswerStream:
+    def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> AnswerStream:
         """The answer to a prompt; nothing runs before its first piece.
 
         Raises:
-            RequestError: the prompt does not fit the context.
+            RequestError: the prompt does not fit the context, or as `AnswerSettings.keywords`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model of this process that chats.
-
-    Attributes:
-        grammar: of every answer; None for any text.
-    """
+    """A `ChatModel` of this process."""
 
     model: "Model"
-    grammar: "Grammar | None" = None
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """See `ChatModel`."""
         return self.model.context
 
     @property
     def defaults(self) -> "SamplingParams":
-        """The model's own sampling parameters."""
+        """See `ChatModel`."""
         return self.model.defaults
 
     @property
     def has_template(self) -> bool:
-        """False if the model cannot chat."""
+        """See `ChatModel`."""
         return self.model.template is not None
 
     def encode(self, messages: "Sequence[Message]", thinking: bool | None = None) -> ChatPrompt:
         """See `ChatModel`."""
         return ChatPrompt(messages, thinking, self.model.encode(messages, thinking=thinking))
 
-    def stream(
-        self,
-        prompt: ChatPrompt,
-        *,
-        sampling: "SamplingParams",
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        max_thinking_tokens: int | None,
-    ) -> AnswerStream:
+    def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> AnswerStream:
         """See `ChatModel`."""
-        return self.model.stream_ids(
-            prompt.ids,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            max_thinking_tokens=max_thinking_tokens,
-            grammar=self.grammar,
-        )
+        return self.model.stream_ids(prompt.ids, **settings.keywords(self.model))

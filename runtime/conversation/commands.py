@@ -3,9 +3,8 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.sampling_ranges import SETTINGS
@@ -160,13 +159,9 @@ def think(chat: Chat, argument: str) -> Outcome:
         )
     if argument:
         check_thinking(chat, THINKING[argument])
-        chat = replace(chat, thinking=THINKING[argument])
-    return Outcome(chat, (f"thinking: {thinking_name(chat.thinking)}",))
-
-
-def thinking_name(thinking: bool | None) -> str:
-    """The setting as /think calls it."""
-    return next(name for name, value in THINKING.items() if value is thinking)
+        settings = replace(chat.settings, thinking=THINKING[argument])
+        chat = replace(chat, settings=settings)
+    return Outcome(chat, (_thinking_line(chat),))
 
 
 def set_sampling(chat: Chat, argument: str) -> Outcome:
@@ -182,12 +177,10 @@ def set_sampling(chat: Chat, argument: str) -> Outcome:
             + (f"; did you mean {close[0]}?" if close else ""),
             hint=f"use {', '.join(SETTINGS)}",
         )
-    value: Any
-    if name == "seed" and text == OFF:
-        value = None
-    else:
-        value = _number(name, text, whole=SETTINGS[name].kind == "integer")
-    changed = replace(chat, sampling=replace(chat.sampling, **{name: value}))
+    off = name == "seed" and text == OFF
+    value = None if off else _number(name, text, whole=SETTINGS[name].kind == "integer")
+    settings = replace(chat.settings, sampling={**chat.settings.sampling, name: value})
+    changed = replace(chat, settings=settings)
     return Outcome(changed, (_sampling_line(changed),))
 
 
@@ -202,7 +195,7 @@ def save_over(chat: Chat, argument: str) -> Outcome:
 
 
 def load(chat: Chat, argument: str) -> Outcome:
-    """Go on with a saved conversation."""
+    """Continue a saved conversation."""
     path = _file(chat, argument)
     found = saved.load(path)
     conversation = found.conversation
@@ -257,7 +250,7 @@ def stats(chat: Chat, argument: str) -> Outcome:
             f"its prompt: {timings.prompt_tokens:,} tokens, {timings.reused_tokens:,} cached, "
             f"first token after {timings.first_token_s * 1e3:.0f} ms"
         )
-    lines += [_sampling_line(chat), f"thinking: {thinking_name(chat.thinking)}"]
+    lines += [_sampling_line(chat), _thinking_line(chat)]
     return Outcome(chat, tuple(lines))
 
 
@@ -280,7 +273,7 @@ def _save(chat: Chat, argument: str, overwrite: bool) -> Outcome:
         chat.conversation,
         model=chat.name,
         sampling=chat.sampling,
-        thinking=chat.thinking,
+        thinking=chat.settings.thinking,
         overwrite=overwrite,
     )
     count = _turns(len(chat.conversation.turns))
@@ -305,15 +298,25 @@ def _number(name: str, text: str, whole: bool) -> int | float:
 
 
 def _sampling_line(chat: Chat) -> str:
-    """The parameters that do something."""
-    neutral = type(chat.sampling)()
-    values = {field.name: getattr(chat.sampling, field.name) for field in fields(neutral)}
+    """The parameters that do something.
+
+    Raises:
+        RequestError: one is out of its range.
+    """
+    sampling = chat.sampling
+    neutral = asdict(type(sampling)())
     shown = [
         f"{name} {value}"
-        for name, value in values.items()
-        if name == "temperature" or value != getattr(neutral, name)
+        for name, value in asdict(sampling).items()
+        if name == "temperature" or value != neutral[name]
     ]
     return "sampling: " + ", ".join(shown)
+
+
+def _thinking_line(chat: Chat) -> str:
+    """The setting as /think calls it."""
+    thinking = chat.settings.thinking
+    return f"thinking: {next(name for name, value in THINKING.items() if value is thinking)}"
 
 
 def _turns(count: int) -> str:

@@ -2,7 +2,7 @@
 
 import ssl
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import httpx2
 
 from lowbit.formats.errors import LowbitError, RequestError, ResourceError
+from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.runtime.conversation.chat_model import ChatPrompt
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.engine.stream import FinishReason, Generation, Timings
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Piece
@@ -20,10 +22,6 @@ from lowbit.runtime.text.chat import Message
 TIMEOUTS = httpx2.Timeout(600.0, connect=10.0)
 MAX_EVENT_BYTES = 16 << 20
 MAX_PORT = 65_535
-SENT = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +33,12 @@ class RemoteModel:
         name: of the model there.
         context: tokens that prompt and answer may have together.
         defaults: the model's own sampling parameters.
-        schema: JSON schema of every answer; None for any text.
     """
 
     client: httpx2.Client
     name: str
     context: int
     defaults: SamplingParams
-    schema: Mapping[str, Any] | None = None
     has_template: bool = True
 
     def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> ChatPrompt:
@@ -57,28 +53,21 @@ class RemoteModel:
             response.read()
             return ChatPrompt(messages, thinking, response.json()["tokens"])
 
-    def stream(
-        self,
-        prompt: ChatPrompt,
-        *,
-        sampling: SamplingParams,
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        max_thinking_tokens: int | None,
-    ) -> "RemoteStream":
+    def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> "RemoteStream":
         """The answer piece by piece; the server is asked for the first one."""
+        sampling = asdict(settings.params(self.defaults))
         optional = {
-            "max_tokens": max_new_tokens,
-            "stop": list(stop) or None,
-            "thinking_budget": max_thinking_tokens,
-            "guided_json": self.schema,
+            "max_tokens": settings.max_new_tokens,
+            "stop": list(settings.stop) or None,
+            "thinking_budget": settings.max_thinking_tokens,
+            "guided_json": settings.json_schema,
         }
         body = {
             "model": self.name,
             "messages": list(prompt.messages),
             "stream": True,
             "stream_options": {"include_usage": True},
-            **{name: value for name, value in asdict(sampling).items() if name in SENT},
+            **{name: value for name, value in sampling.items() if name in SETTINGS},
             **_switch(prompt.thinking),
             **{name: value for name, value in optional.items() if value is not None},
         }
@@ -149,16 +138,13 @@ class RemoteStream:
         )
 
 
-def open_remote(
-    url: str, key: str | None, name: str | None, schema: Mapping[str, Any] | None = None
-) -> RemoteModel:
+def open_remote(url: str, key: str | None, name: str | None) -> RemoteModel:
     """The model of a server.
 
     Args:
         url: of the server; a path such as `/v1` is left out.
         key: that it wants; None for none.
         name: of the model; None for the server's first.
-        schema: JSON schema of every answer; None for any text.
 
     Raises:
         RequestError: no such address or model, or a wrong key.
@@ -190,7 +176,7 @@ def open_remote(
         if "sampling" not in model:
             raise RequestError(f"{root} is no server of lowbit", hint="`lowbit-run serve` is one")
         defaults = SamplingParams(**model["sampling"])
-        return RemoteModel(client, found, model["max_model_len"], defaults, schema)
+        return RemoteModel(client, found, model["max_model_len"], defaults)
 
 
 def _switch(thinking: bool | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.conversation.commands import Outcome, Slash, run_command
 from lowbit.runtime.conversation.keyboard import Interrupt, watched
-from lowbit.runtime.conversation.state import Chat, begin_answer, with_room
+from lowbit.runtime.conversation.state import Chat, with_room
 from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _answer(chat: Chat, before: Conversation, question: str, view: View) -> Outc
     try:
         with view.listening(), watched() as interrupt:
             seen, prompt = with_room(chat, before, question)
-            stream = begin_answer(chat, prompt)
+            stream = chat.model.stream(prompt, chat.settings)
             if seen.dropped > before.dropped:
                 view.note(_dropped(seen.dropped - before.dropped, chat.model.context))
             made = _listen(stream, parts, interrupt, view)
@@ -163,8 +163,9 @@ def _explain_end(chat: Chat, made: "Generation", view: View) -> None:
     """Say why an answer was cut, and what can be done."""
     if made.finish_reason != "length":
         return
-    if chat.max_new_tokens is not None and len(made.token_ids) >= chat.max_new_tokens:
-        view.note(f"cut after {chat.max_new_tokens} tokens, by --max-new-tokens")
+    most = chat.settings.max_new_tokens
+    if most is not None and len(made.token_ids) >= most:
+        view.note(f"cut after {most} tokens, by --max-new-tokens")
         return
     view.note(
         f"cut: the context of {chat.model.context} tokens is full; the next question drops the "

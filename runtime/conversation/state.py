@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError, RequestError
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.conversation.turns import Conversation, fitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lowbit.runtime.conversation.chat_model import AnswerStream, ChatModel, ChatPrompt
+    from lowbit.runtime.conversation.chat_model import ChatModel, ChatPrompt
     from lowbit.runtime.engine.stream import Generation
     from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.chat import Message
@@ -22,10 +23,7 @@ class Chat:
 
     Attributes:
         name: of the model, as it was asked for.
-        thinking: None leaves it to the template.
-        max_thinking_tokens: longest reasoning before an answer; None for no limit.
-        max_new_tokens: longest answer; None for as many tokens as the context holds.
-        stop: strings that end an answer.
+        settings: of every answer; the system message is the conversation's.
         last: the newest answer's tokens and timings.
         measured: the conversation that `last` ended, whose tokens need not be counted again.
         file: saved to or loaded from last.
@@ -33,15 +31,16 @@ class Chat:
 
     model: "ChatModel"
     name: str
-    sampling: "SamplingParams"
-    thinking: bool | None = None
-    max_thinking_tokens: int | None = None
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    settings: AnswerSettings = field(default_factory=AnswerSettings)
     conversation: Conversation = field(default_factory=Conversation)
     last: "Generation | None" = None
     measured: Conversation | None = None
     file: Path | None = None
+
+    @property
+    def sampling(self) -> "SamplingParams":
+        """Sampling parameters of the next answer."""
+        return self.settings.params(self.model.defaults)
 
 
 def check_model(chat: Chat) -> None:
@@ -56,7 +55,7 @@ def check_model(chat: Chat) -> None:
             f"`{chat.name}` has no chat template, so it cannot chat",
             hint="lowbit-run generate --raw lets it continue a text",
         )
-    check_thinking(chat, chat.thinking)
+    check_thinking(chat, chat.settings.thinking)
 
 
 def check_thinking(chat: Chat, thinking: bool | None) -> None:
@@ -82,29 +81,20 @@ def with_room(
         CheckpointError: the tokenizer or the template is damaged.
     """
     encoded: dict[int, ChatPrompt] = {}  # by the number of messages
+    thinking = chat.settings.thinking
 
     def count_tokens(messages: "Sequence[Message]") -> int:
         try:
-            prompt = encoded[len(messages)] = chat.model.encode(messages, chat.thinking)
+            prompt = encoded[len(messages)] = chat.model.encode(messages, thinking)
         except RequestError:  # too long; any other reason is met again below
             return chat.model.context + 1
         return len(prompt.ids)
 
-    seen = fitted(conversation, question, count_tokens, chat.model.context, chat.max_new_tokens)
+    most = chat.settings.max_new_tokens
+    seen = fitted(conversation, question, count_tokens, chat.model.context, most)
     messages = seen.prompt(question)
     prompt = encoded.get(len(messages))
-    return seen, chat.model.encode(messages, chat.thinking) if prompt is None else prompt
-
-
-def begin_answer(chat: Chat, prompt: "ChatPrompt") -> "AnswerStream":
-    """Set up the answer to a prompt, as the settings say; errors as in `ChatModel.stream`."""
-    return chat.model.stream(
-        prompt,
-        sampling=chat.sampling,
-        max_new_tokens=chat.max_new_tokens,
-        stop=chat.stop,
-        max_thinking_tokens=chat.max_thinking_tokens,
-    )
+    return seen, chat.model.encode(messages, thinking) if prompt is None else prompt
 
 
 def used_tokens(chat: Chat) -> int | None:
@@ -120,6 +110,6 @@ def used_tokens(chat: Chat) -> int | None:
     if conversation.dropped == len(conversation.turns):
         return 0
     try:
-        return min(len(chat.model.encode(conversation.seen(), chat.thinking).ids), context)
+        return min(len(chat.model.encode(conversation.seen(), chat.settings.thinking).ids), context)
     except LowbitError:
         return None

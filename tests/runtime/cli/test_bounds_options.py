@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.cli.prompt_file import PromptLine, Settings
+from lowbit.runtime.cli.prompt_file import PromptLine
+from lowbit.runtime.conversation.settings import AnswerSettings
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 1, "maxItems": 3}
@@ -105,7 +106,7 @@ def test_raw_text_has_no_reasoning_to_end() -> None:
 
 def test_digests_of_requests_without_them_stay() -> None:
     """Files of answers that were begun before there were such settings are continued."""
-    line = PromptLine("a", "Hi", Settings({"seed": 1}, 5, ("x",), True))
+    line = PromptLine("a", "Hi", AnswerSettings({"seed": 1}, 5, ("x",), True))
     expected = "435aed171dfe990bcceea79352a7a6d593ae2bac524e3b8e23922e7608c57531"
     assert line.digest("m") == expected
-    assert PromptLine("a", "Hi", Settings(json_schema={})).digest("m") != expected
+    assert PromptLine("a", "Hi", AnswerSettings(json_schema={})).digest("m") != expected

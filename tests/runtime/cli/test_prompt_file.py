@@ -10,7 +10,8 @@ from click.testing import CliRunner, Result
 
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.cli.prompt_file import Settings, keep_answers, read_prompts
+from lowbit.runtime.cli.prompt_file import keep_answers, read_prompts
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.engine.runner import Runner
 
 BUNDLED = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
@@ -228,10 +229,10 @@ def test_bad_files(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"id": 1, "prompt": "\xff"}\n')
     with pytest.raises(RequestError, match="line 1"):
-        read_prompts(path, Settings())
+        read_prompts(path, AnswerSettings())
     path.write_bytes(b'{"id": 1, "id": 2, "prompt": "x"}\n')
     with pytest.raises(RequestError, match="line 1"):
-        read_prompts(path, Settings())
+        read_prompts(path, AnswerSettings())
     for content in (b"[1]\n", b"words\n", b'{"id": 1}\n'):
         path.write_bytes(content)
         with pytest.raises(RequestError, match="line 1"):
@@ -258,7 +259,7 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
     wrong = ["[]", '{"id": 1, "prompt": "x"}', *["{"] * 12]
     path.write_text("\n".join(['{"id": 1, "prompt": "x"}', *wrong]))
     with pytest.raises(RequestError) as caught:
-        read_prompts(path, Settings())
+        read_prompts(path, AnswerSettings())
     assert str(caught.value).endswith("in.jsonl`, line 2: expected a JSON object")
     hint = str(caught.value.hint).split("; ")
     assert hint[0] == "line 3: id 1 stands twice"

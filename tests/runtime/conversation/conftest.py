@@ -1,7 +1,7 @@
 """A chat whose model answers from a script, and a view that keeps what it is shown."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.runtime.conversation.chat_model import ChatPrompt
 from lowbit.runtime.conversation.respond import View
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.engine.stream import Generation, Timings
 from lowbit.runtime.state.sampler import SamplingParams
@@ -40,7 +41,7 @@ class ScriptedModel:
     answers: list[Answer] = field(default_factory=list)
     asked: list[list[Message]] = field(default_factory=list)
     encoded: list[tuple[list[Message], bool | None]] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
+    settings: AnswerSettings | None = None
 
     def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> ChatPrompt:
         if thinking is not None and not self.switch:
@@ -51,12 +52,12 @@ class ScriptedModel:
         ids = [0] * sum(len(message["content"]) + 2 for message in messages)
         return ChatPrompt(messages, thinking, ids)
 
-    def stream(self, prompt: ChatPrompt, **options: Any) -> ScriptedStream:
+    def stream(self, prompt: ChatPrompt, settings: AnswerSettings) -> ScriptedStream:
         count = len(prompt.ids)
         if count > self.context:
             raise RequestError(f"the prompt has {count} tokens, the context {self.context}")
         self.asked.append(list(prompt.messages))
-        self.options = options | {"thinking": prompt.thinking}
+        self.settings = replace(settings, thinking=prompt.thinking)
         answer = self.answers.pop(0) if self.answers else ["fine"]
         text = "".join(part for part in answer if isinstance(part, str))
         timings = Timings(count, 0, 0.1, 0.1, 10.0)
@@ -106,6 +107,6 @@ def new_chat() -> NewChat:
 
     def make(*answers: Answer, **fields: Any) -> tuple[Chat, ScriptedModel]:
         model = ScriptedModel(answers=list(answers), **fields)
-        return Chat(model, "some/model", SamplingParams(temperature=0.5)), model
+        return Chat(model, "some/model", AnswerSettings({"temperature": 0.5})), model
 
     return make

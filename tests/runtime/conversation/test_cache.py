@@ -9,6 +9,7 @@ import lowbit.runtime as lowbit
 from lowbit.runtime.conversation.chat_model import LoadedModel
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import respond
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation
 from tests.runtime.conversation.conftest import Shown
@@ -18,9 +19,9 @@ MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 def new_chat(name: str, context: int = 512, seed: int | None = None) -> Chat:
     model = lowbit.load(MODELS / name, device="cpu", context=context)
-    hot = lowbit.SamplingParams(temperature=0.9, top_k=30, seed=seed)
+    hot = AnswerSettings({"temperature": 0.9, "top_k": 30, "seed": seed}, max_new_tokens=24)
     talk = Conversation("You tell stories to children.")
-    return Chat(LoadedModel(model), name, hot, max_new_tokens=24, conversation=talk)
+    return Chat(LoadedModel(model), name, hot, talk)
 
 
 def say(chat: Chat, *entries: Slash | str) -> tuple[Chat, Shown]:

@@ -150,12 +150,12 @@ def test_thinking_is_switched_where_the_template_can(new_chat: NewChat) -> None:
     chat, model = new_chat()
     for word, value in {"on": True, "off": False, "default": None}.items():
         chat = run(chat, f"/think {word}").chat
-        assert chat.thinking is value
+        assert chat.settings.thinking is value
         assert run(chat, "/think").notes == (f"thinking: {word}",)
     model.switch = False
     with pytest.raises(RequestError, match="cannot be switched"):
         run(chat, "/think on")
-    assert run(chat, "/think default").chat.thinking is None
+    assert run(chat, "/think default").chat.settings.thinking is None
 
 
 def test_sampling_is_set(new_chat: NewChat) -> None:

@@ -11,8 +11,13 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from lowbit.runtime.conversation.commands import COMMANDS, Slash
-from lowbit.runtime.conversation.history import history_file, open_history
-from lowbit.runtime.conversation.prompt import SlashCompleter, new_session, read_typed
+from lowbit.runtime.conversation.prompt import (
+    SlashCompleter,
+    history_file,
+    new_session,
+    open_history,
+    read_typed,
+)
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, CTRL_R, UP = "\r", "\x1b\r", "\x03", "\x04", "\x12", "\x1b[A"
 CTRL_A, CTRL_K, CTRL_W = "\x01", "\x0b", "\x17"

@@ -12,15 +12,16 @@ from lowbit.runtime.conversation.chat_model import ChatPrompt, LoadedModel
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.remote import RemoteModel, open_remote
 from lowbit.runtime.conversation.respond import respond
-from lowbit.runtime.conversation.state import Chat, begin_answer
+from lowbit.runtime.conversation.settings import AnswerSettings
+from lowbit.runtime.conversation.state import Chat
 from lowbit.runtime.text.answer import Piece
 from lowbit.runtime.text.chat import Message
 from tests.runtime.conversation.conftest import Shown
 from tests.runtime.serve.conftest import NAME, Running, running, tool_model, until
 
 QUESTION: list[Message] = [{"role": "user", "content": "Tell me a story."}]
-GREEDY = lowbit.SamplingParams()
-SCHEMA = {"enum": ["yes", "no"]}
+GREEDY = {"temperature": 0}
+SCHEMA: dict[str, list[str]] = {"enum": ["yes", "no"]}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_chat_is_the_same_here_and_behind_a_server(server: Running) -> None:
     chats = []
     for model in (local, remote):
         shown = Shown()
-        chat = Chat(model, "x", GREEDY, thinking=False, max_new_tokens=12)
+        chat = Chat(model, "x", AnswerSettings(GREEDY, 12, thinking=False))
         for entry in ("Tell me a story.", "Go on.", Slash("retry")):
             chat = respond(chat, entry, shown.view()).chat
         assert shown.errors == []
@@ -51,16 +52,16 @@ def test_a_chat_is_the_same_here_and_behind_a_server(server: Running) -> None:
 
 
 def test_a_schema_is_kept(server: Running) -> None:
-    model = open_remote(server.url, "secret", "other-name", SCHEMA)
-    stream = begin_answer(Chat(model, "x", GREEDY, thinking=False), model.encode(QUESTION, False))
+    model = open_remote(server.url, "secret", "other-name")
+    settings = AnswerSettings(GREEDY, json_schema=SCHEMA)
+    stream = model.stream(model.encode(QUESTION, False), settings)
     assert json.loads("".join(piece.text for piece in stream.pieces)) in SCHEMA["enum"]
     assert stream.generation.finish_reason == "stop"
 
 
 def test_a_stream_that_is_closed_cancels_the_request(server: Running) -> None:
     model = open_remote(server.url, "secret", None)
-    chat = Chat(model, "x", GREEDY, max_new_tokens=200)
-    stream = begin_answer(chat, model.encode(QUESTION))
+    stream = model.stream(model.encode(QUESTION), AnswerSettings(GREEDY, 200))
     assert next(iter(stream.pieces)).text
     with pytest.raises(RequestError, match="has not ended"):
         _ = stream.generation
@@ -97,14 +98,14 @@ def test_messages_that_the_server_refuses(server: Running) -> None:
     with pytest.raises(RequestError, match=f"{server.url}: "):
         model.encode([{"role": "nobody", "content": "Hi"}])
     long: list[Message] = [{"role": "user", "content": "story " * 400}]
-    stream = begin_answer(Chat(model, "x", GREEDY), ChatPrompt(long, None, []))
+    stream = model.stream(ChatPrompt(long, None, []), AnswerSettings(GREEDY))
     with pytest.raises(RequestError, match="context"):
         next(stream.pieces)
 
 
 def answering(handle: Callable[[httpx2.Request], httpx2.Response]) -> RemoteModel:
     client = httpx2.Client(transport=httpx2.MockTransport(handle), base_url="http://there")
-    return RemoteModel(client, "m", 64, GREEDY)
+    return RemoteModel(client, "m", 64, lowbit.SamplingParams())
 
 
 def delta(**fields: str) -> str:
@@ -125,7 +126,7 @@ def delta(**fields: str) -> str:
 def test_streams_that_break_off(text: str, message: str) -> None:
     headers = {"content-type": "text/event-stream; charset=utf-8"}
     model = answering(lambda request: httpx2.Response(200, text=text, headers=headers))
-    stream = begin_answer(Chat(model, "x", GREEDY), ChatPrompt(QUESTION, None, [1]))
+    stream = model.stream(ChatPrompt(QUESTION, None, [1]), AnswerSettings(GREEDY))
     pieces: list[Piece] = []
     with pytest.raises(ResourceError, match=message):
         pieces.extend(stream.pieces)
@@ -170,8 +171,8 @@ def test_reasoning_comments_and_events_without_text() -> None:
         asked.append(json.loads(request.content))
         return httpx2.Response(200, text=text, headers={"content-type": "text/event-stream"})
 
-    chat = Chat(answering(handle), "x", GREEDY, stop=("x",), max_thinking_tokens=5)
-    stream = begin_answer(chat, ChatPrompt(QUESTION, True, [1] * 9))
+    settings = AnswerSettings(GREEDY, stop=("x",), max_thinking_tokens=5)
+    stream = answering(handle).stream(ChatPrompt(QUESTION, True, [1] * 9), settings)
     assert list(stream.pieces) == [Piece("hm", True), Piece("é", False)]
     made = stream.generation
     assert (made.reasoning, made.text, made.finish_reason) == ("hm", "é", "stop")

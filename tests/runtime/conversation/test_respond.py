@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lowbit.formats.errors import CheckpointError, RequestError, ResourceError
 from lowbit.runtime.conversation.commands import Slash
 from lowbit.runtime.conversation.respond import View, respond
+from lowbit.runtime.conversation.settings import AnswerSettings
 from lowbit.runtime.conversation.state import Chat, used_tokens
 from lowbit.runtime.conversation.turns import Conversation, Turn
 from lowbit.runtime.text.answer import Piece
@@ -28,14 +29,14 @@ def step(chat: Chat, view: View, *entries: Slash | str) -> Chat:
 
 def test_an_answer_becomes_a_turn_without_its_reasoning(new_chat: NewChat, shown: Shown) -> None:
     chat, model = new_chat(["~let me see", "Ten"])
-    chat = replace(chat, conversation=Conversation("s"), thinking=True, stop=("x",))
+    settings = AnswerSettings(thinking=True, stop=("x",))
+    chat = replace(chat, conversation=Conversation("s"), settings=settings)
     chat = step(chat, shown.view(), "How old?")
     assert chat.conversation == Conversation("s", (Turn("How old?", "Ten"),))
     assert model.asked == [
         [{"role": "system", "content": "s"}, {"role": "user", "content": "How old?"}]
     ]
-    assert model.options["thinking"] is True
-    assert model.options["stop"] == ("x",)
+    assert model.settings == settings
     assert shown.text == "let me seeTen\n"
     assert [chat.last] == shown.finished
 
@@ -195,7 +196,8 @@ def test_answers_that_were_cut_say_why(new_chat: NewChat, shown: Shown) -> None:
         "cut: the context of 200 tokens is full; the next question drops the oldest turns, "
         "/undo takes this one back, /reset starts over"
     ]
-    step(replace(chat, max_new_tokens=4), shown.view(), "Talk")
+    short = replace(chat, settings=replace(chat.settings, max_new_tokens=4))
+    step(short, shown.view(), "Talk")
     assert shown.notes[1:] == ["cut after 4 tokens, by --max-new-tokens"]
 
 
