@@ -22,7 +22,7 @@ from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequence
 
 from lowbit.formats.architectures import footprint, read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
-from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.state.sampler import SamplingParams
@@ -32,6 +32,7 @@ CONTEXTS = (8_000, 32_000)
 CONTEXT = 33_000
 CACHE_ITEM = 2  # bytes
 CAPTURES = 3
+RUN = BenchSettings()
 RUNS = 3
 STEPS = 20  # timed at a long context, each
 BURSTS = 3  # of them; the first after a capture is slower and does not count
@@ -40,9 +41,9 @@ BURSTS = 3  # of them; the first after a capture is slower and does not count
 def token_us(engine: Engine, params: SamplingParams) -> float:
     """A token of a request, as the host sees them come."""
     engine.forget()
-    ids = [7 * index % 256 for index in range(PROMPT_TOKENS)]
-    marks = [time.perf_counter() for _ in engine.generate(ids, params, NEW_TOKENS)]
-    return (marks[-1] - marks[0]) / (NEW_TOKENS - 1) * 1e6
+    ids = [7 * index % 256 for index in range(RUN.prompt_tokens)]
+    marks = [time.perf_counter() for _ in engine.generate(ids, params, RUN.new_tokens)]
+    return (marks[-1] - marks[0]) / (RUN.new_tokens - 1) * 1e6
 
 
 def captured_us(engine: Engine, params: SamplingParams) -> list[float]:
@@ -72,10 +73,10 @@ def step_us(engine: Engine, position: int) -> float:
 def cache_rates(engine: Engine, size: str) -> str:
     """What a step reads more of the cache at long contexts, by the time it takes longer."""
     engine.runner.graphs = Graphs()
-    config, short = read_config(config_of(size)), step_us(engine, PROMPT_TOKENS)
+    config, short = read_config(config_of(size)), step_us(engine, RUN.prompt_tokens)
     rates = []
     for context in CONTEXTS:
-        size_bytes = footprint.kv_bytes(config, context - PROMPT_TOKENS, CACHE_ITEM)
+        size_bytes = footprint.kv_bytes(config, context - RUN.prompt_tokens, CACHE_ITEM)
         rate = size_bytes / (step_us(engine, context) - short) / 1e6
         rates.append(f"{rate:.1f} at {context:,}")
     return ", ".join(rates)

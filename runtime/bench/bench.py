@@ -11,7 +11,7 @@ import torch
 from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
-from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
@@ -26,12 +26,34 @@ SUMS = 5  # timed together, so that the launch of one is not counted against the
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Times of some runs of one length; medians over those after the first.
+class TimedRun:
+    """One run, of one sequence or of several together.
 
     Attributes:
-        cold_first_token_s: of the first run, from its start to its first token.
-        first_token_s: from the start of a run to its first token.
+        first_token_s: from its start to the first token of every sequence.
+        decode_s: from there to its last token.
+        tokens: of all sequences, that came in `decode_s`.
+        speculation: its drafts; None where speculation is off.
+    """
+
+    first_token_s: float
+    decode_s: float
+    tokens: int
+    speculation: Speculated | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first ones."""
+        return self.tokens / self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Medians over the runs of one sequence after the first, which warms up.
+
+    Attributes:
+        cold_first_token_s: first-token time of the first run.
+        first_token_s: see `TimedRun`.
         tokens_per_s: over the tokens after the first.
         speculation: drafts of the runs after the first; None where speculation is off.
     """
@@ -43,41 +65,11 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSpeed:
-    """Speed of several sequences together.
-
-    Attributes:
-        tokens_per_s: of all sequences.
-        speculation: drafts of all sequences; None where speculation is off.
-    """
-
-    tokens_per_s: float
-    speculation: Speculated | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TimedRun:
-    """One run.
-
-    Attributes:
-        first_token_s: from its start to its first token.
-        decode_s: from there to its last token.
-        tokens: that came in that time.
-        speculation: its drafts; None where speculation is off.
-    """
-
-    first_token_s: float
-    decode_s: float
-    tokens: int
-    speculation: Speculated | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What one decode step must move, in bytes.
+    """Bytes that one decode step must move, without drafts and what makes them.
 
     Attributes:
-        weights: read; of an untied embedding nothing but a row.
+        weights: read; an untied embedding is read one row at a time and not counted.
         kv: keys and values that are read.
         states: of linear layers, read and written.
     """
@@ -88,35 +80,33 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes in all."""
         return self.weights + self.kv + self.states
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What was measured.
+    """Figures of a measured model.
 
     Attributes:
-        sampled: whether tokens were sampled by `SAMPLED` rather than the likeliest taken.
+        sampled: tokens were drawn by `SAMPLED`; else the likeliest were taken.
         load_s: folder to model in memory.
-        start_s: from the beginning of the load to the first token of the first request, waiting
-            between the two left out; cold only where the model had not run before.
+        start_s: from the beginning of the load to the first token of the first request, without
+            the wait between the two; cold only where the model had not run before.
         first_token_s: median time of the prompt and the first token.
         decode_tokens_per_s: median over the runs, batch 1.
-        weight_bytes: memory the weights take.
-        cache_bytes: memory that keys, values and the states of linear layers take.
+        weight_bytes: memory of the weights.
+        cache_bytes: memory of keys, values and the states of linear layers.
         peak_bytes: most memory in use: of the GPU from the end of loading on, or resident in this
             process on a CPU.
-        extra_bytes: of it, what is neither weights nor cache, nor what the allocator has rounded
-            them up by: graphs and scratch; None on a CPU, where the interpreter and the libraries
-            are most of that.
-        step_bytes: what one step must move at the middle of the run, see `StepBytes`; without
-            drafts and what makes them.
+        extra_bytes: graphs and scratch: the peak without weights, cache and the allocator's
+            rounding; None on a CPU, where it would be mostly the interpreter and the libraries.
+        step_bytes: moved by one plain step at the middle of the run, see `StepBytes`.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
         roofline_share: of the tokens per second that `bandwidth` would allow, a step for each. A
             model that fits the processor's cache can exceed 1, speculation too.
         speculation: drafts of the timed runs; None where speculation is off. They follow a prompt
-            without a meaning, so that real text may have other shares accepted.
+            without a meaning; real text may have other shares accepted.
     """
 
     device: str
@@ -138,39 +128,30 @@ class BenchResult:
     speculation: Speculated | None = None
 
 
-def bench(
-    model: Model,
-    prompt_tokens: int = PROMPT_TOKENS,
-    new_tokens: int = NEW_TOKENS,
-    runs: int = RUNS,
-    sampled: bool = False,
-) -> BenchResult:
+def bench(model: Model, settings: BenchSettings) -> BenchResult:
     """Time runs over an arbitrary prompt, after one run to warm up.
 
     Args:
-        model: loaded; whatever it held is dropped.
-        prompt_tokens: length of the prompt.
-        new_tokens: decoded in each run, at least 2; stop tokens are ignored.
-        runs: of which the median counts.
-        sampled: with `SAMPLED` instead of greedy.
+        model: loaded; the conversations in its cache are dropped.
+        settings: of the runs.
 
     Raises:
         RequestError: the run does not fit the context.
     """
     rounding = forget_peak(model.device)
-    speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
+    speed = measure_speed(model, settings)
     opened, dtype = model.opened, model.dtype
     weights = opened.weight_bytes(model.device, dtype)
     cache = model.engine.runner.cache_bytes
-    step = step_bytes(model, prompt_tokens + new_tokens // 2).total
+    step = step_bytes(model, settings.middle).total
     peak = peak_bytes(model.device)  # before the buffer that measures the bandwidth
     bandwidth = read_bandwidth(model.device)
     return BenchResult(
         device=device_name(model.device),
         context=model.context,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        sampled=sampled,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        sampled=settings.sampled,
         load_s=model.load_s,
         start_s=model.load_s + speed.cold_first_token_s,
         first_token_s=speed.first_token_s,
@@ -186,39 +167,16 @@ def bench(
     )
 
 
-def measure_speed(
-    model: Model, prompt_tokens: int, new_tokens: int, runs: int, sampled: bool = False
-) -> Speed:
-    """Times of `runs` runs after one to warm up; arguments and errors as in `bench`."""
-    check_fits(model, prompt_tokens, new_tokens)
-    params = SAMPLED if sampled else GREEDY
-    prompt = arbitrary_prompt(model, prompt_tokens)
-    cold, *timed = [_run(model, prompt, new_tokens, params) for _ in range(runs + 1)]
+def measure_speed(model: Model, settings: BenchSettings) -> Speed:
+    """Times of the runs after one to warm up; errors as in `bench`."""
+    check_fits(model, settings)
+    cold, *timed = [timed_run(model, settings) for _ in range(settings.runs + 1)]
     return Speed(
         cold_first_token_s=cold.first_token_s,
         first_token_s=statistics.median(run.first_token_s for run in timed),
-        tokens_per_s=statistics.median(run.tokens / run.decode_s for run in timed),
+        tokens_per_s=statistics.median(run.tokens_per_s for run in timed),
         speculation=summed(run.speculation for run in timed),
     )
-
-
-def batched_speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> BatchSpeed:
-    """Tokens per second of `batch` sequences decoded together, greedy, in one run.
-
-    Args:
-        model: loaded; whatever it held is dropped.
-        batch: sequences, each with an own prompt.
-        prompt_tokens: length of each prompt.
-        new_tokens: decoded in each sequence, at least 2; the first of each is not timed. With
-            speculation on the average of all sequences, as long as all of them run.
-
-    Raises:
-        RequestError: the run does not fit the context, or the model has room for fewer sequences.
-    """
-    check_fits(model, prompt_tokens, new_tokens)
-    check_sequences(model, batch)
-    prompts = [arbitrary_prompt(model, prompt_tokens, index) for index in range(batch)]
-    return _run_together(model, prompts, new_tokens)
 
 
 def check_sequences(model: Model, batch: int) -> None:
@@ -234,29 +192,29 @@ def check_sequences(model: Model, batch: int) -> None:
         )
 
 
-def check_fits(model: Model, prompt_tokens: int, new_tokens: int) -> None:
+def check_fits(model: Model, settings: BenchSettings) -> None:
     """Refuse a run that is longer than the context.
 
     Raises:
         RequestError: it is.
     """
-    needed = prompt_tokens + new_tokens - 1
-    if needed > model.context:
+    if settings.tokens > model.context:
         raise RequestError(
-            f"{prompt_tokens} + {new_tokens} tokens do not fit the context of {model.context}",
-            hint=model.engine.limits.advice(needed) or "ask for fewer tokens",
+            f"{settings.prompt_tokens} + {settings.new_tokens} tokens do not fit the context of "
+            f"{model.context}",
+            hint=model.engine.limits.advice(settings.tokens) or "ask for fewer tokens",
         )
 
 
 def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
-    """So many token ids without a meaning, the same ones every time; others for another first."""
+    """`tokens` ids without a meaning, the same every time; other ones for another `first`."""
     return [(7 * index + first) % model.engine.runner.sampler.vocabulary for index in range(tokens)]
 
 
 def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
-    """What a step of `batch` sequences moves, with so many tokens in the cache of each.
+    """Bytes that a step of `batch` sequences moves, each with `tokens` in the cache.
 
-    Of experts those count that are hit on average, if each is as likely as another.
+    Experts count as often as they are hit on average, all of them equally likely.
     """
     opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
     unread = 0  # an untied embedding is read one row at a time
@@ -274,7 +232,7 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
 
 
 def read_bandwidth(device: str, repeats: int = 5) -> float:
-    """Bytes per second of the fastest of some sums over a buffer larger than any cache."""
+    """Bytes per second of the fastest of `repeats` reads of a buffer larger than any cache."""
     size, free = BANDWIDTH_BYTES[device], free_bytes(device)
     if free is not None:
         size = min(size, free // 2)
@@ -294,7 +252,7 @@ def forget_peak(device: str) -> int:
     """Count a GPU's peak from here on; loading holds a linear twice while it is rearranged.
 
     Returns:
-        What the allocator holds beyond what was asked for, in bytes.
+        Bytes that the allocator holds beyond those that were asked for.
     """
     if device != "cuda":
         return 0
@@ -348,40 +306,58 @@ def _trunk(opened: OpenedModel) -> OpenedModel:
     return replace(opened, specs=specs, head=False, draft=None, drafter=None)
 
 
-def _run(model: Model, prompt: Sequence[int], new_tokens: int, params: SamplingParams) -> TimedRun:
-    """A run whose tokens are timed but for the first, and those of the same step."""
+def timed_run(model: Model, settings: BenchSettings) -> TimedRun:
+    """A run of one sequence; tokens of the same step as the first one are not timed.
+
+    Raises:
+        RequestError: all tokens came in one step.
+    """
+    prompt = arbitrary_prompt(model, settings.prompt_tokens)
     model.engine.forget()
     settle(model.device)
     started = time.perf_counter()
-    tokens = model.engine.generate(prompt, params, new_tokens)
+    tokens = model.engine.generate(prompt, choice_of(settings), settings.new_tokens)
     next(tokens)
     first = time.perf_counter()
-    timed = new_tokens - 1 - len(tokens.poll())
+    timed = settings.new_tokens - 1 - len(tokens.poll())
     if timed == 0:
         raise RequestError(
-            f"all {new_tokens} tokens came in one step", hint="ask for more --new-tokens"
+            f"all {settings.new_tokens} tokens came in one step", hint="ask for more --new-tokens"
         )
     for _ in tokens:
         pass
     return TimedRun(first - started, time.perf_counter() - first, timed, tokens.speculation)
 
 
-def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: int) -> BatchSpeed:
-    """Speed from the first token of every sequence on.
+def batched_run(model: Model, batch: int, settings: BenchSettings) -> TimedRun:
+    """A greedy run of `batch` sequences, timed from the first token of every sequence on.
 
     Prompts are run one after the other, so the first sequences are given more tokens: those that
-    they decode while the others' prompts run.
+    they decode while the others' prompts run. With speculation the average sequence decodes
+    `new_tokens`, as long as all of them run.
+
+    Args:
+        model: loaded; the conversations in its cache are dropped.
+        batch: sequences, each with a prompt of its own.
+        settings: of each sequence.
+
+    Raises:
+        RequestError: the run does not fit the context, or the model has room for fewer sequences.
     """
-    engine = model.engine
+    check_fits(model, settings)
+    check_sequences(model, batch)
+    engine, new = model.engine, settings.new_tokens
     engine.forget()
-    extra = tokens_before(len(prompts), engine.drafting is not None)
-    handles = [engine.generate(prompt, GREEDY, new_tokens + extra) for prompt in prompts]
+    extra = tokens_before(batch, engine.drafting is not None)
+    prompts = [arbitrary_prompt(model, settings.prompt_tokens, index) for index in range(batch)]
+    begun = time.perf_counter()
+    handles = [engine.generate(prompt, GREEDY, new + extra) for prompt in prompts]
     while not all(handle.begun for handle in handles):
         engine.step()
     _take(handles)
     settle(model.device)
-    started, tokens, wanted = time.perf_counter(), 0, len(prompts) * (new_tokens - 1)
-    while tokens < wanted and not any(handle.ended for handle in handles):
+    started, tokens = time.perf_counter(), 0
+    while tokens < batch * (new - 1) and not any(handle.ended for handle in handles):
         engine.step()
         tokens += _take(handles)
     settle(model.device)
@@ -390,7 +366,12 @@ def _run_together(model: Model, prompts: Sequence[Sequence[int]], new_tokens: in
     for handle in handles:
         handle.cancel()
     engine.step()
-    return BatchSpeed(tokens / seconds, found)
+    return TimedRun(started - begun, seconds, tokens, found)
+
+
+def choice_of(settings: BenchSettings) -> SamplingParams:
+    """Sampling parameters of a run."""
+    return SAMPLED if settings.sampled else GREEDY
 
 
 def _take(handles: Sequence[Handle]) -> int:

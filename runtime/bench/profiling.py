@@ -16,14 +16,14 @@ from typing import Any, Literal, get_args
 
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.runtime.bench.bench import (
-    GREEDY,
-    SAMPLED,
     StepBytes,
     arbitrary_prompt,
     check_fits,
+    choice_of,
     settle,
     step_bytes,
 )
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.model import Model
 
 Reads = Literal["weights", "kv", "states", "other"]
@@ -99,33 +99,29 @@ class Profile:
     reads: tuple[ReadTime, ...]
 
 
-def profile(
-    model: Model, prompt_tokens: int, new_tokens: int, sampled: bool = False, steps: int = STEPS
-) -> Profile:
-    """Profile decode steps after an arbitrary prompt.
+def profile(model: Model, settings: BenchSettings) -> Profile:
+    """Profile up to STEPS decode steps after an arbitrary prompt.
 
     Args:
-        model: loaded; whatever it held is dropped.
-        prompt_tokens: length of the prompt.
-        new_tokens: that may be decoded, at least 3.
-        sampled: see `bench`.
-        steps: at most so many are profiled.
+        model: loaded; the conversations in its cache are dropped.
+        settings: of the run, at least 3 new tokens.
 
     Raises:
         RequestError: fewer than 3 new tokens, or they do not fit the context.
         ResourceError: the profiler sees nothing of the GPU.
     """
-    if new_tokens < 3:
-        raise RequestError(f"a profile takes at least 3 new tokens, got {new_tokens}")
-    check_fits(model, prompt_tokens, new_tokens)
-    steps = min(steps, new_tokens - 2)  # a step before them warms up, a GPU runs one ahead
-    spans = _record(model, prompt_tokens, steps, sampled)
+    if settings.new_tokens < 3:
+        raise RequestError(f"a profile takes at least 3 new tokens, got {settings.new_tokens}")
+    check_fits(model, settings)
+    # A step before them warms up, a GPU runs one ahead.
+    steps = min(STEPS, settings.new_tokens - 2)
+    spans = _record(model, steps, settings)
     if not spans:
         raise ResourceError(
             "the profiler saw no kernel of the GPU",
             hint="another profiler may be attached, or the driver keeps its counters to root",
         )
-    return _summed(spans, steps, step_bytes(model, prompt_tokens + steps // 2))
+    return _summed(spans, steps, step_bytes(model, settings.prompt_tokens + steps // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +155,14 @@ def gpu_spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
     return [Span(*key, calls=count, us=times[key]) for key, count in calls.items()]
 
 
-def _record(model: Model, prompt_tokens: int, steps: int, sampled: bool) -> list[Span]:
+def _record(model: Model, steps: int, settings: BenchSettings) -> list[Span]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     on_gpu = model.device == "cuda"
     model.engine.forget()
-    prompt = arbitrary_prompt(model, prompt_tokens)
-    tokens = model.engine.generate(prompt, SAMPLED if sampled else GREEDY, steps + 2)
+    prompt = arbitrary_prompt(model, settings.prompt_tokens)
+    tokens = model.engine.generate(prompt, choice_of(settings), steps + 2)
     next(tokens)  # prefill and capture are over
     settle(model.device)
     # The library below the profiler prints a line at its beginning and end, at any lower level.

@@ -3,7 +3,7 @@
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,9 +12,8 @@ import torch
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.recipes import Base
 from lowbit.runtime.bench.bench import (
-    Speed,
     StepBytes,
-    batched_speed,
+    batched_run,
     check_fits,
     check_sequences,
     device_name,
@@ -24,6 +23,7 @@ from lowbit.runtime.bench.bench import (
     summed,
 )
 from lowbit.runtime.bench.plot import NamedLine, line_plot
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated
 from lowbit.runtime.models.loader import open_model
@@ -39,7 +39,7 @@ LABELS: dict[Axis, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured at one place of the axis.
+    """Figures of one place on the axis.
 
     Attributes:
         at: tokens of the prompt, weights that share a scale, or sequences.
@@ -47,7 +47,7 @@ class Point:
         us_per_step: mean time from one token of a sequence to its next.
         relative: tokens per second against the first point.
         first_token_s: median time of the prompt and the first token; None over batches.
-        step_bytes: what a step must move at the middle of the run, see `StepBytes`.
+        step_bytes: moved by a step at the middle of the run, see `StepBytes`.
         kv_bytes: of them, keys and values.
         kv_bytes_per_s: over contexts, the keys and values beyond the first point's, divided by the
             time that a step takes longer; None at the first point, and where none takes longer.
@@ -75,7 +75,7 @@ class Sweep:
     Attributes:
         device: name of the GPU, or `cpu`.
         new_tokens: decoded at each point.
-        sampled: whether tokens were sampled rather than the likeliest taken.
+        sampled: see `BenchSettings`.
         bandwidth: bytes per second that a plain read of a large buffer reaches here.
     """
 
@@ -87,62 +87,44 @@ class Sweep:
     points: tuple[Point, ...] = field(repr=False)
 
 
-def over_contexts(
-    model: Model, contexts: Sequence[int], new_tokens: int, runs: int, sampled: bool = False
-) -> Sweep:
+def over_contexts(model: Model, contexts: Sequence[int], settings: BenchSettings) -> Sweep:
     """Decode after prompts of several lengths.
 
     Args:
         model: loaded with a context for the longest prompt and the new tokens.
-        contexts: tokens of each prompt.
-        new_tokens: decoded after each, at least 2.
-        runs: at each length, of which the median counts; one more warms up.
-        sampled: see `bench`.
+        contexts: tokens of each prompt, in place of `prompt_tokens`.
+        settings: of the runs at each length.
 
     Raises:
         RequestError: the longest run does not fit the context.
     """
-    lengths = sorted(set(contexts))
-    check_fits(model, lengths[-1], new_tokens)
-    timed = []
-    for length in lengths:
-        speed = measure_speed(model, length, new_tokens, runs, sampled)
-        step = step_bytes(model, length + new_tokens // 2)
-        timed.append(_timed(length, speed, step))
-    return _sweep("context", model.device, timed, new_tokens, sampled)
+    lengths = [replace(settings, prompt_tokens=length) for length in sorted(set(contexts))]
+    check_fits(model, lengths[-1])
+    timed = [_timed(each.prompt_tokens, model, each) for each in lengths]
+    return _sweep("context", model.device, timed, settings)
 
 
 def over_group_sizes(
-    load: Callable[[int], Model],
-    group_sizes: Sequence[int],
-    prompt_tokens: int,
-    new_tokens: int,
-    runs: int,
-    sampled: bool = False,
+    load: Callable[[int], Model], group_sizes: Sequence[int], settings: BenchSettings
 ) -> Sweep:
     """Decode with a model that is quantized at load in groups of several sizes.
 
     Args:
         load: the model of a group size; one is dropped before the next is loaded.
         group_sizes: weights that share a scale.
-        prompt_tokens: see `bench`, as the rest.
-        new_tokens: see `bench`.
-        runs: see `bench`.
-        sampled: see `bench`.
+        settings: of the runs with each size.
 
     Raises:
-        LowbitError: what `load` raises, or as `bench`.
+        LowbitError: raised by `load`, or as `bench`.
     """
     timed, device = [], ""
     for size in sorted(set(group_sizes)):
         model = load(size)
-        speed = measure_speed(model, prompt_tokens, new_tokens, runs, sampled)
-        step = step_bytes(model, prompt_tokens + new_tokens // 2)
-        timed.append(_timed(size, speed, step))
+        timed.append(_timed(size, model, settings))
         device = model.device
         del model
         _release(device)
-    return _sweep("group_size", device, timed, new_tokens, sampled)
+    return _sweep("group_size", device, timed, settings)
 
 
 def check_group_sizes(folder: Path, base: Base, group_sizes: Sequence[int]) -> None:
@@ -161,27 +143,22 @@ def check_group_sizes(folder: Path, base: Base, group_sizes: Sequence[int]) -> N
                 )
 
 
-def over_batches(
-    model: Model, batches: Sequence[int], prompt_tokens: int, new_tokens: int, runs: int
-) -> Sweep:
-    """Decode several sequences together, greedy; arguments as in `bench` and `batched_speed`.
+def over_batches(model: Model, batches: Sequence[int], settings: BenchSettings) -> Sweep:
+    """Decode several sequences together, greedily.
 
     Raises:
-        RequestError: as `batched_speed`.
-        ResourceError: as `batched_speed`.
+        RequestError: as `batched_run`.
     """
     check_sequences(model, max(batches))
-    check_fits(model, prompt_tokens, new_tokens)
+    check_fits(model, settings)
     timed = []
     for batch in sorted(set(batches)):
-        _, *speeds = [
-            batched_speed(model, batch, prompt_tokens, new_tokens) for _ in range(runs + 1)
-        ]
-        step = step_bytes(model, prompt_tokens + new_tokens // 2, batch)
-        rate = statistics.median(speed.tokens_per_s for speed in speeds)
-        drafts = summed(speed.speculation for speed in speeds)
+        _, *runs = [batched_run(model, batch, settings) for _ in range(settings.runs + 1)]
+        rate = statistics.median(run.tokens_per_s for run in runs)
+        drafts = summed(run.speculation for run in runs)
+        step = step_bytes(model, settings.middle, batch)
         timed.append(_Timed(batch, batch, rate, None, step, drafts))
-    return _sweep("batch", model.device, timed, new_tokens, sampled=False)
+    return _sweep("batch", model.device, timed, settings)
 
 
 def plotted(name: str, sweep: Sweep) -> str:
@@ -209,14 +186,14 @@ class _Timed:
         return self.sequences / self.tokens_per_s
 
 
-def _timed(at: int, speed: Speed, step: StepBytes) -> _Timed:
-    """A point of one sequence."""
+def _timed(at: int, model: Model, settings: BenchSettings) -> _Timed:
+    """Measure a point of one sequence."""
+    speed = measure_speed(model, settings)
+    step = step_bytes(model, settings.middle)
     return _Timed(at, 1, speed.tokens_per_s, speed.first_token_s, step, speed.speculation)
 
 
-def _sweep(
-    over: Axis, device: str, timed: Sequence[_Timed], new_tokens: int, sampled: bool
-) -> Sweep:
+def _sweep(over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSettings) -> Sweep:
     bandwidth = read_bandwidth(device)
     first = timed[0]
     points = []
@@ -237,11 +214,12 @@ def _sweep(
                 speculation=each.speculation,
             )
         )
-    return Sweep(over, device_name(device), new_tokens, sampled, bandwidth, tuple(points))
+    new, sampled = settings.new_tokens, settings.sampled
+    return Sweep(over, device_name(device), new, sampled, bandwidth, tuple(points))
 
 
 def _release(device: str) -> None:
-    """Give the memory of a dropped model back, that the next one may find it free."""
+    """Return the memory of a dropped model, so that the next one finds it free."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """`lowbit-run bench`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
-from lowbit.runtime.bench.defaults import NEW_TOKENS, PROMPT_TOKENS, RUNS
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.options import (
     SECTIONS,
     load_model,
@@ -31,18 +31,20 @@ if TYPE_CHECKING:
 
 MOST_DIGITS = 9  # of a number in a list
 MOST_RUNS = 10_000
+DEFAULTS = BenchSettings()
 SWEEPS = ("contexts", "group_sizes", "batches")
 DEFAULT_RECIPE: Base = "int4"  # of a sweep over group sizes
 
-Callback = Callable[[click.Context, click.Parameter, str | None], tuple[int, ...] | None]
+Values = tuple[int, ...]  # points of a sweep
+Callback = Callable[[click.Context, click.Parameter, str | None], Values | None]
 
 
 def numbers(among: tuple[int, ...] = ()) -> Callback:
-    """A reader of whole numbers from 1 on with commas between: rising, each once."""
+    """A callback that reads whole numbers from 1 on, separated by commas, as rising values."""
 
     def read(
         context: click.Context, parameter: click.Parameter, value: str | None
-    ) -> tuple[int, ...] | None:
+    ) -> Values | None:
         return None if value is None else tuple(sorted({number(text) for text in value.split(",")}))
 
     def number(text: str) -> int:
@@ -58,7 +60,7 @@ def numbers(among: tuple[int, ...] = ()) -> Callback:
 
 
 def svg_path(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before the long work, what cannot become an SVG file."""
+    """Refuse a place that cannot become an SVG file, before the long work."""
     if value is not None and value.suffix.lower() != ".svg":
         raise click.BadParameter(f"`{value}` does not end in .svg.")
     return output_file(context, parameter, value)
@@ -69,7 +71,7 @@ measure_options = with_options(
         "--prompt-tokens",
         type=Count(),
         metavar="N",
-        default=PROMPT_TOKENS,
+        default=DEFAULTS.prompt_tokens,
         show_default=True,
         help="Length of the prompt.",
     ),
@@ -78,7 +80,7 @@ measure_options = with_options(
         "-n",
         type=Count(2),
         metavar="N",
-        default=NEW_TOKENS,
+        default=DEFAULTS.new_tokens,
         show_default=True,
         help="Tokens to decode after it.",
     ),
@@ -86,7 +88,7 @@ measure_options = with_options(
         "--runs",
         type=click.IntRange(1, MOST_RUNS),
         metavar="N",
-        default=RUNS,
+        default=DEFAULTS.runs,
         show_default=True,
         help="Repetitions, of which the median counts; one more warms up.",
     ),
@@ -151,49 +153,65 @@ def bench(
     *,
     name: str,
     options: LoadOptions,
+    contexts: Values | None,
+    group_sizes: Values | None,
+    batches: Values | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    runs: int,
+    sampled: bool,
     profile: bool,
     plot: Path | None,
     as_json: bool,
-    **settings: Any,
 ) -> None:
     """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
     --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
     Prompts are arbitrary tokens: with --speculate, real text has more or fewer drafts accepted.
     """
-    asked = [sweep for sweep in SWEEPS if settings[sweep] is not None]
-    _check_usage(asked, profile, plot, options, settings)
-    if asked:
-        _sweep(name, asked[0], plot, as_json, options, settings)
+    settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
+    points = zip(SWEEPS, (contexts, group_sizes, batches), strict=True)
+    asked = [sweep for sweep, values in points if values is not None]
+    _check_sweep(asked, plot, settings)
+    if profile:
+        _check_profile(asked, settings, options)
+    if contexts is not None:
+        sweep = _contexts(name, options, contexts, settings)
+    elif group_sizes is not None:
+        options = replace(options, quantize=options.quantize or DEFAULT_RECIPE)
+        sweep = _group_sizes(name, options, group_sizes, settings)
+    elif batches is not None:
+        sweep = _batches(name, options, batches, settings)
     else:
         _bench(name, profile, as_json, options, settings)
+        return
+    _show(name, sweep, plot, as_json, options)
 
 
-def _check_usage(
-    asked: list[str],
-    profile: bool,
-    plot: Path | None,
-    options: LoadOptions,
-    settings: Mapping[str, Any],
-) -> None:
+def _check_sweep(asked: list[str], plot: Path | None, settings: BenchSettings) -> None:
     """Refuse options that would have no effect together."""
     named = [f"--{sweep.replace('_', '-')}" for sweep in asked]
     if len(named) > 1:
         raise click.UsageError(f"{' and '.join(named)} are sweeps of their own; give one of them.")
     if plot is not None and not named:
         raise click.UsageError("--plot draws a sweep: give --contexts, --group-sizes or --batches.")
-    if profile and named:
-        raise click.UsageError(f"--profile looks at one run, {named[0]} makes several.")
-    if profile and settings["new_tokens"] < 3:
-        raise click.UsageError("--profile takes at least 3 --new-tokens.")
-    if profile and options.speculate != "off":
-        raise click.UsageError("--profile looks at plain steps: no --speculate.")
     if "group_sizes" in asked and _given("group_size"):
         raise click.UsageError("--group-sizes are the group sizes: no --group-size.")
-    if "batches" in asked and settings["sampled"]:
+    if "batches" in asked and settings.sampled:
         raise click.UsageError("--batches decodes greedily, it takes no --sampled.")
     if "contexts" in asked and _given("prompt_tokens"):
         raise click.UsageError("--contexts are the lengths of the prompts: no --prompt-tokens.")
+
+
+def _check_profile(asked: list[str], settings: BenchSettings, options: LoadOptions) -> None:
+    """Refuse a run that cannot be profiled."""
+    if asked:
+        named = f"--{asked[0].replace('_', '-')}"
+        raise click.UsageError(f"--profile looks at one run, {named} makes several.")
+    if settings.new_tokens < 3:
+        raise click.UsageError("--profile takes at least 3 --new-tokens.")
+    if options.speculate != "off":
+        raise click.UsageError("--profile looks at plain steps: no --speculate.")
 
 
 def _given(parameter: str) -> bool:
@@ -203,20 +221,18 @@ def _given(parameter: str) -> bool:
 
 
 def _bench(
-    name: str, profile: bool, as_json: bool, options: LoadOptions, settings: Mapping[str, Any]
+    name: str, profile: bool, as_json: bool, options: LoadOptions, settings: BenchSettings
 ) -> None:
     from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
     from lowbit.runtime.bench.bench import bench as measure
     from lowbit.runtime.bench.profiling import profile as record
     from lowbit.runtime.bench.render import show_profile, show_result
 
-    prompt, new, sampled = settings["prompt_tokens"], settings["new_tokens"], settings["sampled"]
-    needed = prompt + new - 1
     # Beyond the default the context grows with the run, or is refused before weights are read.
-    context = options.context or (needed if needed > DEFAULT_CONTEXT else None)
-    model = load_model(name, replace(options, context=context))
-    result = measure(model, prompt, new, settings["runs"], sampled)
-    found = record(model, prompt, new, sampled) if profile else None
+    needed = settings.tokens if settings.tokens > DEFAULT_CONTEXT else None
+    model = load_model(name, replace(options, context=options.context or needed))
+    result = measure(model, settings)
+    found = record(model, settings) if profile else None
     if as_json:
         shown = {} if found is None else {"profile": asdict(found)}
         print_json({**asdict(result), **_facts(options), **shown})
@@ -227,26 +243,18 @@ def _bench(
 
 
 def _facts(options: LoadOptions) -> dict[str, Any]:
-    """Facts of every measurement: how the weights came about, and what the model was given."""
+    """Fields of every measurement: recipe of the weights, and kind of the prompt."""
     return {"quantized_at_load": options.quantize, "prompt": "arbitrary tokens"}
 
 
-def _sweep(
-    name: str,
-    over: str,
-    plot: Path | None,
-    as_json: bool,
-    options: LoadOptions,
-    settings: Mapping[str, Any],
+def _show(
+    name: str, sweep: "Sweep", plot: Path | None, as_json: bool, options: LoadOptions
 ) -> None:
+    """Show a sweep, and draw it."""
     from lowbit.runtime.bench.plot import write_plot
     from lowbit.runtime.bench.render import show_sweep
     from lowbit.runtime.bench.sweep import plotted
 
-    run = {"contexts": _contexts, "group_sizes": _group_sizes, "batches": _batches}[over]
-    if over == "group_sizes":
-        options = replace(options, quantize=options.quantize or DEFAULT_RECIPE)
-    sweep = run(name, options, settings)
     if as_json:
         print_json({**asdict(sweep), **_facts(options)})
     else:
@@ -256,37 +264,34 @@ def _sweep(
         note(f"written to {plot}")
 
 
-def _contexts(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
+def _contexts(
+    name: str, options: LoadOptions, contexts: Values, settings: BenchSettings
+) -> "Sweep":
     from lowbit.runtime.bench.sweep import over_contexts
 
-    lengths, new = settings["contexts"], settings["new_tokens"]
-    model = load_model(name, replace(options, context=options.context or max(lengths) + new - 1))
-    return over_contexts(model, lengths, new, settings["runs"], settings["sampled"])
+    needed = replace(settings, prompt_tokens=max(contexts)).tokens
+    model = load_model(name, replace(options, context=options.context or needed))
+    return over_contexts(model, contexts, settings)
 
 
-def _group_sizes(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
+def _group_sizes(
+    name: str, options: LoadOptions, sizes: Values, settings: BenchSettings
+) -> "Sweep":
     from lowbit.formats.hub.locate import locate
     from lowbit.runtime.bench.sweep import check_group_sizes, over_group_sizes
 
-    sizes = settings["group_sizes"]
     folder = locate(name).folder
     check_group_sizes(folder, options.quantize or DEFAULT_RECIPE, sizes)
     return over_group_sizes(
-        lambda size: load_model(str(folder), replace(options, group_size=size)),
-        sizes,
-        settings["prompt_tokens"],
-        settings["new_tokens"],
-        settings["runs"],
-        settings["sampled"],
+        lambda size: load_model(str(folder), replace(options, group_size=size)), sizes, settings
     )
 
 
-def _batches(name: str, options: LoadOptions, settings: Mapping[str, Any]) -> "Sweep":
+def _batches(name: str, options: LoadOptions, batches: Values, settings: BenchSettings) -> "Sweep":
     from lowbit.runtime.bench.bench import tokens_before
     from lowbit.runtime.bench.sweep import over_batches
 
-    batches, prompt, new = settings["batches"], settings["prompt_tokens"], settings["new_tokens"]
     most = max(batches)  # the first sequences decode while the last prompts run
-    needed = prompt + new + tokens_before(most, options.speculate != "off") - 1
+    needed = settings.tokens + tokens_before(most, options.speculate != "off")
     options = replace(options, context=options.context or needed, max_sequences=most)
-    return over_batches(load_model(name, options), batches, prompt, new, settings["runs"])
+    return over_batches(load_model(name, options), batches, settings)

@@ -8,7 +8,7 @@ from lowbit.runtime.conversation.turns import Conversation
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.model import Model, Options
-    from lowbit.runtime.state.sampling import SamplingParams
+    from lowbit.runtime.state.sampler import SamplingParams
     from lowbit.runtime.text.chat import Message
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,12 +16,15 @@ from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench.bench import (
     TimedRun,
-    batched_speed,
+    batched_run,
     bench,
     measure_speed,
     step_bytes,
 )
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.state.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,13 +76,13 @@ def test_runs_64_and_128_tokens_unless_told(run: Run) -> None:
 
 def test_sampled_runs_are_sampled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[SamplingParams] = []
-    once = bench_module._run
+    generate = Engine.generate
 
-    def spy(*arguments: Any) -> TimedRun:
-        used.append(arguments[-1])
-        return once(*arguments)
+    def spy(engine: Engine, prompt: list[int], params: SamplingParams, count: int) -> Handle:
+        used.append(params)
+        return generate(engine, prompt, params, count)
 
-    monkeypatch.setattr(bench_module, "_run", spy)
+    monkeypatch.setattr(Engine, "generate", spy)
     measured = json.loads(run("--json", "--sampled", *SHORT).stdout)
     assert measured["sampled"] is True
     assert {(each.temperature, each.top_k, each.top_p) for each in used} == {(0.7, 20, 0.95)}
@@ -92,9 +95,9 @@ def test_the_cold_run_is_the_start_and_no_part_of_the_medians(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([(100.0, 1000.0), (1.0, 8.0), (3.0, 2.0), (2.0, 4.0)])
-    monkeypatch.setattr(bench_module, "_run", lambda *_: TimedRun(*next(times), tokens=8))
+    monkeypatch.setattr(bench_module, "timed_run", lambda *_: TimedRun(*next(times), tokens=8))
     model = replace(load(BUNDLED, device="cpu"), load_s=7.0)
-    result = bench(model, 3, 9, runs=3)
+    result = bench(model, BenchSettings(3, 9, runs=3))
     assert result.start_s == 107.0
     assert result.first_token_s == 2.0
     assert result.decode_tokens_per_s == 2.0  # 8 tokens after the first in 4 seconds
@@ -108,8 +111,8 @@ def test_on_a_gpu_what_is_beyond_weights_and_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_module, "peak_bytes", lambda device: weights + cache + 1123)
     monkeypatch.setattr(bench_module, "read_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(bench_module, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(bench_module, "_run", lambda *_: TimedRun(1.0, 1.0, 3))
-    assert bench(replace(model, device="cuda"), 3, 4, runs=1).extra_bytes == 123
+    monkeypatch.setattr(bench_module, "timed_run", lambda *_: TimedRun(1.0, 1.0, 3))
+    assert bench(replace(model, device="cuda"), BenchSettings(3, 4, runs=1)).extra_bytes == 123
 
 
 def test_does_not_count_its_own_buffer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +161,11 @@ def test_states_of_linear_layers_are_read_and_written(
 
 def test_one_sequence_is_a_batch_and_longer_runs_are_refused() -> None:
     model = load(BUNDLED, device="cpu", context=16)
-    assert batched_speed(model, 1, 9, 8).tokens_per_s > 0
+    assert batched_run(model, 1, BenchSettings(9, 8)).tokens_per_s > 0
     with pytest.raises(RequestError, match=r"9 \+ 9 tokens do not fit the context of 16"):
-        batched_speed(model, 1, 9, 9)
+        batched_run(model, 1, BenchSettings(9, 9))
     with pytest.raises(RequestError, match=r"9 \+ 9 tokens do not fit the context of 16"):
-        measure_speed(model, 9, 9, runs=1)
+        measure_speed(model, BenchSettings(9, 9, runs=1))
 
 
 def test_refuses_what_does_not_fit(run: Run) -> None:

@@ -15,6 +15,7 @@ from lowbit.runtime.bench import profiling
 from lowbit.runtime.bench.bench import StepBytes, bench
 from lowbit.runtime.bench.profiling import Span, gpu_spans, profile
 from lowbit.runtime.bench.render import show_profile
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
@@ -24,7 +25,7 @@ LAYERS = 6
 
 def test_operators_of_a_step() -> None:
     model = load(BUNDLED, device="cpu", context=64)
-    found = profile(model, 8, 12)
+    found = profile(model, BenchSettings(8, 12))
     by_name = {each.name: each for each in found.kernels}
     assert found.steps == 10
     # q|k|v, o, gate|up, down of each layer, and the head
@@ -49,7 +50,7 @@ def test_operators_of_a_step() -> None:
 def test_the_model_works_afterwards() -> None:
     model = load(BUNDLED, device="cpu", context=64)
     before = model.generate("Once", raw=True, max_new_tokens=8).token_ids
-    profile(model, 8, 12, sampled=True)
+    profile(model, BenchSettings(8, 12, sampled=True))
     assert model.generate("Once", raw=True, max_new_tokens=8).token_ids == before
 
 
@@ -117,7 +118,7 @@ def test_long_names_leave_room_for_the_grid(
     name = "void at::native::vectorized_elementwise_kernel<4, [bold]functor>"
     spans = [Span(name, (640, 2, 1), 1, 3.0), Span("tiny", None, 1, 0.001)]
     found = profiling._summed(spans, 1, StepBytes(1, 1, 1))
-    show_profile(found, bench(load(BUNDLED, device="cpu", context=16), 3, 3, runs=1))
+    show_profile(found, bench(load(BUNDLED, device="cpu", context=16), BenchSettings(3, 3, runs=1)))
     shown = capsys.readouterr().out
     assert "… 640x2x1" in shown
     assert "1 more" in shown
@@ -127,12 +128,12 @@ def test_long_names_leave_room_for_the_grid(
 def test_a_gpu_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_record", lambda *_: [])
     with pytest.raises(ResourceError, match="saw no kernel"):
-        profile(load(BUNDLED, device="cpu", context=16), 3, 4)
+        profile(load(BUNDLED, device="cpu", context=16), BenchSettings(3, 4))
 
 
 def test_refusals() -> None:
     model = load(BUNDLED, device="cpu", context=16)
     with pytest.raises(RequestError, match="at least 3 new tokens, got 2"):
-        profile(model, 3, 2)
+        profile(model, BenchSettings(3, 2))
     with pytest.raises(RequestError, match="do not fit the context of 16"):
-        profile(model, 10, 8)
+        profile(model, BenchSettings(10, 8))

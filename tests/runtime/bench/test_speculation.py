@@ -14,6 +14,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench.bench import GREEDY, arbitrary_prompt, step_bytes, summed, tokens_before
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.stats import Speculated
@@ -94,7 +95,7 @@ def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch
     )
     monkeypatch.setattr(Engine, "step", counted)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    speed = bench_module.batched_speed(model, batch, 5, 21)
+    speed = bench_module.batched_run(model, batch, BenchSettings(5, 21))
     assert speed.tokens_per_s == 3 * batch
     assert speed.speculation is not None
     assert speed.speculation.tokens_a_round == 3.0
@@ -121,10 +122,10 @@ class Given:
 def test_tokens_of_the_first_step_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(HYBRID, device="cpu", context=64)
     monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=3, rest=6))
-    assert bench_module._run(model, [1], 10, GREEDY).tokens == 6
+    assert bench_module.timed_run(model, BenchSettings(1, 10)).tokens == 6
     monkeypatch.setattr(Engine, "generate", lambda *_: Given(beside=9, rest=0))
     with pytest.raises(RequestError, match="all 10 tokens came in one step"):
-        bench_module._run(model, [1], 10, GREEDY)
+        bench_module.timed_run(model, BenchSettings(1, 10))
 
 
 def test_tokens_that_come_while_other_prompts_run() -> None:

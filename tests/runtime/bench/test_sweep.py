@@ -14,7 +14,8 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime import load
 from lowbit.runtime.bench import bench as bench_module
 from lowbit.runtime.bench import sweep
-from lowbit.runtime.bench.bench import BatchSpeed, Speed
+from lowbit.runtime.bench.bench import Speed, TimedRun
+from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.model import Model
@@ -69,10 +70,12 @@ def test_read_rate_of_keys_and_values_is_extra_bytes_over_extra_time(
 ) -> None:
     speeds = {10: 1000.0, 20: 500.0, 30: 2000.0}
     monkeypatch.setattr(
-        sweep, "measure_speed", lambda model, length, *_: Speed(1.0, 1.0, speeds[length])
+        sweep,
+        "measure_speed",
+        lambda model, settings: Speed(1.0, 1.0, speeds[settings.prompt_tokens]),
     )
     model = load(BUNDLED, device="cpu", context=64)
-    first, longer, faster = sweep.over_contexts(model, [30, 10, 20], 4, 1).points
+    first, longer, faster = sweep.over_contexts(model, [30, 10, 20], BenchSettings(0, 4, 1)).points
     assert first.kv_bytes_per_s is None
     assert longer.kv_bytes_per_s == pytest.approx((longer.kv_bytes - first.kv_bytes) / 1e-3)
     assert longer.relative == 0.5
@@ -133,13 +136,12 @@ def test_a_quantized_model_has_no_group_sizes(tmp_path: Path) -> None:
 def test_batches(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def speed(model: Model, batch: int, prompt_tokens: int, new_tokens: int) -> BatchSpeed:
-        asked.append((batch, prompt_tokens, new_tokens))
-        return BatchSpeed(
-            100.0 * batch**0.5 if len(asked) % 2 == 0 else 1.0
-        )  # the first of two warms up
+    def measured(model: Model, batch: int, settings: BenchSettings) -> TimedRun:
+        asked.append((batch, settings.prompt_tokens, settings.new_tokens))
+        rate = {1: 100, 4: 200}[batch] if len(asked) % 2 == 0 else 1  # the first of two warms up
+        return TimedRun(1.0, 1.0, rate)
 
-    monkeypatch.setattr(sweep, "batched_speed", speed)
+    monkeypatch.setattr(sweep, "batched_run", measured)
     plot = tmp_path / "batches.svg"
     options = ("--batches", "4,1", "--prompt-tokens", "6", "--plot", str(plot), "--json")
     result = run(*options, *SHORT)
@@ -197,20 +199,21 @@ def test_only_the_steps_of_all_sequences_are_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Runner, "decode", slow_decode)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     model = load(BUNDLED, device="cpu", context=32)
-    speed = bench_module.batched_speed(model, 4, 5, 11)
-    assert speed == BatchSpeed(4 * 10 / (2.0 * 10))
+    run = bench_module.batched_run(model, 4, BenchSettings(5, 11))
+    assert (run.tokens, run.decode_s) == (4 * 10, 2.0 * 10)
+    assert run.tokens_per_s == 2.0
 
 
 def test_a_sweep_that_would_end_in_an_error_does_not_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load(BUNDLED, device="cpu", context=32)
-    monkeypatch.setattr(sweep, "batched_speed", lambda *_: pytest.fail("began"))
+    monkeypatch.setattr(sweep, "batched_run", lambda *_: pytest.fail("began"))
     with pytest.raises(RequestError, match="9 sequences cannot be decoded together") as e:
-        sweep.over_batches(model, [1, 9], 5, 4, 1)
+        sweep.over_batches(model, [1, 9], BenchSettings(5, 4, 1))
     assert e.value.hint == "1 to 4 can"
     with pytest.raises(RequestError, match=r"30 \+ 4 tokens do not fit the context of 32"):
-        sweep.over_batches(model, [1, 2], 30, 4, 1)
+        sweep.over_batches(model, [1, 2], BenchSettings(30, 4, 1))
 
 
 def test_a_model_makes_room_for_the_run_and_no_more(
@@ -218,11 +221,11 @@ def test_a_model_makes_room_for_the_run_and_no_more(
 ) -> None:
     contexts: list[int] = []
 
-    def speed(model: Model, *_: int) -> BatchSpeed:
+    def measured(model: Model, *_: object) -> TimedRun:
         contexts.append(model.context)
-        return BatchSpeed(1.0)
+        return TimedRun(1.0, 1.0, 1)
 
-    monkeypatch.setattr(sweep, "batched_speed", speed)
+    monkeypatch.setattr(sweep, "batched_run", measured)
     assert run("--batches", "2", "--prompt-tokens", "5", *SHORT).exit_code == 0
     assert run("--batches", "2", "--context", "70", *SHORT).exit_code == 0
     assert contexts == [10, 10, 70, 70]  # the first sequence decodes while the second begins
