@@ -17,7 +17,7 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
-from lowbit.runtime.engine.stream import Generation, Request, Stream, answer_all
+from lowbit.runtime.engine.stream import Generation, Stream, TextRequest, answer_all
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
@@ -196,7 +196,7 @@ class Model:
         max_thinking_tokens: int | None = None,
         grammar: Grammar | None = None,
         constraint: Constraint | None = None,
-    ) -> Request:
+    ) -> TextRequest:
         """A checked request; arguments and errors as in `stream_ids`.
 
         constraint: of the whole output, in place of a grammar and a limit of the reasoning; made
@@ -218,7 +218,7 @@ class Model:
         begin: Begin = "raw" if raw else begin_of(ids, self.tokenizer)
         if constraint is None:
             constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)
-        return Request(tokens.answer(constraint), tuple(stop), begin)
+        return TextRequest(tokens.answer(constraint), tuple(stop), begin)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # text is a sequence of texts, too

@@ -11,8 +11,9 @@ from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.text.answer import Begin, Piece, Splitter
+from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Begin, Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
+from lowbit.runtime.text.tools import CallForm, Tool
 
 if TYPE_CHECKING:
     from lowbit.runtime.engine.engine import Engine
@@ -87,7 +88,7 @@ class Handle(Iterator[int], AsyncIterator[int]):
         """
         for _ in self:
             pass
-        return tuple(self._sequence.output)
+        return self.output
 
     def cancel(self) -> None:
         """End the request before the next step; what it holds is free then."""
@@ -109,6 +110,11 @@ class Handle(Iterator[int], AsyncIterator[int]):
     def begun(self) -> bool:
         """True once the first token has been read."""
         return bool(self._sequence.output) or self._sequence.phase == "ended"
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Tokens so far, those that have been taken included."""
+        return tuple(self._sequence.output)
 
     @property
     def log_probabilities(self) -> Sequence[TokenLogProbabilities]:
@@ -190,86 +196,139 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TextRequest:
     """A checked request whose tokens become text.
 
     Attributes:
-        tokens: for the engine.
+        tokens: request to the engine.
         stops: strings that end the text and are left out of it.
-        begin: the way the output begins, see `Begin`.
+        begin: how the output begins, see `Begin`.
+        tools: tools that may be called; without any, nothing is taken for a call.
+        form: form of calls.
+        parallel: an answer may have several calls.
+        calls_in_pieces: calls are given before they are complete.
     """
 
     tokens: CheckedRequest
     stops: tuple[str, ...]
     begin: Begin
+    tools: tuple[Tool, ...] = ()
+    form: CallForm | None = None
+    parallel: bool = True
+    calls_in_pieces: bool = False
 
 
 @dataclass(slots=True)
 class Answer:
-    """The text of one request as its tokens arrive.
+    """The answer to one request while its tokens become text, which the caller keeps.
 
     Attributes:
-        handle: gives the tokens.
-        generation: the result, once it is complete.
+        request: request that is answered.
+        tokenizer: tokenizer of the model.
+        handle: source of the tokens.
+        count: tokens so far.
+        in_reasoning: the next token belongs to the reasoning.
+        reasoning_tokens: tokens of the reasoning so far.
+        finish_reason: `stop` for a stop token or string, `length` for a full context or the limit;
+            None before the end.
+        started_at: time of the request.
+        first_at: time of the first token.
+        last_at: time of the last token.
     """
 
-    request: Request
+    request: TextRequest
     tokenizer: Tokenizer
     handle: Handle
-    generation: Generation | None = None
-    _text: Splitter = field(init=False)
-    _ids: list[int] = field(default_factory=list)
-    _pieces: list[Piece] = field(default_factory=list)
-    _marks: list[float] = field(init=False)  # times of the request, its first and its last token
+    count: int = 0
+    in_reasoning: bool = field(init=False)
+    reasoning_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    started_at: float = field(init=False)
+    first_at: float = field(init=False)
+    last_at: float = field(init=False)
+    _close: int | None = field(init=False)  # id of the tag that ends the reasoning
+    _splitter: AnswerSplitter = field(init=False)
 
     def __post_init__(self) -> None:
-        """The request begins now."""
-        self._text = Splitter(self.tokenizer, self.request.begin, self.request.stops)
-        self._marks = [time.perf_counter()] * 3
+        """Prepare to read the first token; the request begins now."""
+        request = self.request
+        self.started_at = self.first_at = self.last_at = time.perf_counter()
+        self.in_reasoning = request.begin == "reasoning"
+        self._close = self.tokenizer.token_id(CLOSE)
+        self._splitter = AnswerSplitter(
+            self.tokenizer,
+            request.begin,
+            request.stops,
+            request.tools,
+            request.form,
+            request.parallel,
+            request.calls_in_pieces,
+        )
 
-    def push(self, id: int) -> Piece | None:
-        """Take a token; returns the text that is certain with it."""
-        now = time.perf_counter()
-        self._marks = [self._marks[0], self._marks[1] if self._ids else now, now]
-        self._ids.append(id)
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._splitter.stop if self.finish_reason == "stop" else None
+
+    @property
+    def calls(self) -> int:
+        """Complete calls so far."""
+        return self._splitter.calls
+
+    def push(self, id: int) -> list[Event]:
+        """Read a token; returns the text and the calls that are certain with it."""
+        self.last_at = time.perf_counter()
+        if not self.count:
+            self.first_at = self.last_at
+        self.count += 1
         if id in self.request.tokens.request.stop_ids:
             return self._finish("stop")
-        piece = self._text.push(id)
-        if piece is not None:
-            self._pieces.append(piece)
-        if self._text.stopped:
+        events = self._splitter.push(id)
+        self._note_reasoning(id, events)
+        if self._splitter.stopped:
             self.handle.cancel()
-            self._finish("stop")
-        return piece
+            events += self._finish("stop")
+        return events
 
-    def end(self) -> Piece | None:
-        """Note that no token comes any more; returns text that has been held back."""
-        return self._finish("length") if self.generation is None else None
+    def end(self) -> list[Event]:
+        """Note that no token comes any more; returns what has been held back."""
+        return self._finish("length") if self.finish_reason is None else []
 
-    def _finish(self, reason: FinishReason) -> Piece | None:
-        tail = self._text.finish()
-        if tail is not None:
-            self._pieces.append(tail)
-        started, first, last = self._marks
-        count = len(self._ids) - 1
-        self.generation = Generation(
-            prompt_token_ids=self.request.tokens.request.prompt,
-            token_ids=tuple(self._ids),
-            reasoning="".join(piece.text for piece in self._pieces if piece.reasoning),
-            text="".join(piece.text for piece in self._pieces if not piece.reasoning),
-            finish_reason=reason,
-            seed=self.handle.seed,
-            timings=Timings(
-                prompt_tokens=len(self.request.tokens.request.prompt),
-                reused_tokens=self.handle.reused,
-                first_token_s=first - started,
-                decode_s=last - first,
-                decode_tokens_per_s=count / (last - first) if count > 0 else None,
-            ),
-            log_probabilities=tuple(self.handle.log_probabilities[: len(self._ids)]),
-            speculation=self.handle.speculation,
-        )
-        return tail
+    def _note_reasoning(self, id: int, events: list[Event]) -> None:
+        """Count a token of the reasoning, and note where that ends."""
+        if self.in_reasoning:
+            self.reasoning_tokens += 1
+            self.in_reasoning = id != self._close
+        elif events and isinstance(events[0], Piece) and events[0].reasoning:
+            self.in_reasoning, self.reasoning_tokens = True, self.count
+
+    def _finish(self, reason: FinishReason) -> list[Event]:
+        self.finish_reason = reason
+        return self._splitter.finish()
+
+
+def generation_of(answer: Answer, events: Iterable[Event]) -> Generation:
+    """The result of an answer that has ended without calls, from its text."""
+    pieces = _pieces_of(events)
+    handle, decode_s = answer.handle, answer.last_at - answer.first_at
+    prompt = answer.request.tokens.request.prompt
+    return Generation(
+        prompt_token_ids=prompt,
+        token_ids=handle.output[: answer.count],
+        reasoning="".join(piece.text for piece in pieces if piece.reasoning),
+        text="".join(piece.text for piece in pieces if not piece.reasoning),
+        finish_reason=answer.finish_reason or "length",
+        seed=handle.seed,
+        timings=Timings(
+            prompt_tokens=len(prompt),
+            reused_tokens=handle.reused,
+            first_token_s=answer.first_at - answer.started_at,
+            decode_s=decode_s,
+            decode_tokens_per_s=(answer.count - 1) / decode_s if answer.count > 1 else None,
+        ),
+        log_probabilities=tuple(handle.log_probabilities[: answer.count]),
+        speculation=handle.speculation,
+    )
 
 
 class Stream(Iterator[str]):
@@ -279,7 +338,7 @@ class Stream(Iterator[str]):
         pieces: the same with the reasoning before it; iterate one of the two.
     """
 
-    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: TextRequest) -> None:
         """Set up the request; nothing runs before the first `next`."""
         self._made: list[Generation] = []  # empty until the end
         self.pieces = _pieces(engine, tokenizer, request, self._made)
@@ -307,7 +366,7 @@ class Stream(Iterator[str]):
 
 
 def _pieces(
-    engine: "Engine", tokenizer: Tokenizer, request: Request, made: list[Generation]
+    engine: "Engine", tokenizer: Tokenizer, request: TextRequest, made: list[Generation]
 ) -> Generator[Piece, None, None]:
     """Pieces of an answer, whose result is put into `made` behind the last one.
 
@@ -315,25 +374,29 @@ def _pieces(
     being cancelled at once.
     """
     answer = Answer(request, tokenizer, engine.submit(request.tokens))
+    events: list[Event] = []
     try:
         for id in answer.handle:
-            piece = answer.push(id)
-            if piece is not None:
-                yield piece
-            if answer.generation is not None:
+            new = answer.push(id)
+            events += new
+            yield from _pieces_of(new)
+            if answer.finish_reason is not None:
                 break
     except BaseException:  # whoever keeps it keeps the handle, whose request would run on
         answer.handle.cancel()
         raise
-    tail = answer.end()
-    if tail is not None:
-        yield tail
-    if answer.generation is not None:
-        made.append(answer.generation)
+    rest = answer.end()
+    yield from _pieces_of(rest)
+    made.append(generation_of(answer, events + rest))
+
+
+def _pieces_of(events: Iterable[Event]) -> list[Piece]:
+    """The texts among events."""
+    return [event for event in events if isinstance(event, Piece)]
 
 
 def answer_all(
-    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[Request | LowbitError]
+    engine: "Engine", tokenizer: Tokenizer, requests: Iterable[TextRequest | LowbitError]
 ) -> Iterator[tuple[int, Generation | LowbitError]]:
     """Run requests together, as many as there is room for.
 
@@ -348,7 +411,7 @@ def answer_all(
         they end.
     """
     waiting = enumerate(requests)
-    running: dict[int, Answer] = {}
+    running: dict[int, tuple[Answer, list[Event]]] = {}
     more = True
     beside = engine.runner.rows  # as many wait as run, so that a free row is taken at once
     if engine.scheduler.most_waiting is not None:
@@ -357,30 +420,31 @@ def answer_all(
         while more and len(running) < engine.runner.rows + beside:
             number, request = next(waiting, (-1, None))
             more = request is not None
-            if isinstance(request, Request):
+            if isinstance(request, TextRequest):
                 try:
-                    running[number] = Answer(request, tokenizer, engine.submit(request.tokens))
+                    answer = Answer(request, tokenizer, engine.submit(request.tokens))
+                    running[number] = answer, []
                 except LowbitError as error:
                     yield number, error
             elif request is not None:
                 yield number, request
         if running:
             engine.step()
-        for number, answer in list(running.items()):
-            result = _advance(answer)
+        for number, (answer, events) in list(running.items()):
+            result = _advance(answer, events)
             if result is not None:
                 del running[number]
                 yield number, result
 
 
-def _advance(answer: Answer) -> Generation | LowbitError | None:
-    """Take the tokens that are there; the result where they are the last."""
+def _advance(answer: Answer, events: list[Event]) -> Generation | LowbitError | None:
+    """Take the tokens that are there; returns the result where they are the last."""
     try:
         for id in answer.handle.poll():
-            if answer.generation is None:
-                answer.push(id)
+            if answer.finish_reason is None:
+                events += answer.push(id)
     except LowbitError as error:
         return error
     if answer.handle.ended:
-        answer.end()
-    return answer.generation
+        events += answer.end()
+    return None if answer.finish_reason is None else generation_of(answer, events)

@@ -12,7 +12,7 @@ from lowbit.formats.errors import RequestError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import nonfinite_error
-from lowbit.runtime.engine.stream import Request, Stream
+from lowbit.runtime.engine.stream import Stream, TextRequest
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.chat import begin_of
 
@@ -181,5 +181,5 @@ def carry_on(
         message_ends=model.stop_ids,
     )
     begin = begin_of(kept, tokenizer) if chat else "raw"
-    request = Request(model.engine.limits.check(tokens), continuation.stops, begin)
+    request = TextRequest(model.engine.limits.check(tokens), continuation.stops, begin)
     return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

@@ -11,42 +11,8 @@ from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.serve.errors import ClientLeftError, of_lowbit, timed_out
 from lowbit.runtime.serve.job import AnswerToken, End, Job, Update
 from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.serve.worker import Mailbox
 from lowbit.runtime.text.answer import ToolArguments, ToolCallStart
-
-
-class Mailbox:
-    """Queue of updates from the engine's thread to the task that answers the request.
-
-    All methods belong to the event loop.
-    """
-
-    __slots__ = ("_updates", "_waiter")
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._updates: list[Update] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, update: Update) -> None:
-        """Append an update and wake the waiting task."""
-        self._updates.append(update)
-        self.wake()
-
-    def wake(self) -> None:
-        """Make `take` return although no update has come."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> Sequence[Update]:
-        """Wait for updates; returns all since the last call, none only after `wake`."""
-        if not self._updates:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        found, self._updates = self._updates, []
-        return found
 
 
 @dataclass(slots=True)

@@ -1,46 +1,17 @@
-"""One answer while the engine generates it: its tokens become text, on the worker's thread."""
+"""One answer while the engine generates it, and the updates that tell a client of it."""
 
-import time
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lowbit.formats.errors import LowbitError
-from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
 from lowbit.runtime.engine.stats import Speculated
-from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Begin, Event, Piece
+from lowbit.runtime.engine.stream import Answer, FinishReason, TextRequest
+from lowbit.runtime.text.answer import Event
 from lowbit.runtime.text.tokenizer import Tokenizer
-from lowbit.runtime.text.tools import CallForm, Tool
 
 if TYPE_CHECKING:
-    from lowbit.runtime.serve.answers import Mailbox
-
-StopReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One answer to ask for.
-
-    Attributes:
-        tokens: request to the engine.
-        begin: beginning of the output, see `Begin`.
-        stops: strings that end the answer and are left out of it.
-        tools: tools that may be called; without any, nothing is taken for a call.
-        form: form of calls.
-        parallel: an answer may have several calls.
-        calls_in_pieces: calls are sent before they are complete.
-    """
-
-    tokens: CheckedRequest
-    begin: Begin
-    stops: tuple[str, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    form: CallForm | None = None
-    parallel: bool = True
-    calls_in_pieces: bool = False
+    from lowbit.runtime.serve.worker import Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +46,7 @@ class End:
         last_at: time of the last token.
     """
 
-    reason: StopReason
+    reason: FinishReason
     stop: str | None = None
     cached_tokens: int = 0
     new_tokens: int = 0
@@ -117,8 +88,8 @@ class Update:
     """
 
     index: int
-    events: list[Event]
-    tokens: list[AnswerToken]
+    events: list[Event] = field(default_factory=list)
+    tokens: list[AnswerToken] = field(default_factory=list)
     cached_tokens: int = 0
     prompt: tuple[TokenLogProbabilities | None, ...] = ()
     end: End | None = None
@@ -136,123 +107,76 @@ class Job:
 
     Attributes:
         index: number of the answer in its request.
-        ask: answer to ask for.
+        request: request to the engine.
         mailbox: queue of the updates.
         tokenizer: tokenizer of the model.
         asked_at: time of the request.
         cancelled: nobody waits for the answer any more.
-        handle: the engine's handle, once the request has been submitted.
-        count: tokens so far.
-        last_at: time of the last token.
+        answer: the answer so far, once the request has been submitted and until its last update.
     """
 
     index: int
-    ask: Ask
+    request: TextRequest
     mailbox: "Mailbox"
     tokenizer: Tokenizer
     asked_at: float
     cancelled: bool = False
-    handle: Handle | None = None
-    count: int = 0
-    last_at: float = 0.0
-    _splitter: AnswerSplitter = field(init=False)
-    _close: int | None = field(init=False)
-    _reasoning: bool = field(init=False)
-    _reasoning_tokens: int = 0
-    _updated: bool = False  # there has been news
+    answer: Answer | None = None
+    _updated: bool = False  # there has been an update
     _first_tokens: int = 0  # of the first step
     _first_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Prepare to read the first token."""
-        ask = self.ask
-        self._splitter = AnswerSplitter(
-            self.tokenizer,
-            ask.begin,
-            ask.stops,
-            ask.tools,
-            ask.form,
-            ask.parallel,
-            ask.calls_in_pieces,
-        )
-        self._close = self.tokenizer.token_id(CLOSE)
-        self._reasoning = self.ask.begin == "reasoning"
 
     def cancel(self) -> None:
         """End the answer before the next step, from any thread."""
         self.cancelled = True
-        if self.handle is not None:
-            self.handle.cancel()
+        if self.answer is not None:
+            self.answer.handle.cancel()
 
     def collect(self) -> Update | None:
         """The update since the last call; None if nothing is new."""
-        handle = self.handle
-        if handle is None:
+        answer = self.answer
+        if answer is None:
             return None
-        events: list[Event] = []
-        tokens: list[AnswerToken] = []
+        handle, first = answer.handle, answer.count == 0
         prompt = () if self._updated else handle.prompt_log_probabilities
-        first = self.count == 0
-        update = partial(Update, self.index, events, tokens, handle.reused, prompt)
+        update = Update(self.index, cached_tokens=handle.reused, prompt=prompt)
         try:
             for id in handle.poll():
-                end = self._push(id, events, tokens, first)
-                if end is not None:
-                    handle.cancel()
-                    return update(end)
+                self._push(answer, id, update)
+                if answer.finish_reason is not None:
+                    break
         except LowbitError as error:
-            return update(error=error)
+            return replace(update, error=error)
+        if first:
+            self._first_tokens, self._first_at = answer.count, answer.last_at
         if handle.ended:
-            return update(self._finish("length", events))
-        if not events and not tokens:
+            update.events.extend(answer.end())
+        if answer.finish_reason is not None:
+            return replace(update, end=self._end(answer, answer.finish_reason))
+        if not update.events and not update.tokens:
             return None
         self._updated = True
-        return update()
+        return update
 
-    def _push(
-        self, id: int, events: list[Event], tokens: list[AnswerToken], first: bool
-    ) -> End | None:
-        """Read a token; returns the end if it is the last.
+    def _push(self, answer: Answer, id: int, update: Update) -> None:
+        """Read a token; what is certain with it is appended to the update."""
+        in_reasoning = answer.in_reasoning
+        update.events.extend(answer.push(id))
+        request = self.request.tokens.request
+        if request.sampling.logprobs is not None and id not in request.stop_ids:
+            found = answer.handle.log_probabilities[answer.count - 1]
+            update.tokens.append(AnswerToken(id, found, in_reasoning))
 
-        Args:
-            id: token id.
-            events: list that its text and calls are appended to.
-            tokens: list that its log-probabilities are appended to.
-            first: the token is of the first step.
-        """
-        self.count += 1
-        self.last_at = time.perf_counter()
-        if first:
-            self._first_tokens, self._first_at = self.count, self.last_at
-        if id in self.ask.tokens.request.stop_ids:
-            return self._finish("stop", events)
-        if self.ask.tokens.request.sampling.logprobs is not None and self.handle is not None:
-            found = self.handle.log_probabilities[self.count - 1]
-            tokens.append(AnswerToken(id, found, self._reasoning))
-        new = self._splitter.push(id)
-        events += new
-        self._note_reasoning(id, new)
-        return self._finish("stop", events) if self._splitter.stopped else None
-
-    def _note_reasoning(self, id: int, new: list[Event]) -> None:
-        """Count a token of the reasoning, and note where that ends."""
-        if self._reasoning:
-            self._reasoning_tokens += 1
-            self._reasoning = id != self._close
-        elif new and isinstance(new[0], Piece) and new[0].reasoning:
-            self._reasoning, self._reasoning_tokens = True, self.count
-
-    def _finish(self, reason: StopReason, events: list[Event]) -> End:
-        events += self._splitter.finish()
+    def _end(self, answer: Answer, reason: FinishReason) -> End:
         return End(
             reason=reason,
-            stop=self._splitter.stop if reason == "stop" else None,
-            cached_tokens=0 if self.handle is None else self.handle.reused,
-            new_tokens=self.count,
-            reasoning_tokens=self._reasoning_tokens,
-            calls=self._splitter.calls,
-            speculation=None if self.handle is None else self.handle.speculation,
+            stop=answer.stop,
+            cached_tokens=answer.handle.reused,
+            new_tokens=answer.count,
+            reasoning_tokens=answer.reasoning_tokens,
+            calls=answer.calls,
+            speculation=answer.handle.speculation,
             first_tokens=self._first_tokens,
             first_at=self._first_at,
-            last_at=self.last_at,
+            last_at=answer.last_at,
         )

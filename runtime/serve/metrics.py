@@ -8,16 +8,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from lowbit.runtime.engine.stats import Load, Speculated, Tally
-
-if TYPE_CHECKING:
-    from lowbit.runtime.serve.job import Job
+from lowbit.runtime.engine.stream import Answer
 
 
 @dataclass(slots=True)
@@ -97,23 +94,23 @@ class Metrics:
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     drafts: Tally = field(default_factory=Tally)
 
-    def count_tokens(self, job: "Job", before: int, last_at: float) -> None:
+    def count_tokens(self, answer: Answer, asked_at: float, before: int, last_at: float) -> None:
         """Count the tokens that a step brought, on the worker's thread.
 
         Args:
-            job: job after the step.
+            answer: answer after the step.
+            asked_at: time of its request.
             before: number of its tokens before the step.
             last_at: time of the last token before the step.
         """
-        new = job.count - before
+        new = answer.count - before
         self.new_tokens += new
         if before:
-            self.between_tokens.observe((job.last_at - last_at) / new, new)
+            self.between_tokens.observe((answer.last_at - last_at) / new, new)
             return
-        self.first_token.observe(job.last_at - job.asked_at)
-        self.prompt_tokens += len(job.ask.tokens.request.prompt)
-        if job.handle is not None:
-            self.cached_tokens += job.handle.reused
+        self.first_token.observe(answer.last_at - asked_at)
+        self.prompt_tokens += len(answer.request.tokens.request.prompt)
+        self.cached_tokens += answer.handle.reused
 
     def count_drafts(self, found: Speculated) -> None:
         """Count the drafts of an answer that has ended, on the worker's thread."""

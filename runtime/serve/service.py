@@ -11,14 +11,15 @@ from fastapi import Request
 
 from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.serve.answers import Answers, Mailbox
+from lowbit.runtime.engine.stream import TextRequest
+from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.body import PendingBodies
 from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
-from lowbit.runtime.serve.job import Ask, Job
+from lowbit.runtime.serve.job import Job
 from lowbit.runtime.serve.logs import Record
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.settings import ServeSettings
-from lowbit.runtime.serve.worker import Worker
+from lowbit.runtime.serve.worker import Mailbox, Worker
 
 THREADS = 4  # parse bodies, render templates and encode prompts
 LIMITING_THREADS = 2  # do the same for requests with a grammar, which may take seconds
@@ -127,26 +128,26 @@ class Service:
         except LowbitError as error:
             raise of_lowbit(error) from None
 
-    def begin(self, request: Request, asks: Sequence[Ask], record: Record) -> Answers:
+    def begin(self, request: Request, wanted: Sequence[TextRequest], record: Record) -> Answers:
         """Ask the engine for answers.
 
         Args:
             request: HTTP request; when its client leaves, the answers are cancelled.
-            asks: one for each answer.
+            wanted: request to the engine for each answer.
             record: facts of the request for the log.
 
         Raises:
             ApiError: 429 where the queue is full, 503 while the server ends or the engine is gone.
         """
-        self.check_open(len(asks))
+        self.check_open(len(wanted))
         mailbox = Mailbox()
         jobs = [
-            Job(index, ask, mailbox, self.model.tokenizer, record.started)
-            for index, ask in enumerate(asks)
+            Job(index, each, mailbox, self.model.tokenizer, record.started)
+            for index, each in enumerate(wanted)
         ]
         logs = self.settings.log_prompts
         if logs:
-            prompts = dict.fromkeys(ask.tokens.request.prompt for ask in asks)
+            prompts = dict.fromkeys(each.tokens.request.prompt for each in wanted)
             record.prompts = [self.model.tokenizer.text.decode(ids) for ids in prompts]
         for job in jobs:  # last: what fails before leaves nothing running
             self.worker.begin(job)

@@ -8,17 +8,54 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
 from lowbit.formats.errors import LowbitError
 from lowbit.formats.machine.system import explained
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.stream import Answer
 from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
 
 log = logging.getLogger("lowbit.serve")
 RETRY_S = 1.0  # until a step is tried again that failed without any request
 STOP_S = 10.0  # for the step under way, when the server ends
+
+
+class Mailbox:
+    """Queue of updates from the engine's thread to the task that answers the request.
+
+    All methods belong to the event loop.
+    """
+
+    __slots__ = ("_updates", "_waiter")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._updates: list[Update] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        """Append an update and wake the waiting task."""
+        self._updates.append(update)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make `take` return although no update has come."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> Sequence[Update]:
+        """Wait for updates; returns all since the last call, none only after `wake`."""
+        if not self._updates:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        found, self._updates = self._updates, []
+        return found
 
 
 class Worker:
@@ -72,7 +109,7 @@ class Worker:
     def begin(self, job: Job) -> None:
         """Hand a job to the thread; called on the event loop."""
         if self._over:
-            job.mailbox.put(Update(job.index, [], [], error=_gone()))
+            job.mailbox.put(Update(job.index, error=_gone()))
             return
         if not self.open:
             self._turned = time.monotonic()
@@ -122,19 +159,20 @@ class Worker:
 
     def _submit(self, job: Job) -> None:
         if job.cancelled:
-            self._queue(job, Update(job.index, [], [], error=_left()))
+            self._queue(job, Update(job.index, error=_left()))
             return
         try:
-            job.handle = self._engine.submit(job.ask.tokens)
+            handle = self._engine.submit(job.request.tokens)
+            job.answer = Answer(job.request, job.tokenizer, handle)
         except LowbitError as error:
-            self._queue(job, Update(job.index, [], [], error=error))
+            self._queue(job, Update(job.index, error=error))
             return
         except BaseException as error:
             log.exception("a request could not be begun")
-            self._queue(job, Update(job.index, [], [], error=_of_bug(error)))
+            self._queue(job, Update(job.index, error=_of_bug(error)))
             return
         if job.cancelled:  # meanwhile
-            job.handle.cancel()
+            handle.cancel()
         self._running.append(job)
 
     def _step(self) -> None:
@@ -151,7 +189,7 @@ class Worker:
         """End all jobs with an error."""
         for job in self._running:
             job.cancel()
-            self._queue(job, Update(job.index, [], [], error=error))
+            self._queue(job, Update(job.index, error=error))
         self._running.clear()
 
     def _collect(self) -> None:
@@ -163,26 +201,29 @@ class Worker:
                 self._queue(job, update)
                 done |= update.last
         if done:
-            self._running = [job for job in self._running if job.handle is not None]
+            self._running = [job for job in self._running if job.answer is not None]
 
     def _update_of(self, job: Job) -> Update | None:
         """The update of a job, if there is one; its tokens are counted."""
+        answer = job.answer
+        if answer is None:
+            return None
         try:
-            before, last_at = job.count, job.last_at
+            before, last_at = answer.count, answer.last_at
             update = job.collect()
-            if job.count != before:
-                self._metrics.count_tokens(job, before, last_at)
+            if answer.count != before:
+                self._metrics.count_tokens(answer, job.asked_at, before, last_at)
             if update is None and job.cancelled:
-                update = Update(job.index, [], [], error=_left())
-            if update is not None and update.last and job.handle is not None:
-                found = job.handle.speculation
+                update = Update(job.index, error=_left())
+            if update is not None and update.last:
+                found = answer.handle.speculation
                 if found is not None:
                     self._metrics.count_drafts(found)
             return update
         except BaseException as error:
             log.exception("an answer could not be made")
             job.cancel()
-            return Update(job.index, [], [], error=_of_bug(error))
+            return Update(job.index, error=_of_bug(error))
 
     def _queue(self, job: Job, update: Update) -> None:
         """Queue an update for the event loop, which `_wake` wakes."""
@@ -190,7 +231,7 @@ class Worker:
         if cause is not None and explained(cause) is None:  # a bug, such as in a mask
             log.error("an answer failed", exc_info=cause)
         if update.last:
-            job.handle = None
+            job.answer = None
         self._outbox.append((job, update))
 
     def _wake(self) -> None:
@@ -223,7 +264,7 @@ class Worker:
             left += () if job is None else (job,)
         for job in left:
             job.cancel()
-            self._outbox.append((job, Update(job.index, [], [], error=_gone())))
+            self._outbox.append((job, Update(job.index, error=_gone())))
         self._running = []
         self._deliver()
 

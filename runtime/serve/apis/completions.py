@@ -11,6 +11,7 @@ from pydantic import Field
 
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.sequence import TokenLogProbabilities
+from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Collected, collect
 from lowbit.runtime.serve.apis.common import (
     ChunkWriter,
@@ -30,7 +31,7 @@ from lowbit.runtime.serve.apis.fields import (
 )
 from lowbit.runtime.serve.body import RequestBody
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import AnswerToken, Ask, Update
+from lowbit.runtime.serve.job import AnswerToken, Update
 from lowbit.runtime.serve.request.constraints import constraint_of_text
 from lowbit.runtime.serve.request.prepare import begin, copies, read_answer_request, tokens_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
@@ -65,9 +66,9 @@ async def create(request: Request) -> Response:
     service, body = await read_answer_request(request, CompletionBody)
     model = service.model
     limited = any(getattr(body, name) is not None for name in FormatFields.model_fields)
-    asks = await service.in_thread(lambda: asks_of(model, body), limited)
-    opened = begin(request, service, body, asks)
-    prompts = [list(ask.tokens.request.prompt) for ask in asks]
+    wanted = await service.in_thread(lambda: requests_of(model, body), limited)
+    opened = begin(request, service, body, wanted)
+    prompts = [list(each.tokens.request.prompt) for each in wanted]
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -103,8 +104,8 @@ def prompts_of(model: Model, body: CompletionBody) -> list[list[int]]:
     return given
 
 
-def asks_of(model: Model, body: CompletionBody) -> list[Ask]:
-    """All answers to ask for, those to one prompt next to each other.
+def requests_of(model: Model, body: CompletionBody) -> list[TextRequest]:
+    """A request for every answer, those to one prompt next to each other.
 
     Raises:
         RequestError, ApiError: the body cannot be served.
@@ -116,10 +117,11 @@ def asks_of(model: Model, body: CompletionBody) -> list[Ask]:
     if body.echo and (body.logprobs is not None or most == 0):
         options = replace(options, prompt_logprobs=body.logprobs or 0)
     new_constraint = constraint_of_text(model, format_of(body))
-    asks = [
-        Ask(tokens_of(model, ids, options), "raw", options.stops) for ids in prompts_of(model, body)
+    wanted = [
+        TextRequest(tokens_of(model, ids, options), options.stops, "raw")
+        for ids in prompts_of(model, body)
     ]
-    return [one for ask in asks for one in copies(ask, body.count, new_constraint)]
+    return [one for each in wanted for one in copies(each, body.count, new_constraint)]
 
 
 def _choice(

@@ -258,7 +258,7 @@ async def create(request: Request) -> Response:
     """Answer a conversation."""
     opened = await open_conversation(request, ResponsesBody, conversation_of, _options)
     body, model, answers = opened.body, opened.model, opened.answers
-    begun = _begun(body, opened.asks[0].tokens.request.sampling)
+    begun = _begun(body, opened.wanted[0].tokens.request.sampling)
     made = ResponseObject(begun, opened.prompt_tokens)
     if body.stream:
         return EventStream(answers, ResponseEvents(made, model.tokenizer))

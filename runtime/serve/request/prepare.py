@@ -9,10 +9,10 @@ from fastapi import Request
 from lowbit.formats.errors import SettingError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
+from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Answers
 from lowbit.runtime.serve.body import AnswerBody, ModelBody, read_body
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import Ask
 from lowbit.runtime.serve.logs import record_of
 from lowbit.runtime.serve.request.constraints import NewConstraint, constraint_of
 from lowbit.runtime.serve.request.conversation import Conversation, encode
@@ -55,14 +55,14 @@ class Opened(Generic[ForAnswers]):
     Attributes:
         body: body of the request.
         model: model that answers.
-        asks: one for each answer.
+        wanted: request to the engine for each answer.
         prompt_tokens: length of all prompts.
         answers: answers to come.
     """
 
     body: ForAnswers
     model: Model
-    asks: Sequence[Ask]
+    wanted: Sequence[TextRequest]
     prompt_tokens: int
     answers: Answers
 
@@ -97,13 +97,13 @@ async def read_answer_request(
 
 
 def begin(
-    request: Request, service: Service, body: ForAnswers, asks: Sequence[Ask]
+    request: Request, service: Service, body: ForAnswers, wanted: Sequence[TextRequest]
 ) -> Opened[ForAnswers]:
     """Ask the engine for all answers to a request; errors as in `Service.begin`."""
     record = record_of(request)
-    record.prompt_tokens = sum(len(ask.tokens.request.prompt) for ask in asks[:: body.count])
-    answers = service.begin(request, asks, record)
-    return Opened(body, service.model, asks, record.prompt_tokens, answers)
+    record.prompt_tokens = sum(len(each.tokens.request.prompt) for each in wanted[:: body.count])
+    answers = service.begin(request, wanted, record)
+    return Opened(body, service.model, wanted, record.prompt_tokens, answers)
 
 
 async def open_conversation(
@@ -128,23 +128,25 @@ async def open_conversation(
     model, settings = service.model, service.settings
     conversation = await service.in_thread(lambda: conversation_of(model, body))
 
-    def prepare() -> list[Ask]:
+    def prepare() -> list[TextRequest]:
         options = options_of(body)
-        ask, new_constraint = ask_of(model, settings, conversation, options, bool(body.stream))
-        return copies(ask, body.count, new_constraint)
+        one, new_constraint = text_request(
+            model, settings, conversation, options, bool(body.stream)
+        )
+        return copies(one, body.count, new_constraint)
 
-    asks = await service.in_thread(prepare, conversation.limited)
-    return begin(request, service, body, asks)
+    wanted = await service.in_thread(prepare, conversation.limited)
+    return begin(request, service, body, wanted)
 
 
-def ask_of(
+def text_request(
     model: Model,
     settings: ServeSettings,
     conversation: Conversation,
     options: AnswerOptions,
     stream: bool,
-) -> tuple[Ask, NewConstraint]:
-    """The answer to a conversation to ask for, without its constraint, and a way to make that.
+) -> tuple[TextRequest, NewConstraint]:
+    """The request for the answer to a conversation, without its constraint, and what makes that.
 
     Raises:
         RequestError, ApiError: the request cannot be served.
@@ -155,16 +157,16 @@ def ask_of(
         budget = settings.max_thinking_tokens
     new_constraint = constraint_of(model, conversation, prompt, budget)
     tokens = tokens_of(model, prompt.ids, options)
-    ask = Ask(
+    one = TextRequest(
         tokens,
-        prompt.begin,
         options.stops,
+        prompt.begin,
         prompt.tools,
         prompt.form,
         conversation.parallel,
         stream,
     )
-    return ask, new_constraint
+    return one, new_constraint
 
 
 def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> CheckedRequest:
@@ -188,13 +190,13 @@ def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> Ch
         raise invalid(str(error), error.setting, "invalid_value") from None
 
 
-def copies(ask: Ask, count: int, new_constraint: NewConstraint) -> list[Ask]:
-    """Ask `count` times, each with a constraint and a seed of its own."""
-    first = ask.tokens.request.sampling.seed
+def copies(one: TextRequest, count: int, new_constraint: NewConstraint) -> list[TextRequest]:
+    """The request `count` times, each with a constraint and a seed of its own."""
+    first = one.tokens.request.sampling.seed
     found = []
     for index in range(count):
         seed = None if first is None else (first + index) % SEEDS
-        found.append(replace(ask, tokens=ask.tokens.answer(new_constraint(), seed)))
+        found.append(replace(one, tokens=one.tokens.answer(new_constraint(), seed)))
     return found
 
 

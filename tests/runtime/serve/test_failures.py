@@ -22,14 +22,13 @@ from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.results import PlainStep
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.scheduler import Room
-from lowbit.runtime.engine.stream import Handle
+from lowbit.runtime.engine.stream import Answer, Handle
 from lowbit.runtime.serve import service
-from lowbit.runtime.serve.answers import Mailbox
 from lowbit.runtime.serve.apis.chat import ChatEvents
 from lowbit.runtime.serve.job import Job, Update
 from lowbit.runtime.serve.metrics import Metrics
 from lowbit.runtime.serve.server import Server
-from lowbit.runtime.serve.worker import Worker
+from lowbit.runtime.serve.worker import Mailbox, Worker
 from lowbit.runtime.text.answer import AnswerSplitter
 from lowbit.runtime.text.tokenizer import Tokenizer
 from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
@@ -85,7 +84,7 @@ def healthy(server: Running) -> bool:
         (Runner, "chunk"),
         (Runner, "decode"),
         (PlainStep, "commit"),
-        (Job, "_push"),
+        (Answer, "push"),
         (AnswerSplitter, "push"),
         (Metrics, "count_tokens"),
         (Tokenizer, "encode"),
