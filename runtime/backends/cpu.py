@@ -9,8 +9,8 @@ from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
 from lowbit.runtime.backends.cpu_sampling import accept as accept
 from lowbit.runtime.backends.cpu_sampling import choose as choose
 from lowbit.runtime.backends.cpu_sampling import log_probabilities as log_probabilities
-from lowbit.runtime.backends.delta_rule import delta_net as delta_net
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.backends.delta_rule import delta_net
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
@@ -212,15 +212,13 @@ def delta_linear(
     qkvz: Tensor,
     ba: Tensor,
     weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
+    states: LayerStates,
     step: Step,
-    layer: int,
     w: CpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    return product(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, added=residual)
+    return product(delta_net(qkvz, ba, weights, states, step), w, added=residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

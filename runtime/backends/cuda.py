@@ -15,10 +15,10 @@ from lowbit.runtime.kernels.attention.decode import attention_decode
 from lowbit.runtime.kernels.attention.prefill import attention_prefill
 from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
-from lowbit.runtime.kernels.delta.program import MOST_DIM
 from lowbit.runtime.kernels.experts.tiled import gathered as gathered
 from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
+from lowbit.runtime.kernels.launch.delta import MOST_DIM
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
@@ -29,7 +29,7 @@ from lowbit.runtime.kernels.rows import swiglu as swiglu_of
 from lowbit.runtime.kernels.sampling.accept import accept as accept
 from lowbit.runtime.kernels.sampling.choose import choose as choose
 from lowbit.runtime.kernels.sampling.logprobs import log_probabilities as log_probabilities
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
@@ -168,30 +168,15 @@ def delta_linear(
     qkvz: Tensor,
     ba: Tensor,
     weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
+    states: LayerStates,
     step: Step,
-    layer: int,
     w: GpuLinear,
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
     few = not step.prompt and qkvz.shape[0] <= EXACT_TOKENS
     if few and isinstance(w, TiledLinear):
-        parts, squares = delta_decode_parts(qkvz, ba, weights, slots, step, layer)
-        return product(parts, w, squares=squares, eps=eps, added=residual)
-    return product(delta_net(qkvz, ba, weights, eps, slots, step, layer), w, added=residual)
-
-
-def delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
-    step: Step,
-    layer: int,
-) -> Tensor:
-    """Gated DeltaNet without its output linear: [M, Hv * Dv]."""
+        parts, squares = delta_decode_parts(qkvz, ba, weights, states, step)
+        return product(parts, w, squares=squares, eps=weights.eps, added=residual)
     advance = delta_prefill if step.prompt else delta_decode
-    return advance(qkvz, ba, weights, eps, slots, step, layer)
+    return product(advance(qkvz, ba, weights, states, step), w, added=residual)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.step import NO_SLOT, Step
 
 CHUNK = 64
@@ -25,41 +25,40 @@ def delta_net(
     qkvz: Tensor,
     ba: Tensor,
     weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
+    states: LayerStates,
     step: Step,
-    layer: int,
 ) -> Tensor:
     """Convolution, gates, delta rule and gated norm; see `Ops.delta_linear`."""
     rule = chunked if step.prompt else recurrent
     outs: list[Tensor] = []
     first = 0
     for span in step.spans:
-        slot, state = span.read, slots.state(layer, span.read)
+        slot, state = span.read, (states.window[span.read], states.memory[span.read])
         size = span.count if step.prompt else 1
         for target in span.writes[size - 1 :: size]:
             before = state
             if target != slot:
-                state = _scratch(before) if target == NO_SLOT else slots.state(layer, target)
+                state = _state(states, target, before)
                 slot = target
             x, gates = qkvz, ba
             if size < qkvz.shape[0]:
                 x, gates = qkvz[first : first + size], ba[first : first + size]
-            outs.append(_tokens(x, gates, weights, eps, rule, before, state))
+            outs.append(_tokens(x, gates, weights, rule, before, state))
             first += size
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _scratch(like: State) -> State:
-    """Room for a state that no slot takes."""
-    return torch.empty_like(like[0]), torch.empty_like(like[1])
+def _state(states: LayerStates, slot: int, like: State) -> State:
+    """The state in a slot, or room for one like another where it is not kept."""
+    if slot == NO_SLOT:
+        return torch.empty_like(like[0]), torch.empty_like(like[1])
+    return states.window[slot], states.memory[slot]
 
 
 def _tokens(
     qkvz: Tensor,
     ba: Tensor,
     weights: DeltaWeights,
-    eps: float,
     rule: Callable[..., Tensor],
     before: State,
     after: State,
@@ -84,7 +83,7 @@ def _tokens(
         before[1],
         after[1],
     )
-    normed = gated_norm(out, z.reshape(T, heads, -1), weights.norm, eps)
+    normed = gated_norm(out, z.reshape(T, heads, -1), weights.norm, weights.eps)
     return normed.reshape(T, -1).to(qkvz.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.host_rings import LogProbabilities
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
@@ -120,10 +120,8 @@ class Ops(Protocol[W]):
         qkvz: Tensor,
         ba: Tensor,
         weights: DeltaWeights,
-        eps: float,
-        slots: DeltaSlots,
+        states: LayerStates,
         step: Step,
-        layer: int,
         w: W,
         residual: Tensor,
     ) -> Tensor:
@@ -135,10 +133,8 @@ class Ops(Protocol[W]):
             qkvz: [M, C + Hv * Dv], the channels of q, k, v (see `DeltaWeights.conv`), then z.
             ba: [M, 2 * Hv], b of every value head, then a.
             weights: of this layer.
-            eps: of the norm.
-            slots: read and written where the step says.
+            states: of this layer, read and written where the step says.
             step: sequence of every token.
-            layer: which of the slots' L layers.
             w: [h, Hv * Dv].
             residual: [M, h].
 

@@ -128,9 +128,8 @@ class Qwen35(Generic[W]):
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, norm, eps)
-            return ops.delta_linear(
-                qkvz, ba, mixer.weights, eps, state.slots, step, mixer.index, mixer.out, x
-            )
+            states = state.slots.layer(mixer.index)
+            return ops.delta_linear(qkvz, ba, mixer.weights, states, step, mixer.out, x)
         qkv = ops.product(x, mixer.qkv, norm=norm, eps=eps)
         index = mixer.index
         mixed = ops.attention(
@@ -211,6 +210,7 @@ def _delta_net(config: Qwen35Config, weights: Weights[W], p: str, index: int) ->
             norm=weights.tensor(f"{p}.norm.weight", torch.float32),  # stored around one
             key_heads=config.linear_num_key_heads,
             key_dim=config.linear_key_head_dim,
+            eps=config.rms_norm_eps,
         ),
         out=weights.linear(f"{p}.out_proj"),
     )

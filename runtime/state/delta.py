@@ -20,6 +20,7 @@ class DeltaWeights:
         norm: [Dv], gain of the norm of each head's output.
         key_heads: Hk; value head i reads q and k of head i // (Hv / Hk).
         key_dim: Dk.
+        eps: of the norm.
     """
 
     conv: Tensor
@@ -28,6 +29,7 @@ class DeltaWeights:
     norm: Tensor
     key_heads: int
     key_dim: int
+    eps: float
 
     @property
     def value_heads(self) -> int:
@@ -38,6 +40,21 @@ class DeltaWeights:
     def value_dim(self) -> int:
         """Dv."""
         return self.norm.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """States of one linear layer in all slots; see `DeltaSlots`.
+
+    Attributes:
+        window: [S, W - 1, C], `conv` of the layer.
+        memory: [S, Hv, Dk, Dv] float32.
+        arrived: [S, Hk] int32.
+    """
+
+    window: Tensor
+    memory: Tensor
+    arrived: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +87,9 @@ class DeltaSlots:
         """Bytes of the state in a slot."""
         return (self.conv.nbytes + self.memory.nbytes) // max(1, self.count)
 
-    def state(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """A layer's window [W - 1, C] and memory [Hv, Dk, Dv] in a slot."""
-        return self.conv[layer, slot], self.memory[layer, slot]
+    def layer(self, index: int) -> LayerStates:
+        """The states of a layer, as views."""
+        return LayerStates(self.conv[index], self.memory[index], self.arrived)
 
     def clear(self, slot: int) -> None:
         """Put the state before the first token into a slot."""

@@ -21,29 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.delta.program import sizes_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.linear.norm import SQUARES
-from lowbit.runtime.state.delta import DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.step import Step
-
-
-def gated_norm_ref(o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float) -> Tensor:
-    """The value `gated_norm` approximates: [M, Hv * Dv] float64; the window is not moved."""
-    shape = (o.shape[0], weights.value_heads, weights.value_dim)
-    o, z = o.double().view(shape), qkvz[:, weights.conv.shape[0] :].double().reshape(shape)
-    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * weights.norm.double()
-    return (normed * torch.nn.functional.silu(z)).view(o.shape[0], -1)
-
-
-def norm_heads_ref(parts: Tensor, squares: Tensor, eps: float) -> Tensor:
-    """The value `norm_heads` approximates: [M, Hv * Dv] float64."""
-    heads = parts.double().view(*squares.shape[:2], -1)
-    mean = squares.double().sum(-1, keepdim=True) / heads.shape[-1]
-    return (heads * torch.rsqrt(mean + eps)).view(parts.shape)
-
-
-def window_ref(qkvz: Tensor, window: Tensor) -> Tensor:
-    """The window [W - 1, C] after the tokens of qkvz."""
-    rows, C = window.shape
-    return torch.cat((window, qkvz[:, :C].to(window.dtype)))[-rows:]
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
@@ -126,7 +105,7 @@ def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -
 
 
 def gated_norm(
-    o: Tensor, qkvz: Tensor, weights: DeltaWeights, eps: float, windows: Tensor, step: Step
+    o: Tensor, qkvz: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
 ) -> Tensor:
     """Gated RMS norm of every head of a prompt; the window moves past its tokens.
 
@@ -134,8 +113,7 @@ def gated_norm(
         o: [M, Hv * Dv] float32, the recurrence's output.
         qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
         weights: of the layer; Dv is a power of two.
-        eps: of the norm.
-        windows: [S, W - 1, C] of the layer's slots.
+        states: of the layer.
         step: the slot `read[0]` has the window before the first token, `write[M - 1]` takes the one
             after the last.
 
@@ -147,7 +125,7 @@ def gated_norm(
     run(
         _gated_norm_kernel,
         (M, sizes.Hv),
-        *(o, qkvz, weights.norm, windows, step.read, step.write, out, M, eps),
+        *(o, qkvz, weights.norm, states.window, step.read, step.write, out, M, weights.eps),
         SIZES=sizes,
         BLOCK_C=triton.next_power_of_2(triton.cdiv(sizes.C, sizes.Hv)),
         num_warps=1,

@@ -22,43 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.runtime.kernels.delta.decode import token_ref
 from lowbit.runtime.kernels.delta.heads import gates
 from lowbit.runtime.kernels.delta.out import gated_norm
 from lowbit.runtime.kernels.delta.program import L2_EPS, sizes_of
+from lowbit.runtime.kernels.launch.delta import BLOCK_K, BLOCK_M, BLOCK_V, CHUNK
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights
+from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.step import Step
-
-CHUNK = 64
-BLOCK_M = 16  # tokens a program convolves
-BLOCK_K = 32  # of Dk a program of chunks multiplies at a time
-BLOCK_V = 32  # columns of S a program carries through the chunks
-
-
-def delta_prefill_ref(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
-    step: Step,
-    layer: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The values `delta_prefill` approximates, token by token; no slot is written.
-
-    Returns:
-        out [M, Hv * Dv] and the memory [Hv, Dk, Dv] after the last token in float64, and the window
-        [W - 1, C] after it.
-    """
-    slot = int(step.read[0])
-    window, memory = slots.conv[layer, slot], slots.memory[layer, slot].double()
-    outs = []
-    for m in range(qkvz.shape[0]):
-        x, gate = qkvz[m : m + 1], ba[m : m + 1]
-        out, memory, window = token_ref(x, gate, weights, eps, window, memory)
-        outs.append(out)
-    return torch.cat(outs), memory, window
 
 
 @triton.jit
@@ -215,13 +185,7 @@ def _scan_kernel(
 
 
 def delta_prefill(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    eps: float,
-    slots: DeltaSlots,
-    step: Step,
-    layer: int,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
 ) -> Tensor:
     """M tokens of one sequence in a gated DeltaNet layer; see `Ops.delta_linear`.
 
@@ -241,7 +205,7 @@ def delta_prefill(
     run(
         _mix_kernel,
         (triton.cdiv(M, BLOCK_M), 2 * sizes.Hk + Hv),
-        *(qkvz, slots.conv[layer], step.read, weights.conv, mixed, M),
+        *(qkvz, states.window, step.read, weights.conv, mixed, M),
         SIZES=sizes,
         BLOCK_M=BLOCK_M,
         num_warps=4,
@@ -261,10 +225,10 @@ def delta_prefill(
     run(
         _scan_kernel,
         (Hv, Dv // block_v),
-        *(mixed, inverse, scores, steps, slots.memory[layer], step.read, step.write, o, M),
+        *(mixed, inverse, scores, steps, states.memory, step.read, step.write, o, M),
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_V=block_v,
         **options,
     )
-    return gated_norm(o, qkvz, weights, eps, slots.conv[layer], step)
+    return gated_norm(o, qkvz, weights, states, step)

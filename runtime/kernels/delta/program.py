@@ -10,17 +10,18 @@ from functools import cache
 
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.launch.attention import CROWD
+from lowbit.runtime.kernels.launch.delta import (
+    CROWD,
+    MOST_SPLITS,
+    MOST_TURN,
+    WARPS,
+    delta_splits,
+)
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.ptx.memory import declaration
 from lowbit.runtime.state.delta import DeltaWeights
 
 L2_EPS = gl.constexpr(1e-6)  # added to the sum of squares of q and k, whatever the model's eps
-WARPS = 8  # of a program
-MOST_TURN = 4  # tokens that a program convolves at a time
-MOST_DIM = 128  # channels of a head: columns of a warp, and channels of half the threads
-ENOUGH = 256  # programs of a step: more split a head into fewer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +106,7 @@ class DeltaPlan:
 
 def plan(sizes: Sizes, sequences: int, normed: bool, pdl: bool) -> DeltaPlan:
     """The constants of a step of so many sequences; `normed`: whole heads are to be normed."""
-    splits = splits_of(sizes, sequences)
+    splits = delta_splits(sizes.Dk, sizes.Dv, sizes.Hv * sequences)
     return _plan(sizes, splits, normed, pdl, pdl and sizes.Hv * splits * sequences >= CROWD)
 
 
@@ -113,7 +114,7 @@ def plan(sizes: Sizes, sequences: int, normed: bool, pdl: bool) -> DeltaPlan:
 def _plan(sizes: Sizes, splits: int, normed: bool, pdl: bool, crowded: bool) -> DeltaPlan:
     Dk, Dv = sizes.Dk, sizes.Dv
     columns, half = Dv // splits, WARPS * 16
-    unit = max(1, Dk * Dv // (WARPS * 512))  # rows of a thread where SQUARES programs share a head
+    unit = max(1, Dk * Dv // (WARPS * 512))  # rows of a thread where splits are most
     turn = min(MOST_TURN, half // columns)
     key_bytes, value_bytes = 8 * half, 8 * columns
     used = turn * (key_bytes + 2 * value_bytes + 48) + 16 + WARPS * value_bytes
@@ -125,9 +126,9 @@ def _plan(sizes: Sizes, splits: int, normed: bool, pdl: bool, crowded: bool) -> 
         sharers=sizes.shared * splits,
         columns=columns,
         lanes=columns // 4,
-        rows=unit * SQUARES // splits,
+        rows=unit * MOST_SPLITS // splits,
         unit=unit,
-        group=Dv // SQUARES,
+        group=Dv // MOST_SPLITS,
         turn=turn,
         normed=normed,
         key_bytes=key_bytes,
@@ -135,17 +136,3 @@ def _plan(sizes: Sizes, splits: int, normed: bool, pdl: bool, crowded: bool) -> 
         pdl=pdl,
         buffer=declaration(max(used, STATIC_SHARED if crowded else 0)),
     )
-
-
-def splits_of(sizes: Sizes, sequences: int) -> int:
-    """Programs of a value head: SQUARES, or fewer where a step has more than ENOUGH.
-
-    Their number does not change a bit where a thread sums at least two rows of S before it adds
-    others' sums (the compiler would fuse a single product into that sum): of smaller heads it is
-    always the same.
-    """
-    splits = SQUARES
-    if sizes.Dk * sizes.Dv >= 2 * WARPS * 512:
-        while splits > 1 and sizes.Hv * sequences * splits > ENOUGH:
-            splits //= 2
-    return splits

@@ -1,4 +1,4 @@
-"""Launches of attention for one step, and of the delta rule beside it: how keys are split.
+"""Launches of attention for one step: how keys are split.
 
 Measured on an H200; elsewhere the same but for `hopper_registers`.
 """
@@ -127,8 +127,3 @@ def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int
 def row_bytes(head_dim: int) -> int:
     """Bytes from one head in shared memory to the next, padded so that they share no bank."""
     return 2 * head_dim + 64
-
-
-# One token of a gated DeltaNet: from so many programs on, each takes so much shared memory that few
-# fit on one multiprocessor; see `GemvLaunch.shared`.
-CROWD = 128

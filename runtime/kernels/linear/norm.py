@@ -8,6 +8,7 @@ which is the sum of its blocks in order, has the same bits in any company.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.launch.delta import MOST_SPLITS
 from lowbit.runtime.kernels.linear.program import SQUARES_BYTES
 from lowbit.runtime.kernels.ptx.memory import load16, load_shared4
 from lowbit.runtime.kernels.ptx.mma import (
@@ -20,7 +21,7 @@ from lowbit.runtime.kernels.ptx.mma import (
     times,
 )
 
-SQUARES = 4  # parts of the sum of a head's squares, which are one load
+SQUARES = MOST_SPLITS  # parts of the sum of a head's squares, 16 bytes that one load takes
 
 
 @gluon.jit

@@ -116,7 +116,9 @@ class Layer:
         channels = 2 * Hk * Dk + Hv * Dv
         self.generator = torch.Generator().manual_seed(1)
         decay, norm = -self.randn(Hv).exp(), 1 + self.randn(Dv) * 0.1
-        self.weights = DeltaWeights(self.randn(channels, W), decay, self.randn(Hv), norm, Hk, Dk)
+        self.weights = DeltaWeights(
+            self.randn(channels, W), decay, self.randn(Hv), norm, Hk, Dk, EPS
+        )
         self.slots = new_slots(LinearLayers(2, Hk, Hv, Dk, Dv, W), slots, torch.float32, "cpu")
         self.slots.conv.normal_(generator=self.generator)
         self.slots.memory.normal_(generator=self.generator)
@@ -133,7 +135,7 @@ class Layer:
         return DeltaSlots(slots.conv.clone(), slots.memory.clone(), slots.arrived)
 
     def run(self, slots: DeltaSlots, step: Step, qkvz: Tensor, ba: Tensor) -> Tensor:
-        return delta_net(qkvz, ba, self.weights, EPS, slots, step, 1)
+        return delta_net(qkvz, ba, self.weights, slots.layer(1), step)
 
 
 @pytest.mark.parametrize("prompt", [False, True])

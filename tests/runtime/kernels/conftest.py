@@ -16,8 +16,8 @@ from lowbit.runtime.kernels.linear import dense
 from lowbit.runtime.kernels.linear.tiles import TiledLinear, tiled
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.weights.linear import PackedLinear
-from tests.runtime.kernels.delta_layers import Layer
-from tests.runtime.kernels.delta_layers import make_layer as make_delta_layer
+from tests.runtime.kernels.delta.layers import Layer
+from tests.runtime.kernels.delta.layers import make_layer as make_delta_layer
 from tests.runtime.kernels.emulator import run_kernel
 
 MakePacked = Callable[[int, int, int, int], PackedLinear]

@@ -257,6 +257,7 @@ def delta_nets(full: bool) -> Iterator[str]:
         norm=torch.empty(D),
         key_heads=Hk,
         key_dim=D,
+        eps=EPS,
     )
     slots = new_slots(LinearLayers(1, Hk, Hv, D, D, 4), 2, torch.bfloat16, "meta")
     small = DenseLinear(zeros(2 * Hv, 4096))
@@ -270,7 +271,7 @@ def delta_nets(full: bool) -> Iterator[str]:
         qkvz, ba = zeros(tokens, C + Hv * D), zeros(tokens, 2 * Hv)
         step = step_of(1 if prompt else tokens, tokens, prompt)
         residual = zeros(tokens, 4096)
-        cuda.delta_linear(qkvz, ba, weights, EPS, slots, step, 0, w, residual)
+        cuda.delta_linear(qkvz, ba, weights, slots.layer(0), step, w, residual)
         yield f"delta, {tokens} tokens"
     smaller = ((1024, 2048), (2048, 2048), (2560, 4096))
     for bits, (hidden, K) in itertools.product((4, 8), smaller) if full else ():

@@ -278,6 +278,7 @@ def test_delta_net_waits(
         norm=randn(D).float(),
         key_heads=Hk,
         key_dim=D,
+        eps=EPS,
     )
     inputs = [randn(M, C + Hv * D), randn(M, 2 * Hv)]
     conv, memory = randn(1, M, 3, C), randn(1, M, Hv, D, D).float()
@@ -304,7 +305,7 @@ def test_delta_net_waits(
         torch.cuda.synchronize()
         if late is not None:
             late_copy(inputs[late], given[late])
-        out = cuda.delta_linear(qkvz, ba, weights, EPS, slots, step, 0, w, residual)
+        out = cuda.delta_linear(qkvz, ba, weights, slots.layer(0), step, w, residual)
         return [out, slots.conv, slots.memory, arrived]
 
     expected = advance(None)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_ref
-from lowbit.runtime.kernels.delta.out import norm_heads, norm_heads_ref
+from lowbit.runtime.kernels.delta.decode import delta_decode
+from lowbit.runtime.kernels.delta.out import norm_heads
+from lowbit.runtime.kernels.delta.reference import norm_heads_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.step import NO_SLOT
-from tests.runtime.kernels.delta_layers import (
+from tests.runtime.kernels.delta.layers import (
     EPS,
     HOME,
     IN_PLACE,
@@ -24,6 +25,7 @@ from tests.runtime.kernels.delta_layers import (
     Sizes,
     Tokens,
     check_slots,
+    expected_of,
     relative_error,
     same,
     step_of,
@@ -56,9 +58,9 @@ def test_decode(
     step = step_of(layer.device, sequences)
     for _ in range(5):  # longer than the window
         before, (qkvz, ba) = layer.copy(), layer.inputs(int(step.starts[-1]))
-        expected, *states = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+        expected, *states = expected_of(layer, qkvz, ba, step)
         layer.synchronize()
-        out = delta_decode(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+        out = delta_decode(qkvz, ba, layer.weights, layer.states, step)
         layer.synchronize()
         assert relative_error(out, expected) < bf16_error
         check_slots(layer, before, step, *states)
@@ -71,7 +73,7 @@ def test_decode_by_parts(make_layer: MakeLayer, bf16_error: float, sizes: Sizes)
     layer = make_layer(sizes)
     step = step_of(layer.device, MIXED)
     before, (qkvz, ba) = layer.copy(), layer.inputs(int(step.starts[-1]))
-    expected, *states = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    expected, *states = expected_of(layer, qkvz, ba, step)
     parts, squares = layer.parts(qkvz, ba, MIXED)
     assert parts.dtype == torch.bfloat16
     assert relative_error(norm_heads_ref(parts, squares, EPS), expected) < bf16_error
@@ -87,15 +89,15 @@ def test_many_sequences(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) 
     step, apart = step_of(layer.device, sequences), layer.copy()
     starts: list[int] = step.starts.tolist()
     before, (qkvz, ba) = layer.copy(), layer.inputs(20)
-    expected, *states = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    expected, *states = expected_of(layer, qkvz, ba, step)
     layer.synchronize()
-    out = delta_decode(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    out = delta_decode(qkvz, ba, layer.weights, layer.states, step)
     layer.synchronize()
     assert relative_error(out, expected) < bf16_error
     check_slots(layer, before, step, *states)
     for sequence, first, end in zip(sequences, starts, starts[1:], strict=False):
         one, m = step_of(layer.device, [sequence]), slice(first, end)
-        alone = delta_decode(qkvz[m], ba[m], apart.weights, EPS, apart.slots, one, 1)
+        alone = delta_decode(qkvz[m], ba[m], apart.weights, apart.states, one)
         layer.synchronize()
         assert torch.equal(out[m], alone)
     for slot in range(20):
@@ -177,7 +179,7 @@ def test_graph(make_layer: MakeLayer, sizes: Sizes) -> None:
     step = step_of(layer.device, [(0, [NO_SLOT] * 3), (1, [NO_SLOT])])
 
     def advance() -> Tensor:
-        return delta_decode(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+        return delta_decode(qkvz, ba, layer.weights, layer.states, step)
 
     advance()
     torch.cuda.synchronize()
@@ -193,7 +195,7 @@ def test_graph(make_layer: MakeLayer, sizes: Sizes) -> None:
         qkvz.normal_()
         graph.replay()
         torch.cuda.synchronize()
-        expected = delta_decode(qkvz, ba, apart.weights, EPS, apart.slots, now, 1)
+        expected = delta_decode(qkvz, ba, apart.weights, apart.states, now)
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
         assert not layer.slots.arrived.any()
@@ -212,12 +214,12 @@ def test_with_its_linear(
     w, residual = make_tiled(bits, N, sizes.Hv * sizes.Dv, 128), randn(1, N)
     qkvz, ba = layer.inputs(1)
     step = step_of(layer.device, IN_PLACE)
-    ref, _, _ = delta_decode_ref(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    ref, _, _ = expected_of(layer, qkvz, ba, step)
     expected = gemv_ref(ref, w, added=residual)
     apart = layer.copy()
-    mixed = delta_decode(qkvz, ba, apart.weights, EPS, apart.slots, step, 1)
+    mixed = delta_decode(qkvz, ba, apart.weights, apart.states, step)
     rounded = relative_error(gemv(mixed, w, added=residual), expected)
-    got = cuda.delta_linear(qkvz, ba, layer.weights, EPS, layer.slots, step, 1, w, residual)
+    got = cuda.delta_linear(qkvz, ba, layer.weights, layer.states, step, w, residual)
     assert relative_error(got, expected) < 1.2 * rounded
     assert torch.equal(layer.slots.memory, apart.slots.memory)
     assert torch.equal(layer.slots.conv, apart.slots.conv)

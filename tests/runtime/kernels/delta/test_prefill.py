@@ -5,11 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowbit.runtime.kernels.delta.gates import gates_ref
 from lowbit.runtime.kernels.delta.prefill import delta_prefill
+from lowbit.runtime.kernels.delta.reference import gates_ref
 from lowbit.runtime.state.step import NO_SLOT
-from tests.runtime.kernels.delta_layers import (
-    EPS,
+from tests.runtime.kernels.delta.layers import (
     FP32_ERROR,
     HOME,
     REAL,
@@ -53,7 +52,7 @@ def check_prefill(layer: Layer, bf16_error: float, M: int, target: int) -> None:
     before, (qkvz, ba) = layer.copy(), layer.inputs(M)
     step = step_of(layer.device, [(HOME, [NO_SLOT] * (M - 1) + [target])], prompt=True)
     ref, *state = exact(layer, qkvz, ba)
-    out = delta_prefill(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    out = delta_prefill(qkvz, ba, layer.weights, layer.states, step)
     assert relative_error(out, ref) < bf16_error
     check_slots(layer, before, step, *(part.expand(M, *part.shape) for part in state))
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import LinearLayers
-from lowbit.runtime.backends import cuda
-from lowbit.runtime.kernels.delta.decode import delta_decode_parts
-from lowbit.runtime.kernels.delta.prefill import delta_prefill_ref
-from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights, new_slots
+from lowbit.runtime.kernels.delta.decode import delta_decode, delta_decode_parts
+from lowbit.runtime.kernels.delta.prefill import delta_prefill
+from lowbit.runtime.kernels.delta.reference import delta_ref
+from lowbit.runtime.state.delta import DeltaSlots, DeltaWeights, LayerStates, new_slots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 
 EPS = 1e-6
@@ -69,6 +69,11 @@ class Layer:
     def device(self) -> torch.device:
         return self.slots.memory.device
 
+    @property
+    def states(self) -> LayerStates:
+        """Those of layer 1."""
+        return self.slots.layer(1)
+
     def copy(self) -> "Layer":
         slots = self.slots
         return Layer(
@@ -92,14 +97,15 @@ class Layer:
             M = x.shape[0]
             writes = [NO_SLOT] * (M - 1) + [HOME]
             step = step_of(self.device, [(HOME, writes)], prompt=M > 8 or not x.is_cuda)
-            outs.append(cuda.delta_net(x, y, self.weights, EPS, self.slots, step, 1))
+            advance = delta_prefill if step.prompt else delta_decode
+            outs.append(advance(x, y, self.weights, self.states, step))
             self.synchronize()
         return torch.cat(outs)
 
     def parts(self, qkvz: Tensor, ba: Tensor, sequences: Sequence[Tokens]) -> list[Tensor]:
         """Parts and squares of layer 1."""
         step = step_of(self.device, sequences)
-        found = delta_decode_parts(qkvz, ba, self.weights, self.slots, step, 1)
+        found = delta_decode_parts(qkvz, ba, self.weights, self.states, step)
         self.synchronize()
         return list(found)
 
@@ -127,6 +133,7 @@ def make_layer(device: str, sizes: Sizes, decay: float | None = None, count: int
         norm=(1 + 0.3 * torch.randn(sizes.Dv)).to(device),
         key_heads=sizes.Hk,
         key_dim=sizes.Dk,
+        eps=EPS,
     )
     linear = LinearLayers(2, sizes.Hk, sizes.Hv, sizes.Dk, sizes.Dv, taps=4)
     slots = new_slots(linear, count, torch.bfloat16, device)
@@ -154,10 +161,22 @@ def check_slots(layer: Layer, before: Layer, step: Step, memory: Tensor, window:
     assert not slots.arrived.any()
 
 
+def expected_of(
+    layer: Layer, qkvz: Tensor, ba: Tensor, step: Step
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of a step, and memory and window after each of its tokens, in float64."""
+    found = zip(*delta_ref(qkvz, ba, layer.weights, layer.states, step), strict=True)
+    out, memory, window = (torch.stack(each) for each in found)
+    return out, memory, window
+
+
 def exact(layer: Layer, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, memory and window after tokens that follow the state of HOME."""
-    step = step_of(layer.device, IN_PLACE)
-    return delta_prefill_ref(qkvz, ba, layer.weights, EPS, layer.slots, step, 1)
+    """Output of tokens that follow the state of HOME, and memory and window after the last."""
+    step = step_of(layer.device, [(HOME, [HOME] * qkvz.shape[0])])
+    outs = []
+    for token in delta_ref(qkvz, ba, layer.weights, layer.states, step):
+        outs.append(token[0])
+    return torch.stack(outs), *token[1:]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
