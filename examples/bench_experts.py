@@ -30,7 +30,7 @@ from lowbit.runtime.kernels.experts.route import Routes, experts_route
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
-from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import ExpertWeights
 
 H = 2048
 CHOSEN = 8

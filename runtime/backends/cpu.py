@@ -14,7 +14,7 @@ from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
-from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import ExpertWeights
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:

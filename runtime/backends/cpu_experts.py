@@ -5,8 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear, linear
-from lowbit.runtime.weights.experts import ExpertWeights
-from lowbit.runtime.weights.linear import DenseLinear
+from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights
 
 
 def mixture(x: Tensor, experts: ExpertWeights[CpuLinear]) -> Tensor:

@@ -34,8 +34,7 @@ from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
 from lowbit.runtime.thresholds import DENSE_TOKENS, EXACT_TOKENS, PACKED_TOKENS
-from lowbit.runtime.weights.experts import ExpertWeights
-from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 LEAST_HEAD = 16  # what a tensor-core tile takes
 MOST_SHARED = 8  # rows of half a tile

@@ -15,7 +15,7 @@ from lowbit.runtime.kernels.linear.dense import dense_gemv
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
 from lowbit.runtime.kernels.rows import rms_norm
 from lowbit.runtime.thresholds import EXPERTS_TOKENS
-from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import ExpertWeights
 
 MOST_SLOTS = 32  # of a warp's lanes
 MOST_SHARED = 96 << 10  # bytes of a program that every card has

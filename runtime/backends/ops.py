@@ -16,7 +16,7 @@ from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.round_inputs import RoundInputs
 from lowbit.runtime.state.sampler import SamplerRows
 from lowbit.runtime.state.step import Step
-from lowbit.runtime.weights.experts import ExpertWeights
+from lowbit.runtime.weights.linear import ExpertWeights
 
 W = TypeVar("W", contravariant=True)
 

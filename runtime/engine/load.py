@@ -21,9 +21,15 @@ from lowbit.runtime.engine.memory import Account, choose_cache
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.speculate.drafting import new_drafting
-from lowbit.runtime.models.drafter import load_drafter, open_drafter
 from lowbit.runtime.models.input_power import calibration_ids, check_searched, input_power
-from lowbit.runtime.models.loader import OpenedModel, check_device, load_decoder, open_model
+from lowbit.runtime.models.loader import (
+    OpenedModel,
+    check_device,
+    load_decoder,
+    load_drafter,
+    open_drafter,
+    open_model,
+)
 from lowbit.runtime.state.sampler import sampling_defaults
 from lowbit.runtime.text.tokenizer import load_tokenizer
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lowbit.formats.architectures.dense import DenseConfig
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.models.hidden_taps import HiddenTaps
-from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import HiddenTaps, Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step

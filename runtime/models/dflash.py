@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats.architectures.config import BlockDrafts
 from lowbit.formats.architectures.dflash import DFlashConfig
 from lowbit.runtime.backends.ops import DraftOps
-from lowbit.runtime.models.mlp import Mlp, read_mlp, run_mlp
+from lowbit.runtime.models.layer_parts import Mlp, read_mlp, run_mlp
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope, rope_tables
 from lowbit.runtime.state.step import Step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.architectures import (
+    DRAFTERS,
     Config,
     architecture_of,
     is_drafter,
@@ -30,7 +31,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare, prepared_bytes
 from lowbit.runtime.backends.ops import Ops
 from lowbit.runtime.kernels.linear.tiles import GpuLinear
-from lowbit.runtime.models.architectures import BUILD, HEADS, Model
+from lowbit.runtime.models.architectures import BUILD, DRAFTER_BUILD, HEADS, BlockDrafter, Model
 from lowbit.runtime.weights.quantized import quantized
 from lowbit.runtime.weights.weights import Weights, served
 
@@ -137,6 +138,49 @@ def open_model(
     )
 
 
+def open_drafter(folder: Path, target: OpenedModel) -> OpenedModel:
+    """Read the headers of a packed (or plain BF16) drafter, and check that it suits a model.
+
+    Args:
+        folder: of the drafter.
+        target: the model that it is to draft for.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+        FormatError: see `open_packed`.
+        UnsupportedModelError: no drafter, or one for another model.
+    """
+    packed = open_packed(folder, SERVED_BITS)
+    content = packed.checkpoint.config
+    config = read_config(content)
+    blocks = config.block_drafts
+    if blocks is None:
+        raise UnsupportedModelError(
+            f"`{folder}` is no drafter but a model of its own (`{kind_of(content)}`)",
+            hint=f"`architectures` in the config.json of a drafter is one of: "
+            f"{', '.join(DRAFTERS)}",
+        )
+    name, model = f"the drafter `{folder}`", target.config
+    for what, own, other in (
+        ("a vocabulary of {} tokens", config.vocab_size, model.vocab_size),
+        ("hidden states of {} numbers", config.hidden_size, model.hidden_size),
+    ):
+        if own != other:
+            raise UnsupportedModelError(
+                f"{name} is for {what.format(own)}, the model has {other}",
+                hint="give the drafter that was trained for this model",
+            )
+    # The authors' code reads the last layer after the final norm; no published drafter does.
+    most = model.num_hidden_layers - 2
+    highest = max(blocks.target_layers)
+    if highest > most:
+        raise UnsupportedModelError(
+            f"{name} reads layer {highest}, the model has layers up to {most} before the last",
+            hint="give the drafter that was trained for this model",
+        )
+    return OpenedModel(packed.checkpoint, config, packed.specs, packed.schemes)
+
+
 def check_device(opened: OpenedModel, device: str) -> None:
     """Refuse a model that has no kernels on a device.
 
@@ -158,13 +202,7 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
         UnsupportedModelError: the GPU's kernels have no place for the model's sizes.
     """
     if device == "cpu":
-        to_cpu: Weights[CpuLinear] = Weights(
-            opened.checkpoint,
-            opened.schemes,
-            device,
-            dtype,
-            lambda w, _: prepare(w, dtype),
-        )
+        to_cpu = _cpu_weights(opened, dtype)
         on_cpu = build_decoder(opened, to_cpu, cpu, context)
         to_cpu.check_finite()
         return on_cpu
@@ -188,6 +226,23 @@ def load_decoder(opened: OpenedModel, device: str, dtype: torch.dtype, context: 
     to_cuda.check_finite()
     torch.cuda.empty_cache()  # buffers of rows on their way to tiles
     return decoder
+
+
+def load_drafter(opened: OpenedModel, dtype: torch.dtype, context: int) -> BlockDrafter[CpuLinear]:
+    """Read the weights of a drafter onto the CPU, beside a model for `context` tokens.
+
+    Raises:
+        FormatError: a tensor holds NaN or Inf.
+    """
+    weights = _cpu_weights(opened, dtype)
+    build = DRAFTER_BUILD[kind_of(opened.checkpoint.config)]
+    drafter = build(opened.config, weights, cpu, context)
+    weights.check_finite()
+    return drafter
+
+
+def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
+    return Weights(opened.checkpoint, opened.schemes, "cpu", dtype, lambda w, _: prepare(w, dtype))
 
 
 def check_shared_experts(opened: OpenedModel) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.runtime.backends.cpu_linear import CpuLinear
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.models.architectures import BlockDrafter
-from lowbit.runtime.models.hidden_taps import HiddenTaps, new_hidden_taps
+from lowbit.runtime.models.layer_parts import HiddenTaps, new_hidden_taps
 from lowbit.runtime.models.loader import Decoder
 from lowbit.runtime.state.host_rings import new_ring
 from lowbit.runtime.state.pages import KVPages

@@ -10,8 +10,7 @@ from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_experts import routes
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.thresholds import EXACT_TOKENS
-from lowbit.runtime.weights.experts import ExpertWeights
-from lowbit.runtime.weights.linear import DenseLinear, Linear, PackedLinear
+from lowbit.runtime.weights.linear import DenseLinear, ExpertWeights, Linear, PackedLinear
 
 EPS = 1e-6
 H, INNER, SHARED = 64, 32, 96

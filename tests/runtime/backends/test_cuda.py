@@ -20,8 +20,7 @@ from lowbit.runtime.state.pages import pages_for
 from lowbit.runtime.state.rope import rope_tables
 from lowbit.runtime.state.step import lone_step
 from lowbit.runtime.thresholds import DENSE_TOKENS, PACKED_TOKENS
-from lowbit.runtime.weights.experts import MlpWeights
-from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
+from lowbit.runtime.weights.linear import DenseLinear, MlpWeights, PackedLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.gpu

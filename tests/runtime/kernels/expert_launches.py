@@ -18,7 +18,7 @@ def tokens_of(full: bool, bits: int, shared: bool) -> tuple[int, ...]:
 def mixtures(full: bool) -> Iterator[str]:
     """Experts of Qwen3.5-35B-A3B and Qwen3-30B-A3B, for a step and for a prompt."""
     from lowbit.runtime.backends import cuda
-    from lowbit.runtime.weights.experts import ExpertWeights
+    from lowbit.runtime.weights.linear import ExpertWeights
 
     # hidden, experts, width of one, a shared one
     sizes = [(2048, 256, 512, True), (2048, 128, 768, False)]

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.experts.tiled import TiledExperts, gathered, stacked
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, dequantized, tiled
-from lowbit.runtime.weights.experts import ExpertWeights
-from lowbit.runtime.weights.linear import PackedLinear
+from lowbit.runtime.weights.linear import ExpertWeights, PackedLinear
 
 EPS = 1e-6
 FP32_ERROR = 5e-6  # relative to the norm of the result

@@ -1,12 +1,14 @@
-"""What follows attention in a layer, in every family: a gated MLP, or a mixture of experts."""
+"""Parts of layers that families share: the MLP or experts, and taps of hidden states."""
 
+from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lowbit.formats.architectures.config import Experts
 from lowbit.runtime.backends.ops import Ops
-from lowbit.runtime.weights.experts import ExpertWeights, MlpWeights
+from lowbit.runtime.weights.linear import ExpertWeights, MlpWeights
 from lowbit.runtime.weights.weights import Weights
 
 W = TypeVar("W")  # what the backend keeps a linear as
@@ -14,7 +16,7 @@ Mlp = MlpWeights[W] | ExpertWeights[W]
 
 
 def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Tensor:
-    """`x` plus what the MLP, or the experts, make of the normed x: [M, h] to [M, h]."""
+    """Add the output of the MLP, or of the experts, for the normed x to x: [M, h] to [M, h]."""
     if isinstance(mlp, ExpertWeights):
         return ops.moe(x, norm, eps, mlp)
     act = ops.product(x, mlp.gate_up, norm=norm, eps=eps, swiglu=True)  # [M, I]
@@ -22,7 +24,7 @@ def run_mlp(ops: Ops[W], x: Tensor, norm: Tensor, eps: float, mlp: Mlp[W]) -> Te
 
 
 def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
-    """Read the MLP whose tensors begin with `p`, or the experts of such sizes."""
+    """Read the MLP, or the experts, whose tensors begin with `p`."""
     if experts is None:
         return MlpWeights(
             gate_up=weights.linear(f"{p}.gate_proj", f"{p}.up_proj", paired=True),
@@ -43,3 +45,27 @@ def read_mlp(weights: Weights[W], p: str, experts: Experts | None) -> Mlp[W]:
         chosen=experts.chosen,
         shared=shared,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTaps:
+    """Buffer for the outputs of some layers in a step, which a drafter reads.
+
+    Attributes:
+        layers: indices of these n layers.
+        out: [M, n * h], written; outputs of a token lie side by side, in the order of `layers`.
+    """
+
+    layers: tuple[int, ...]
+    out: Tensor
+
+    def take(self, layer: int, x: Tensor) -> None:
+        """Keep a copy of a layer's output [M, h] if it is one of these."""
+        if layer in self.layers:
+            h, place = x.shape[1], self.layers.index(layer)
+            self.out[:, place * h : (place + 1) * h] = x
+
+
+def new_hidden_taps(layers: tuple[int, ...], tokens: int, h: int, dtype: torch.dtype) -> HiddenTaps:
+    """Buffer for a step of `tokens` tokens, on the CPU."""
+    return HiddenTaps(layers, torch.empty(tokens, len(layers) * h, dtype=dtype))
