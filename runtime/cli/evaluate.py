@@ -87,10 +87,10 @@ def evaluate(
     from lowbit.formats.layout.manifest import MANIFEST_FILE
     from lowbit.formats.shell.tables import progress_bars
     from lowbit.formats.tasks import TASKS_FILE, merged, read_tasks, write_tasks
+    from lowbit.runtime.evaluate.evaluate import TaskSettings, find_tasks
     from lowbit.runtime.evaluate.evaluate import evaluate as run
-    from lowbit.runtime.evaluate.evaluate import find_tasks
 
-    names = [task.strip() for task in tasks.split(",") if task.strip()]
+    names = tuple(task.strip() for task in tasks.split(",") if task.strip())
     if not names:
         raise click.UsageError("--tasks names no task.")
     if thinking is not None and not chat:
@@ -99,20 +99,11 @@ def evaluate(
     if keeps:
         check_place(Path(name) / TASKS_FILE)
         read_tasks(Path(name))
-    manager = find_tasks(names, task_folder)
+    settings = TaskSettings(names, task_folder, limit, num_fewshot, chat, thinking)
+    manager = find_tasks(settings)
     model = load_model(name, options)
     with progress_bars({"answers": "answering"}, quiet=as_json) as progress:
-        done = run(
-            model,
-            names,
-            manager=manager,
-            task_folder=task_folder,
-            limit=limit,
-            few_shot=num_fewshot,
-            chat=chat,
-            thinking=thinking,
-            progress=lambda answered, total: progress("answers", answered, total),
-        )
+        done = run(model, settings, manager, lambda *counts: progress("answers", *counts))
     if as_json:
         extra = {"truncated": done.truncated, "seconds": done.seconds}
         print_json({**done.report.to_json(), **extra})
@@ -128,7 +119,7 @@ def evaluate(
 
 
 def _show(report: "TaskReport", name: str) -> None:
-    """A table on stdout."""
+    """Print a table of the results on stdout."""
     from lowbit.formats.shell.tables import plain_table, results
 
     figures = ("value", "± standard error", "samples", "few-shot")

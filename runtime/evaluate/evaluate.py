@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +21,36 @@ import torch
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.tasks import TaskReport, TaskResult, manifest_sha256
 from lowbit.runtime.engine.model import Model
-from lowbit.runtime.evaluate.harness import Progress, language_model
 
+Progress = Callable[[int, int], None]  # answered, in all
 HINT = "pip install '.[evaluate]' in the clone of lowbit"
 SEEDS = 0, 1234, 1234  # the harness's own: Python's random, numpy and torch, few-shot examples
 
 
 @dataclass(frozen=True, slots=True)
+class TaskSettings:
+    """Tasks, and how they are put to a model.
+
+    Attributes:
+        names: tasks, groups or tags that the harness or the folder has.
+        folder: of further tasks as YAML; paths in them are relative to it.
+        limit: samples of each task; None for all.
+        few_shot: examples before each question; None leaves it to the tasks.
+        chat: put questions through the chat template.
+        thinking: switches a reasoning model's thinking; None leaves it to the template.
+    """
+
+    names: tuple[str, ...]
+    folder: Path | None = None
+    limit: int | None = None
+    few_shot: int | None = None
+    chat: bool = False
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What came of an evaluation.
+    """Results of an evaluation.
 
     Attributes:
         report: a row a metric.
@@ -55,71 +76,51 @@ def check_harness() -> str:
     return f"lm-eval {version('lm_eval')}"
 
 
-def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """The harness's task manager, made sure to know some tasks, for `evaluate`.
-
-    Args:
-        names: tasks, groups or tags.
-        folder: of further tasks as YAML.
-
-    Raises:
-        ResourceError: the harness is not installed.
-        RequestError: an unknown task.
-    """
-    check_harness()
-    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(folder or Path()):
-        return _find_tasks(names, folder)
-
-
 def evaluate(
     model: Model,
-    names: Sequence[str],
-    *,
+    settings: TaskSettings,
     manager: Any = None,
-    task_folder: Path | None = None,
-    limit: int | None = None,
-    few_shot: int | None = None,
-    chat: bool = False,
-    thinking: bool | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
     """Let a model answer tasks.
 
     Args:
         model: loaded.
-        names: tasks, groups or tags that the harness or the folder has.
-        manager: what `find_tasks` gave for the same names and folder; None to find them now.
-        task_folder: of further tasks as YAML; paths in them are relative to it.
-        limit: of samples a task.
-        few_shot: examples before each question; None leaves it to the tasks.
-        chat: put questions through the chat template.
-        thinking: switches a reasoning model's thinking; None leaves it to the template.
+        settings: tasks, and how they are put.
+        manager: result of `find_tasks` for the same settings; None to find the tasks now.
         progress: called after every answer.
 
     Raises:
         ResourceError: the harness is not installed.
         RequestError: an unknown or unsuitable task, or a question the model cannot be asked.
     """
-    harness = check_harness()
+    harness, chat = check_harness(), settings.chat
     if chat and model.template is None:
         raise RequestError(f"`{model.folder}` has no chat template", hint="leave out --chat")
     from lm_eval.evaluator import evaluate as run
 
+    from lowbit.runtime.evaluate.harness import LanguageModel
+
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints now and then
         random.seed(SEEDS[0])
         _seed_numpy_and_torch(SEEDS[1])
-        loaded = _load_tasks(names, manager, task_folder, few_shot)
-        lm = language_model(model, chat, thinking, progress)
+        loaded = _load_tasks(settings, manager)
+        lm = LanguageModel(model, chat, settings.thinking, progress)
         started = time.perf_counter()
         results = run(
             lm=lm,
             task_dict=loaded,
-            limit=limit,
+            limit=settings.limit,
             log_samples=False,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
-    common = {"limit": limit, "chat": chat, "context": model.context, "device": model.device}
+    common = {
+        "limit": settings.limit,
+        "chat": chat,
+        "context": model.context,
+        "device": model.device,
+    }
     report = TaskReport(
         lowbit_version=version("lowbit"),
         harness=harness,
@@ -130,12 +131,7 @@ def evaluate(
 
 
 def read_results(results: dict[str, Any], common: dict[str, Any]) -> tuple[TaskResult, ...]:
-    """The rows of a harness's result.
-
-    Args:
-        results: what `lm_eval.evaluate` returns.
-        common: the fields that all rows share.
-    """
+    """Rows of the result of `lm_eval.evaluate`; `common` holds fields that all rows share."""
     rows = []
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
@@ -159,7 +155,7 @@ def read_results(results: dict[str, Any], common: dict[str, Any]) -> tuple[TaskR
 
 
 def _finite(value: Any) -> float | None:
-    """A figure of the harness, which has texts and NaN for what it does not know."""
+    """A figure of the harness; None where it has a text or NaN."""
     try:
         figure = float(value)
     except (TypeError, ValueError):
@@ -167,9 +163,35 @@ def _finite(value: Any) -> float | None:
     return figure if math.isfinite(figure) else None
 
 
-def _load_tasks(
-    names: Sequence[str], manager: Any, folder: Path | None, few_shot: int | None
-) -> Any:
+def find_tasks(settings: TaskSettings) -> Any:
+    """A task manager of the harness that knows the tasks, for `evaluate`.
+
+    Raises:
+        ResourceError: the harness is not installed.
+        RequestError: an unknown task.
+    """
+    check_harness()
+    from lm_eval.tasks import TaskManager
+
+    names = settings.names
+    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(settings.folder or Path()):
+        here = None if settings.folder is None else str(Path().resolve())
+        if here is not None:
+            # The harness's own 14,000 tasks take seconds to list.
+            local = TaskManager(include_path=here, include_defaults=False)
+            if set(names) <= set(local.all_subtasks):
+                return local
+        manager = TaskManager(include_path=here)
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else None
+            raise RequestError(f"there is no task `{name}`", hint=hint)
+    return manager
+
+
+def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
     """Tasks by name, as the harness loads them.
 
     Raises:
@@ -177,12 +199,14 @@ def _load_tasks(
     """
     from datasets.exceptions import DatasetsError
 
+    manager = manager or find_tasks(settings)
     try:
-        with contextlib.chdir(folder or Path()):
-            loaded = (manager or _find_tasks(names, folder)).load(list(names))
+        with contextlib.chdir(settings.folder or Path()):
+            loaded = manager.load(list(settings.names))
     except (DatasetsError, KeyError, TypeError, ValueError) as error:
-        tasks = ", ".join(f"`{name}`" for name in names)
+        tasks = ", ".join(f"`{name}`" for name in settings.names)
         raise RequestError(f"{tasks} cannot be loaded: {error}") from error
+    few_shot = settings.few_shot
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise RequestError(f"`{name}` runs what the model writes, or shows it pictures")
@@ -193,29 +217,6 @@ def _load_tasks(
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(SEEDS[2])
     return loaded
-
-
-def _find_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """A task manager that knows the names.
-
-    Raises:
-        RequestError: none does.
-    """
-    from lm_eval.tasks import TaskManager
-
-    if folder is not None:
-        # The harness's own 14,000 tasks take seconds to list.
-        local = TaskManager(include_path=str(Path().resolve()), include_defaults=False)
-        if set(names) <= set(local.all_subtasks):
-            return local
-    manager = TaskManager(include_path=None if folder is None else str(Path().resolve()))
-    known = manager.all_tasks
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else None
-            raise RequestError(f"there is no task `{name}`", hint=hint)
-    return manager
 
 
 def _seed_numpy_and_torch(seed: int) -> None:

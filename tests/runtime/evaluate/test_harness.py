@@ -19,8 +19,7 @@ import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.tasks import read_tasks
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.evaluate.evaluate import evaluate
-from lowbit.runtime.evaluate.harness import language_model
+from lowbit.runtime.evaluate.evaluate import TaskSettings, evaluate
 
 pytestmark = pytest.mark.clients
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -76,6 +75,12 @@ def theirs(harness: None, packed: Path) -> Callable[..., Any]:
 
 def exact(folder: Path, context: int | None = None) -> lowbit.Model:
     return lowbit.load(folder, device="cpu", dtype=torch.float32, context=context)
+
+
+def language_model(model: lowbit.Model, **options: Any) -> Any:
+    from lowbit.runtime.evaluate.harness import LanguageModel
+
+    return LanguageModel(model, **options)
 
 
 def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -144,9 +149,7 @@ def test_the_local_task_scores_as_with_transformers(
     answered: list[tuple[int, int]] = []
     found = evaluate(
         exact(packed),
-        ["stories_cloze"],
-        task_folder=TASKS,
-        limit=12,
+        TaskSettings(("stories_cloze",), TASKS, limit=12),
         progress=lambda done, total: answered.append((done, total)),
     )
     with contextlib.chdir(TASKS):
@@ -225,7 +228,7 @@ def test_an_unknown_task_is_one_message(harness: None) -> None:
 
 def test_chat_needs_a_template(harness: None, make_model: Callable[..., Any]) -> None:
     with pytest.raises(RequestError, match="has no chat template"):
-        evaluate(exact(make_model().folder), ["stories_cloze"], task_folder=TASKS, chat=True)
+        evaluate(exact(make_model().folder), TaskSettings(("stories_cloze",), TASKS, chat=True))
 
 
 def test_a_chat_may_begin_its_answer(harness: None) -> None:
