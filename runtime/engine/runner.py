@@ -157,47 +157,42 @@ class Runner:
 
     def decode(self, sequences: list[Sequence]) -> PlainStep:
         """Send one token of every sequence through the layers and choose the next ones."""
-        reach = self._prepare(sequences)
-        if self.on_gpu:
-            M = width_for(len(sequences))
-            self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach))
-        else:
-            self._decode(len(sequences), reach, plain_spans(sequences))
+        M, reach, spans = self._prepare(sequences)
+        self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach, spans))
         _count_sent(sequences)
         return PlainStep(sequences, self.results, self.results.record())
 
     def forward(self, sequences: list[Sequence]) -> None:
         """The first half of `decode`: up to the logits, for `choose`."""
-        reach = self._prepare(sequences)
-        if self.on_gpu:
-            M = width_for(len(sequences))
-            self.make_room_to_keep()
-            self._run((M, reach), M, lambda: self._forward(M, reach))
-        else:
-            self._forward(len(sequences), reach, plain_spans(sequences))
+        M, reach, spans = self._prepare(sequences)
+        self.make_room_to_keep()
+        self._run((M, reach), M, lambda: self._forward(M, reach, spans))
         _count_sent(sequences)
 
     def choose(self, sequences: list[Sequence]) -> PlainStep:
         """The second half of `decode`, under the masks that the sequences have now."""
-        if self.on_gpu:
-            M = width_for(len(sequences))
-            self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
-        else:
-            self._choose_next(len(sequences))
+        M = self.width(len(sequences))
+        self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
         return PlainStep(sequences, self.results, self.results.record())
 
-    def _prepare(self, sequences: list[Sequence]) -> int:
-        """Put the inputs of a step in place; returns its reach."""
+    def width(self, tokens: int) -> int:
+        """Tokens of a step, with padding on a GPU, so that few steps are recorded."""
+        return width_for(tokens) if self.on_gpu else tokens
+
+    def _prepare(self, sequences: list[Sequence]) -> tuple[int, int, tuple[Span, ...]]:
+        """Put the inputs of a step in place: its width, its reach, and spans on a CPU alone."""
         if sequences != self.batch:
             self._compose(sequences)
-        return reach_for(max(each.length for each in sequences) + 1, self.context)
+        reach = reach_for(max(each.length for each in sequences) + 1, self.context)
+        spans = () if self.on_gpu else plain_spans(sequences)
+        return self.width(len(sequences)), reach, spans
 
-    def _decode(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+    def _decode(self, M: int, reach: int, spans: tuple[Span, ...]) -> None:
         inputs = self.inputs[:, :M]
         logits = self._logits_of(M, reach, spans)
         self.choose_tokens(logits, inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
-    def _forward(self, M: int, reach: int, spans: tuple[Span, ...] = ()) -> None:
+    def _forward(self, M: int, reach: int, spans: tuple[Span, ...]) -> None:
         self.keep(self._logits_of(M, reach, spans))
 
     def _choose_next(self, M: int) -> None:
@@ -206,7 +201,7 @@ class Runner:
 
     def make_room_to_keep(self) -> None:
         """Make the tensor that keeps logits on a GPU, before half a step is recorded."""
-        if not len(self._kept):
+        if self.on_gpu and not len(self._kept):
             padded = self.decoder.config.vocab_size
             self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.ids.device)
 
@@ -276,8 +271,22 @@ class Runner:
             )
 
     def _run(self, key: Hashable, M: int, step: Callable[[], None]) -> None:
-        """Run a recorded part of a step of M sequences."""
-        self.graphs.run(key, step, (self.ids[:M], self.inputs[:, :M]))
+        """Run a part of a step of M sequences."""
+        self.launch(self.graphs, key, step, (self.ids[:M], self.inputs[:, :M]))
+
+    def launch(
+        self,
+        graphs: Graphs,
+        key: Hashable,
+        step: Callable[[], None],
+        inputs: Numbers[Tensor],
+        kept: Numbers[Tensor] = (),
+    ) -> None:
+        """Run a step as a graph on a GPU, see `Graphs.run`, and as it is on a CPU."""
+        if self.on_gpu:
+            graphs.run(key, step, inputs, kept)
+        else:
+            step()
 
     def _compose(self, sequences: list[Sequence]) -> None:
         """Put the inputs of other sequences than last time in place."""

@@ -67,24 +67,8 @@ class RoundInputs:
 
 def new_round_inputs(rows: int, device: torch.device) -> RoundInputs:
     """Tensors for the rounds of so many rows, all zero."""
-    on_gpu = device.type == "cuda"
     block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
     chosen, trails, ends = torch.zeros(3, EXACT_TOKENS, dtype=torch.int64, device=device)
     seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
-    ids, positions, of_rows, reads, writes, places, starts = block
-    return RoundInputs(
-        block=block,
-        ids=ids,
-        positions=positions,
-        rows=of_rows,
-        reads=reads,
-        writes=writes,
-        places=places,
-        starts=starts,
-        chosen=chosen,
-        seen=seen,
-        trails=trails,
-        ends=ends,
-        wrong=wrong,
-        right=new_ring(rows, on_gpu),
-    )
+    right = new_ring(rows, device.type == "cuda")
+    return RoundInputs(block, *block, chosen, seen, trails, ends, wrong, right)

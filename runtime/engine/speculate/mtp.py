@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
-from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
+from lowbit.runtime.engine.graphs import Graphs, reach_for
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.engine.speculate.handover import advance, leave_rounds
@@ -99,10 +99,8 @@ class MtpCache:
             ]
             write(self.block, columns)
             reach = reach_for(first + count, self.runner.context)
-            if self.runner.on_gpu:
-                self.graphs.run(("catch up", reach), partial(self.part, reach), (self.block,))
-            else:
-                self.part(reach, span)
+            part = partial(self.part, reach, None if self.runner.on_gpu else span)
+            self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
             sequence.drafts.seen += count
 
     def part(self, reach: int, span: Span | None = None) -> None:
@@ -278,25 +276,21 @@ class MtpRounds:
                 first = runner.spare.start + index * each_has
                 spare = list(range(first, first + drafts))
             self.parts.append(Part(each, (0,) * drafts, (each.row, *spare)))
-        self.verifier.compose(self.parts, self._width(len(sequences), drafts))
+        self.verifier.compose(self.parts, self.runner.width(len(sequences) * (drafts + 1)))
         self._compose_head(sequences, drafts)
         self.verifier.linked = True
 
     def send(self) -> None:
         """Send a round behind those under way."""
         runner, k, B = self.runner, self.drafts, len(self.batch)
-        M = self._width(B, k)
+        M = runner.width(B * (k + 1))
         stop = max(each.last + each.drafts.due for each in self.batch) + k + 1
         reach = reach_for(stop, runner.context)
         ordered = any(part.ordered for part in self.parts)
-        if runner.on_gpu:
-            key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
-            inputs = self.round_inputs
-            kept = (inputs.chosen, inputs.seen, inputs.trails, inputs.ends)
-            run = partial(self.round, M, B, k, reach, ordered)
-            self.verifier.graphs.run(key, run, (inputs.block[:5],), kept)
-        else:
-            self.round(M, B, k, reach, ordered)
+        key = ("head", M, B, k, reach, runner.sampler.shape, ordered)
+        inputs, run = self.round_inputs, partial(self.round, M, B, k, reach, ordered)
+        kept = (inputs.chosen, inputs.seen, inputs.trails, inputs.ends)
+        runner.launch(self.verifier.graphs, key, run, (inputs.block[:5],), kept)
         for each in self.batch:
             if each.drafts.due == 0:
                 advance(each, each.row)
@@ -377,10 +371,6 @@ class MtpRounds:
         inputs.trails[:count], inputs.chosen[:count] = block[2:]
         self._seen_starts[: len(starts)] = self.runner.ints(starts)
         inputs.ends[: len(ends)] = self.runner.ints(ends)
-
-    def _width(self, B: int, k: int) -> int:
-        """Tokens of a round, padding included."""
-        return width_for(B * (k + 1)) if self.runner.on_gpu else B * (k + 1)
 
 
 def behind(sequence: Sequence) -> int:

@@ -6,7 +6,7 @@ and the drafts up to the first one that was not chosen are right.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from functools import partial
@@ -190,40 +190,33 @@ class Verifier:
     def send(self, parts: list[Part]) -> None:
         """Send the last token of every sequence and drafts behind it, and choose after each."""
         M, reach, B, longest, ordered, spans = self._prepare(parts)
-        if self.runner.on_gpu:
-            key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
-            step = partial(self.check_tokens, M, reach, B, longest, ordered)
-            self.graphs.run(key, step, (self.round_inputs.block[:5],))
-        else:
-            self.check_tokens(M, reach, B, longest, ordered, spans)
+        key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
+        self._run(key, partial(self.check_tokens, M, reach, B, longest, ordered, spans))
 
     def send_layers(self, parts: list[Part]) -> tuple[int, int, bool]:
         """The first half of `send`: up to the logits; the arguments of `send_choice`."""
         M, reach, B, longest, ordered, spans = self._prepare(parts)
-        if self.runner.on_gpu:
-            self.runner.make_room_to_keep()
-            step = partial(self.keep_logits, M, reach, B, longest)
-            self.graphs.run(("layers", M, reach, B, longest), step, (self.round_inputs.block[:5],))
-        else:
-            self.keep_logits(M, reach, B, longest, spans)
+        self.runner.make_room_to_keep()
+        key = ("layers", M, reach, B, longest)
+        self._run(key, partial(self.keep_logits, M, reach, B, longest, spans))
         return M, longest, ordered
 
     def send_choice(self, M: int, longest: int, ordered: bool) -> None:
         """The second half of `send`: choose under a mask for each token."""
-        if self.runner.on_gpu:
-            places = longest if ordered else 1
-            key = ("choice", M, places, self.runner.sampler.shape, ordered)
-            step = partial(self.choose_restricted, M, places, ordered)
-            self.graphs.run(key, step, (self.round_inputs.block[:5],))
-        else:
-            self.choose_restricted(M, longest, ordered)
+        places = longest if ordered else 1
+        key = ("choice", M, places, self.runner.sampler.shape, ordered)
+        self._run(key, partial(self.choose_restricted, M, places, ordered))
+
+    def _run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Run a part of a round."""
+        self.runner.launch(self.graphs, key, step, (self.round_inputs.block[:5],))
 
     def _prepare(self, parts: list[Part]) -> tuple[int, int, int, int, bool, tuple[Span, ...]]:
         """Put the inputs of a round in place.
 
         Returns:
             M, the tokens with padding; the reach; B, the sequences with padding; most tokens of a
-            sequence; true to choose place by place; the sequences as the host knows them.
+            sequence; true to choose place by place; on a CPU the sequences as the host knows them.
         """
         spans = tuple(part.span for part in parts)
         M, B = sum(span.count for span in spans), len(spans)
@@ -231,7 +224,7 @@ class Verifier:
         longest = max(span.count for span in spans)
         if self.runner.on_gpu:  # rounded up, so that few steps are recorded
             M, longest = width_for(M), longest_for(longest)
-            B += 1  # padding, if any
+            B, spans = B + 1, ()  # padding, if any
         self.compose(parts, M)
         return M, reach, B, longest, any(part.ordered for part in parts), spans
 

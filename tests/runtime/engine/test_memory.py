@@ -12,7 +12,7 @@ from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
 from lowbit.runtime.engine import memory
-from lowbit.runtime.engine.runner import new_runner
+from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.models.loader import OpenedModel, load_decoder, open_model
 from lowbit.runtime.state.device_state import CacheSize, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE
@@ -116,6 +116,7 @@ def test_account_counts_what_a_runner_allocates(
     others += [sampler.knobs, sampler.whole, sampler.seen, sampler.counts]
     others += [sampler.bias_ids, sampler.bias]
     if device == "cuda":
+        monkeypatch.setattr(Runner, "on_gpu", True)
         runner.make_room_to_keep()
         others.append(runner.kept(16))
     asked = account(opened, device)
