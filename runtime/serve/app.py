@@ -27,8 +27,8 @@ from lowbit.runtime.serve.apis import (
 from lowbit.runtime.serve.apis.common import with_schemas
 from lowbit.runtime.serve.auth import check_access
 from lowbit.runtime.serve.errors import ApiError, ClientLeftError, internal, of_lowbit
-from lowbit.runtime.serve.logs import Record, record_of
-from lowbit.runtime.serve.service import Service
+from lowbit.runtime.serve.logs import Record
+from lowbit.runtime.serve.service import Service, record_of
 
 log = logging.getLogger("lowbit.serve")
 Scope = MutableMapping[str, Any]

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastapi import Request
-
 from lowbit.formats.printable import printable
 from lowbit.runtime.engine.stats import Tally
 from lowbit.runtime.serve.job import End
@@ -114,12 +112,6 @@ class Record:
         if self.error is not None:
             parts.append(self.error[:MOST_ERROR_CHARACTERS])
         return ", ".join(parts)
-
-
-def record_of(request: Request) -> Record:
-    """The record of a request, made by `app.Outermost`."""
-    record: Record = request.scope["lowbit.record"]
-    return record
 
 
 MOST_WAITING_BYTES = 1 << 20  # of lines that are not written yet

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,7 +14,6 @@ from lowbit.formats.errors import LowbitError
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.body import PendingBodies
 from lowbit.runtime.serve.errors import ApiError, busy, failing, of_lowbit, shutting_down
 from lowbit.runtime.serve.job import Job
 from lowbit.runtime.serve.logs import Record
@@ -27,6 +27,53 @@ READING = 32  # requests whose bodies may be waited for, or read while the queue
 STALLED_S = 120.0  # longest time of one step, with the first use of its kernels
 STALLED_IN_PROMPT_S = 600.0  # the same while it runs a chunk of a prompt: large models on a CPU
 Result = TypeVar("Result")
+
+
+class PendingBodies:
+    """Connections that wait for the next part of a body; the longest wait gives way to new ones.
+
+    All methods belong to the event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Start without a connection.
+
+        Args:
+            most: connections that may wait at once.
+        """
+        self._most = most
+        self._waiting: dict[asyncio.Timeout, None] = {}  # the longest wait first
+
+    def __len__(self) -> int:
+        """Number of connections that wait."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def wait(self, seconds: float) -> AsyncIterator[None]:
+        """Wait for a part of a body inside the block.
+
+        Args:
+            seconds: time limit.
+
+        Raises:
+            TimeoutError: time is up, or others came and this wait was the longest.
+        """
+        async with asyncio.timeout(seconds) as limit:
+            self._waiting[limit] = None
+            if len(self._waiting) > self._most:
+                # Not yet: what has come already is taken without a wait.
+                asyncio.get_running_loop().call_soon(self._shrink)
+            try:
+                yield
+            finally:
+                self._waiting.pop(limit, None)
+
+    def _shrink(self) -> None:
+        while len(self._waiting) > self._most:
+            longest = next(iter(self._waiting))
+            del self._waiting[longest]
+            if not longest.expired():
+                longest.reschedule(0.0)  # in the past
 
 
 @dataclass(slots=True)
@@ -199,3 +246,9 @@ def service_of(request: Request) -> Service:
     """The service of the application that got a request."""
     service: Service = request.app.state.service
     return service
+
+
+def record_of(request: Request) -> Record:
+    """The record of a request, made by `app.Outermost`."""
+    record: Record = request.scope["lowbit.record"]
+    return record

@@ -18,20 +18,26 @@ from lowbit.runtime.serve.apis.common import (
     new_id,
     usage_of,
 )
-from lowbit.runtime.serve.apis.fields import (
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.job import Update
+from lowbit.runtime.serve.request.conversation import (
+    AnswerOptions,
+    Conversation,
+    ToolChoice,
+    can_switch_thinking,
+)
+from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
     TURNS,
+    Body,
     FormatFields,
+    RequestBody,
     SamplingBody,
     Text,
     answer_options,
     format_of,
 )
-from lowbit.runtime.serve.body import Body, RequestBody
-from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import Update
-from lowbit.runtime.serve.request.conversation import Conversation, ToolChoice, can_switch_thinking
-from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation
+from lowbit.runtime.serve.request.prepare import open_conversation
 from lowbit.runtime.serve.settings import MOST_CALLS, MOST_MESSAGES, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart

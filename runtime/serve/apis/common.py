@@ -11,9 +11,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from lowbit.runtime.serve.apis.fields import SamplingBody
 from lowbit.runtime.serve.errors import ApiError
 from lowbit.runtime.serve.job import AnswerToken, End, Update
+from lowbit.runtime.serve.request.fields import SamplingBody
 from lowbit.runtime.serve.sse import compact, event
 from lowbit.runtime.text.answer import Event, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer, bytes_to_text

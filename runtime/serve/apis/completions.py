@@ -22,17 +22,17 @@ from lowbit.runtime.serve.apis.common import (
     token_text,
     usage_of,
 )
-from lowbit.runtime.serve.apis.fields import (
+from lowbit.runtime.serve.errors import invalid
+from lowbit.runtime.serve.job import AnswerToken, Update
+from lowbit.runtime.serve.request.conversation import constraint_of_text
+from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
     FormatFields,
+    RequestBody,
     SamplingBody,
     answer_options,
     format_of,
 )
-from lowbit.runtime.serve.body import RequestBody
-from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.job import AnswerToken, Update
-from lowbit.runtime.serve.request.constraints import constraint_of_text
 from lowbit.runtime.serve.request.prepare import begin, copies, read_answer_request, tokens_of
 from lowbit.runtime.serve.settings import MOST_IDS, MOST_PROMPTS
 from lowbit.runtime.serve.sse import EventStream

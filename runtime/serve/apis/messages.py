@@ -11,10 +11,22 @@ from pydantic import BeforeValidator, Field
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import Collected, collect
 from lowbit.runtime.serve.apis.common import DirectRoute, documented, joined, new_id, usage_of
-from lowbit.runtime.serve.apis.fields import (
+from lowbit.runtime.serve.errors import ApiError, invalid
+from lowbit.runtime.serve.job import End, Update
+from lowbit.runtime.serve.request.conversation import (
+    AnswerOptions,
+    Conversation,
+    ToolChoice,
+    can_switch_thinking,
+    encode,
+)
+from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
     PLAIN,
     TURNS,
+    AnswerBody,
+    Body,
+    RequestBody,
     StopList,
     TextPart,
     TextParts,
@@ -22,17 +34,8 @@ from lowbit.runtime.serve.apis.fields import (
     schema_format,
     text_of,
 )
-from lowbit.runtime.serve.body import AnswerBody, Body, RequestBody
-from lowbit.runtime.serve.errors import ApiError, invalid
-from lowbit.runtime.serve.job import End, Update
-from lowbit.runtime.serve.logs import record_of
-from lowbit.runtime.serve.request.conversation import (
-    Conversation,
-    ToolChoice,
-    can_switch_thinking,
-    encode,
-)
-from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation, read_request
+from lowbit.runtime.serve.request.prepare import open_conversation, read_request
+from lowbit.runtime.serve.service import record_of
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream, event
 from lowbit.runtime.text.answer import Event, Piece, ToolCallStart

@@ -11,25 +11,28 @@ from pydantic import Discriminator, Field, Tag
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.answers import collect
 from lowbit.runtime.serve.apis.common import DirectRoute, documented, new_id
-from lowbit.runtime.serve.apis.fields import (
-    NEUTRAL,
-    PLAIN,
-    TURNS,
-    JsonObjectFormat,
-    TextFormat,
-    named_types,
-    schema_format,
-)
 from lowbit.runtime.serve.apis.response_events import ResponseEvents, ResponseObject, output_of
-from lowbit.runtime.serve.body import AnswerBody, Body, RequestBody
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import (
     AnswerFormat,
+    AnswerOptions,
     Conversation,
     ToolChoice,
     can_switch_thinking,
 )
-from lowbit.runtime.serve.request.prepare import AnswerOptions, open_conversation
+from lowbit.runtime.serve.request.fields import (
+    NEUTRAL,
+    PLAIN,
+    TURNS,
+    AnswerBody,
+    Body,
+    JsonObjectFormat,
+    RequestBody,
+    TextFormat,
+    named_types,
+    schema_format,
+)
+from lowbit.runtime.serve.request.prepare import open_conversation
 from lowbit.runtime.serve.settings import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from lowbit.runtime.serve.sse import EventStream
 from lowbit.runtime.state.sampler import SamplingParams

@@ -9,10 +9,9 @@ from lowbit.formats.text.settings import read_settings
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.apis.chat import ChatTools, Messages
 from lowbit.runtime.serve.apis.common import documented, token_text
-from lowbit.runtime.serve.apis.fields import NEUTRAL
-from lowbit.runtime.serve.body import ModelBody
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.serve.request.conversation import Conversation, encode
+from lowbit.runtime.serve.request.fields import NEUTRAL, ModelBody
 from lowbit.runtime.serve.request.prepare import read_request
 from lowbit.runtime.serve.service import service_of
 from lowbit.runtime.serve.settings import MOST_IDS

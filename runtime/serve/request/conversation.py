@@ -1,19 +1,37 @@
-"""A conversation to be answered, the same for every API, and its prompt."""
+"""A conversation to be answered, the same for every API: its prompt, options and constraint."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lowbit.formats.errors import RequestError
 from lowbit.formats.text.length import TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
 from lowbit.runtime.text.answer import Begin
+from lowbit.runtime.text.call_grammar import (
+    StrictCalls,
+    grammar_of,
+    grammar_of_rest,
+    grammar_of_text,
+)
 from lowbit.runtime.text.chat import begin_of
-from lowbit.runtime.text.tools import CallForm, Tool, form_of, read_tools
+from lowbit.runtime.text.constraint import Constraint
+from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
+from lowbit.runtime.text.tools import (
+    CLOSE_CALL,
+    OPEN_CALL,
+    CallForm,
+    Tool,
+    form_of,
+    read_tools,
+)
 
 ChoiceMode = Literal["auto", "none", "required", "named"]
 FormatKind = Literal["json_object", "json_schema", "regex", "lark"]
+NewConstraint = Callable[[], Constraint | None]  # makes that of one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,29 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """Options of a request for its answers, the same for every API.
+
+    Attributes:
+        sampling: sampling parameters by name; those left out or None are the model's own.
+        max_new_tokens: None for as many as the context holds.
+        stops: strings that end an answer.
+        stop_ids: further tokens that end an answer.
+        ignore_stops: the model's own stop tokens are tokens like others.
+        logprobs: number of likeliest tokens to report for each token; None reports none.
+        prompt_logprobs: the same for the tokens of the prompt.
+    """
+
+    sampling: Mapping[str, Any]
+    max_new_tokens: int | None
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_stops: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """The prompt of a conversation.
 
@@ -128,3 +169,119 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
 def can_switch_thinking(model: Model) -> bool:
     """True if the chat template knows `enable_thinking`."""
     return model.template is not None and THINKING in model.template.source
+
+
+def no_constraint() -> None:
+    """The constraint of an answer in which any token may come: None."""
+
+
+def constraint_of_text(model: Model, format: AnswerFormat | None) -> NewConstraint:
+    """Constraint for text that continues a prompt.
+
+    Raises:
+        ApiError: the schema, expression or grammar cannot be used.
+    """
+    if format is None:
+        return no_constraint
+    return grammar_of_format(model, format).constraint
+
+
+def constraint_of(
+    model: Model,
+    conversation: Conversation,
+    prompt: Prompt,
+    budget: int | None,
+) -> NewConstraint:
+    """Constraint for the answer to a conversation.
+
+    Args:
+        model: model that answers.
+        conversation: conversation to be answered.
+        prompt: its prompt.
+        budget: most tokens of reasoning; None sets no limit.
+
+    Raises:
+        ApiError: a schema or grammar cannot be used, or two exclude each other.
+    """
+    grammar: Grammar | StrictCalls | None = None
+    if conversation.choice.mode in ("required", "named"):
+        if conversation.format is not None:
+            raise invalid(f"`tool_choice` excludes `{conversation.format.param}`", "tool_choice")
+        grammar = _grammar_of_calls(model, conversation, prompt)
+    elif conversation.format is not None and prompt.tools:
+        grammar = _grammar_of_either(model, conversation.format, conversation.parallel, prompt)
+    elif conversation.format is not None:
+        grammar = grammar_of_format(model, conversation.format)
+    elif any(tool.strict for tool in prompt.tools):
+        grammar = _grammar_of_strict(model, prompt)
+    if grammar is None and budget is None:
+        return no_constraint
+    return lambda: model.bounds.constraint(prompt.ids, prompt.begin, budget, grammar)
+
+
+def grammar_of_format(model: Model, format: AnswerFormat) -> Grammar:
+    """The grammar of a format; errors as in `constraint_of_text`."""
+    grammars = model.grammars
+    try:
+        match format.kind:
+            case "json_object":
+                return grammars.json_object()
+            case "json_schema":
+                return grammars.json_schema(format.schema)
+            case "regex":
+                return grammars.regex(format.text)
+            case _:
+                return grammars.lark(format.text)
+    except RequestError as error:
+        raise invalid(str(error), format.param, "invalid_value") from None
+
+
+def _grammar_of_either(
+    model: Model, format: AnswerFormat, parallel: bool, prompt: Prompt
+) -> Grammar:
+    """The grammar of an answer that has either calls or a format."""
+    if format.kind not in ("json_object", "json_schema") or prompt.form is None:
+        raise invalid(f"`{format.param}` excludes `tools`", format.param)
+    grammar_of_format(model, format)  # names what is wrong with the schema alone
+    schema = {"type": "object"} if format.kind == "json_object" else dict(format.schema)
+    schema["x-guidance"] = JSON_NOTATION
+    text = grammar_of(prompt.form, prompt.tools, "required", model.tokenizer, parallel)
+    start, _, rest = text.partition("\n")
+    try:
+        whole = f"{start} | form\nform: %json {json.dumps(schema)}\n{rest}"
+        return model.grammars.lark(whole, SCHEMA_LIMITS)
+    except RequestError as error:
+        raise invalid(str(error), format.param, "invalid_value") from None
+
+
+def _grammar_of_calls(model: Model, conversation: Conversation, prompt: Prompt) -> Grammar:
+    """The grammar of an answer that must have calls."""
+    if prompt.form is None or not prompt.tools:
+        raise invalid(
+            "`tool_choice` needs `tools`, and a chat template that teaches calls", "tool_choice"
+        )
+    choice = conversation.choice
+    named = choice.name if choice.mode == "named" and choice.name is not None else "required"
+    try:
+        text = grammar_of(prompt.form, prompt.tools, named, model.tokenizer, conversation.parallel)
+        return model.grammars.lark(text, SCHEMA_LIMITS)
+    except RequestError as error:
+        raise invalid(str(error), "tool_choice", "invalid_value") from None
+
+
+def _grammar_of_strict(model: Model, prompt: Prompt) -> Grammar | StrictCalls | None:
+    """The grammar of an answer that may have calls; strict tools follow their schema.
+
+    None where the template teaches no calls.
+    """
+    form, tools, tokenizer = prompt.form, prompt.tools, model.tokenizer
+    if form is None:
+        return None
+    opening, closing = map(tokenizer.token_id, (OPEN_CALL, CLOSE_CALL))
+    try:
+        if opening is None or closing is None:
+            return model.grammars.lark(grammar_of_text(form, tools), SCHEMA_LIMITS)
+        rest = model.grammars.lark(grammar_of_rest(form, tools, tokenizer), SCHEMA_LIMITS)
+    except RequestError as error:
+        raise invalid(str(error), "tools", "invalid_value") from None
+    return StrictCalls(opening, closing, rest)

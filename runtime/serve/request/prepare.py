@@ -1,51 +1,44 @@
 """The way from a request to its answers: read, check, prepare apart from the event loop, begin."""
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
 from lowbit.formats.errors import SettingError
+from lowbit.formats.files.strict_json import loads
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import CheckedRequest, TokenRequest
 from lowbit.runtime.engine.stream import TextRequest
 from lowbit.runtime.serve.answers import Answers
-from lowbit.runtime.serve.body import AnswerBody, ModelBody, read_body
-from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.logs import record_of
-from lowbit.runtime.serve.request.constraints import NewConstraint, constraint_of
-from lowbit.runtime.serve.request.conversation import Conversation, encode
-from lowbit.runtime.serve.service import Service, service_of
-from lowbit.runtime.serve.settings import ServeSettings
+from lowbit.runtime.serve.errors import ApiError, ClientLeftError, invalid, unsupported
+from lowbit.runtime.serve.request.conversation import (
+    AnswerOptions,
+    Conversation,
+    NewConstraint,
+    constraint_of,
+    encode,
+)
+from lowbit.runtime.serve.request.fields import AnswerBody, ModelBody
+from lowbit.runtime.serve.service import PendingBodies, Service, record_of, service_of
+from lowbit.runtime.serve.settings import (
+    BODY_TIMEOUT_S,
+    LEAST_BODY_RATE,
+    MOST_BODY_BYTES,
+    MOST_READ_BYTES,
+    THREAD_BODY_BYTES,
+)
 from lowbit.runtime.state.sampler import SamplingParams
 
 SEEDS = 2**63
+Schema = TypeVar("Schema", bound=BaseModel)
 OfModel = TypeVar("OfModel", bound=ModelBody)
 ForAnswers = TypeVar("ForAnswers", bound=AnswerBody)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """Options of a request for its answers, the same for every API.
-
-    Attributes:
-        sampling: sampling parameters by name; those left out or None are the model's own.
-        max_new_tokens: None for as many as the context holds.
-        stops: strings that end an answer.
-        stop_ids: further tokens that end an answer.
-        ignore_stops: the model's own stop tokens are tokens like others.
-        logprobs: number of likeliest tokens to report for each token; None reports none.
-        prompt_logprobs: the same for the tokens of the prompt.
-    """
-
-    sampling: Mapping[str, Any]
-    max_new_tokens: int | None
-    stops: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_stops: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,43 +123,24 @@ async def open_conversation(
 
     def prepare() -> list[TextRequest]:
         options = options_of(body)
-        one, new_constraint = text_request(
-            model, settings, conversation, options, bool(body.stream)
+        prompt = encode(model, conversation)
+        budget = conversation.budget
+        if budget is None:
+            budget = settings.max_thinking_tokens
+        new_constraint = constraint_of(model, conversation, prompt, budget)
+        one = TextRequest(
+            tokens_of(model, prompt.ids, options),
+            options.stops,
+            prompt.begin,
+            prompt.tools,
+            prompt.form,
+            conversation.parallel,
+            calls_in_pieces=bool(body.stream),
         )
         return copies(one, body.count, new_constraint)
 
     wanted = await service.in_thread(prepare, conversation.limited)
     return begin(request, service, body, wanted)
-
-
-def text_request(
-    model: Model,
-    settings: ServeSettings,
-    conversation: Conversation,
-    options: AnswerOptions,
-    stream: bool,
-) -> tuple[TextRequest, NewConstraint]:
-    """The request for the answer to a conversation, without its constraint, and what makes that.
-
-    Raises:
-        RequestError, ApiError: the request cannot be served.
-    """
-    prompt = encode(model, conversation)
-    budget = conversation.budget
-    if budget is None:
-        budget = settings.max_thinking_tokens
-    new_constraint = constraint_of(model, conversation, prompt, budget)
-    tokens = tokens_of(model, prompt.ids, options)
-    one = TextRequest(
-        tokens,
-        options.stops,
-        prompt.begin,
-        prompt.tools,
-        prompt.form,
-        conversation.parallel,
-        stream,
-    )
-    return one, new_constraint
 
 
 def tokens_of(model: Model, prompt: Sequence[int], options: AnswerOptions) -> CheckedRequest:
@@ -217,3 +191,125 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
             raise invalid(f"`logit_bias` names tokens by their ids, got `{key[:40]}`", "logit_bias")
         pairs.append((int(key), float(value)))
     return tuple(pairs)
+
+
+async def read_body(
+    request: Request, schema: type[Schema], executor: Executor, pending: PendingBodies
+) -> Schema:
+    """Read the body of a request and check it against a schema.
+
+    Args:
+        request: its body has not been read.
+        schema: pydantic model of the body.
+        executor: parses long bodies.
+        pending: all requests whose bodies are being read.
+
+    Raises:
+        ApiError: the body is too long, too slow, no JSON, or breaks the schema.
+        ClientLeftError: the client left before the end.
+    """
+    raw = await _read(request, pending)
+    if len(raw) <= THREAD_BODY_BYTES:
+        return parse(raw, schema)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(executor, parse, raw, schema)
+
+
+def parse(raw: bytes, schema: type[Schema]) -> Schema:
+    """Check the bytes of a body against a schema; errors as in `read_body`."""
+    try:
+        content = loads(raw)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise invalid("the body must be a JSON object")
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise _explained(_plainest(error), content) from None
+
+
+async def _read(request: Request, pending: PendingBodies) -> bytes:
+    """The whole body; limits hold while it is read, whatever the headers say."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MOST_READ_BYTES:
+        raise _too_large()
+    parts: list[bytes] = []
+    size, more, began = 0, True, time.perf_counter()
+    while more:
+        left = BODY_TIMEOUT_S + size / LEAST_BODY_RATE - (time.perf_counter() - began)
+        try:
+            async with pending.wait(min(left, BODY_TIMEOUT_S)):
+                message = await request.receive()
+        except TimeoutError:
+            raise _too_slow() from None
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        part = message.get("body", b"")
+        size += len(part)
+        more = message.get("more_body", False)
+        if size <= MOST_BODY_BYTES:
+            parts.append(part)
+        elif size > MOST_READ_BYTES:
+            raise _too_large()
+        else:  # read on, or the client sees a broken connection and not the answer
+            parts.clear()
+    if size > MOST_BODY_BYTES:
+        raise _too_large()
+    return b"".join(parts)
+
+
+def _too_slow() -> ApiError:
+    return ApiError(408, "the body of the request does not come", headers={"Connection": "close"})
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413,
+        f"the body has more than {MOST_BODY_BYTES} bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _plainest(error: ValidationError) -> Any:
+    """Pick the clearest error: of several for one field the deepest, then ours, then the last."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    alike = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+    return max(alike, key=_weight)
+
+
+def _weight(error: Any) -> tuple[int, bool, list[int]]:
+    """Sort key of `_plainest`."""
+    place = error["loc"]
+    items = [step for step in place if isinstance(step, int)]
+    return len(place), error["type"] == "value_error", items
+
+
+def _explained(error: Any, content: Any) -> ApiError:
+    """The API's error for one of pydantic's, with the name of the field."""
+    param = param_of(error["loc"], content)
+    if error["type"] == "extra_forbidden":
+        return unsupported(param)
+    if error["type"] == "missing":
+        return invalid(f"`{param}` is missing", param, "missing_required_parameter")
+    message = error["msg"].removeprefix("Value error, ")
+    return invalid(f"`{param}`: {message}" if param else message, param or None, "invalid_value")
+
+
+def param_of(place: Sequence[int | str], content: Any) -> str:
+    """Write a place in a body as a path, such as `messages[0].content`.
+
+    Args:
+        place: steps; names of schemas among them are left out.
+        content: the body.
+    """
+    path = ""
+    for number, step in enumerate(place, start=1):
+        if isinstance(step, int) and isinstance(content, list):
+            path += f"[{step}]"
+            content = content[step] if step < len(content) else None
+        elif isinstance(content, dict) and (step in content or number == len(place)):
+            path += f".{step}" if path else str(step)
+            content = content.get(step)
+    return path

@@ -3,17 +3,20 @@
 import asyncio
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve.app import build_app
 from lowbit.runtime.serve.server import Server, listen
 from lowbit.runtime.serve.service import Service
@@ -23,6 +26,13 @@ TESTS = Path(__file__).parents[2]
 BUNDLED = TESTS.parent / "examples" / "models" / "tiny-qwen3"
 NAME = "tiny"
 SEQUENCES = 4
+LONG: dict[str, Any] = {
+    "model": NAME,
+    "prompt": "Once upon a time",
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,21 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         threading.Event().wait(0.005)
+
+
+def busy(server: Running) -> int:
+    load = load_of(server.model.engine)
+    return load.running + load.waiting
+
+
+def raw_request(
+    server: Running, body: dict[str, Any], path: str = "/v1/completions"
+) -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", server.port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    found.sendall(head.encode() + data)
+    return found
 
 
 def tool_model(folder: Path) -> Path:

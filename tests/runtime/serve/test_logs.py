@@ -16,7 +16,7 @@ from lowbit.runtime.serve.logs import (
     Record,
     ThreadedHandler,
 )
-from tests.runtime.serve.conftest import NAME, Running, until
+from tests.runtime.serve.conftest import LONG, NAME, Running, running, until
 
 
 @pytest.fixture
@@ -83,3 +83,12 @@ def test_refusals_are_logged_with_their_reason(
     assert "\n" not in Line().format(caplog.records[1])
     assert "Not Found" in nowhere
     assert "`evil.example`" in host
+
+
+def test_prompts_are_logged_if_asked_for(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    body = {**LONG, "max_tokens": 3, "stream": False}
+    with running(server.model, log_prompts=True) as open_log, caplog.at_level("INFO"):
+        text = httpx2.post(f"{open_log.url}/v1/completions", json=body).json()["choices"][0]["text"]
+        until(lambda: "answer 0" in caplog.text)
+    assert "prompt: Once upon a time" in caplog.text
+    assert f"answer 0: {text}" in caplog.text

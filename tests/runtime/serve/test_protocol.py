@@ -1,14 +1,14 @@
-"""Connections at the edges of HTTP: trailers, upgrades, requests in a row, closed halves."""
+"""Connections at the edges of HTTP: slow clients, trailers, upgrades, requests in a row."""
 
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lowbit.runtime.serve.settings import MOST_HEAD_BYTES
-from tests.runtime.serve.conftest import NAME, Running, running, until
-from tests.runtime.serve.test_load import LONG, busy
+from tests.runtime.serve.conftest import LONG, NAME, Running, busy, running, until
 
 BODY = json.dumps({"model": NAME, "prompt": "Hi", "max_tokens": 2}).encode()
 WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -41,6 +41,7 @@ def answer(connection: socket.socket) -> bytes:
     return data
 
 
+HEAD_S = 0.05
 CHUNKED = head(Transfer_Encoding="chunked")
 MANY = b"a: b\r\n" * (MOST_HEAD_BYTES // 6 + 4000)
 ENDLESS = b"a: " + b"b" * (MOST_HEAD_BYTES + 20_000)
@@ -137,3 +138,50 @@ def test_garbage_behind_a_request_waits_for_its_answer(server: Running) -> None:
         data = answer(connection)
     assert b"[DONE]" in data
     assert b"HTTP/1.1 400" not in data
+
+
+@pytest.fixture(scope="module")
+def hasty(server: Running) -> Iterator[Running]:
+    with running(server.model, head_timeout_s=HEAD_S, request_timeout_s=0.3) as found:
+        yield found
+
+
+@pytest.mark.parametrize("sent", [b"P", b"POST /v1/chat/completions HTTP/1.1\r\nHost: local"])
+def test_headers_that_do_not_come(hasty: Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as slow:
+        slow.sendall(sent)
+        head, _, content = answer(slow).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout")
+    assert "headers" in json.loads(content)["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+def test_a_connection_without_a_request(hasty: Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as silent:
+        silent.sendall(sent)
+        assert answer(silent) == b""
+
+
+def test_later_requests_have_the_same_limit(hasty: Running) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as slow:
+        slow.sendall(WHOLE + WHOLE + WHOLE[:-2])
+        data = answer(slow)
+    assert data.count(b"HTTP/1.1 200 OK") == 2
+    assert b"HTTP/1.1 408 Request Timeout" in data
+
+
+def test_headers_that_do_not_end(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as endless:
+        endless.sendall(WHOLE[:-2] + b"a: " + b"b" * MOST_HEAD_BYTES)
+        assert answer(endless).startswith(b"HTTP/1.1 431")
+
+
+def test_a_client_that_takes_nothing(hasty: Running) -> None:
+    connections = hasty.server.server_state.connections
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", hasty.port))
+        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        until(lambda: len(connections) == 1)
+        until(lambda: not connections)
+    until(lambda: hasty.service.active == 0)

@@ -1,15 +1,13 @@
-"""Fields that several bodies share, and what they ask of an answer."""
+"""Bodies of requests: their schemas, the fields that several share, what those ask of an answer."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from lowbit.runtime.serve.body import AnswerBody, Body
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.serve.request.conversation import AnswerFormat
-from lowbit.runtime.serve.request.prepare import AnswerOptions
+from lowbit.runtime.serve.request.conversation import AnswerFormat, AnswerOptions
 from lowbit.runtime.serve.settings import (
     MOST_CHOICES,
     MOST_GRAMMAR_CHARACTERS,
@@ -18,6 +16,94 @@ from lowbit.runtime.serve.settings import (
     MOST_STOP_CHARACTERS,
     MOST_STOPS,
 )
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known, with values of exactly the declared types.
+
+    Every list declares its longest length and `fail_fast`, so that an invalid body costs no more
+    than a valid one.
+
+    Attributes:
+        HARMLESS: fields that are accepted and change nothing; the log names them.
+        NEUTRAL: for a field, the values that mean the same as leaving it out, as null always does.
+        KNOWN: names of all fields in JSON.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    KNOWN: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Collect the names of the fields."""
+        cls.KNOWN = frozenset(each.alias or name for name, each in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, value: object) -> object:
+        """Drop neutral fields, and all unknown ones except the first, which is refused."""
+        if not isinstance(value, dict):
+            return value
+        keys = value.keys()
+        if keys <= cls.KNOWN and cls.NEUTRAL.keys().isdisjoint(keys):
+            return value
+        kept: dict[Any, Any] = {}
+        unknown = False
+        for name, each in value.items():
+            known = name in cls.KNOWN
+            if (each is None and not known) or _is_one_of(each, cls.NEUTRAL.get(name, ())):
+                continue
+            if known or not unknown:
+                kept[name] = each
+            unknown |= not known
+        return kept
+
+    def ignored(self) -> list[str]:
+        """Harmless fields that were given a value."""
+        given = self.model_fields_set & self.HARMLESS
+        return sorted(name for name in given if getattr(self, name) is not None)
+
+    def plain(self) -> dict[str, Any]:
+        """Fields that were given, without harmless ones, as JSON has them."""
+        return self.model_dump(exclude_none=True, exclude=set(self.HARMLESS), by_alias=True)
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """True if the value is a neutral one; 1 equals 1.0, and neither equals true."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+    )
+
+
+class ModelBody(Body):
+    """A body that may name the model."""
+
+    model: str | None = None
+
+
+class RequestBody(ModelBody):
+    """A body that must name the model; hints about the server's own work change no answer."""
+
+    HARMLESS = frozenset({"cache_prompt", "keep_alive", "request_id", "ttl"})
+    model: str
+    cache_prompt: bool | None = None
+    keep_alive: Any = None
+    request_id: Any = None
+    ttl: Any = None
+
+
+class AnswerBody(RequestBody):
+    """A body that asks for answers."""
+
+    stream: bool | None = None
+
+    @property
+    def count(self) -> int:
+        """Answers to each prompt."""
+        return 1
+
 
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
@@ -141,66 +227,45 @@ def text_of(content: "str | list[TextPart] | None") -> str:
 # other value is refused by the field's name. First those of samplers and of output, at the values
 # that switch them off: fields of OpenAI, vLLM, SGLang, llama.cpp, Ollama, TGI and OpenRouter.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "detokenize": (True,),
-    "documents": ([],),
+    **dict.fromkeys(
+        (
+            *("allowed_token_ids", "bad_words", "documents", "images", "logit_bias", "lora"),
+            *("models", "plugins", "response_fields", "transforms"),
+        ),
+        ([],),
+    ),
+    **dict.fromkeys(
+        ("best_of", "dynatemp_exponent", "length_penalty", "tfs_z", "typical_p", "typ_p"), (1,)
+    ),
+    **dict.fromkeys(
+        ("detokenize", "skip_special_tokens", "spaces_between_special_tokens"), (True,)
+    ),
+    **dict.fromkeys(
+        (
+            *("dry_multiplier", "dynatemp_range", "min_keep", "min_tokens", "mirostat"),
+            *("n_discard", "n_keep", "n_probs", "priority", "t_max_predict_ms", "top_a"),
+            "xtc_probability",
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("dry_penalty_last_n", "id_slot", "top_n_sigma"), (-1,)),
+    **dict.fromkeys(
+        (
+            *("early_stopping", "enable_search", "include_stop_str_in_output", "penalize_nl"),
+            *("post_sampling_probs", "raw", "return_full_text", "return_hidden_states"),
+            *("return_progress", "return_token_ids", "return_tokens"),
+            *("return_tokens_as_token_ids", "safe_prompt", "timings_per_token"),
+            *("use_beam_search", "watermark"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(("mm_processor_kwargs", "options", "provider", "vllm_xargs"), ({},)),
     "dry_allowed_length": (2,),
     "dry_base": (1.75,),
-    "dry_multiplier": (0,),
-    "dry_penalty_last_n": (-1,),
-    "dynatemp_exponent": (1,),
-    "dynatemp_range": (0,),
-    "early_stopping": (False,),
-    "enable_search": (False,),
     "grammar": ("",),
-    "id_slot": (-1,),
-    "images": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ([],),
-    "lora": ([],),
-    "min_keep": (0,),
-    "min_tokens": (0,),
-    "mirostat": (0,),
     "mirostat_eta": (0.1,),
     "mirostat_tau": (5,),
-    "mm_processor_kwargs": ({},),
-    "models": ([],),
-    "n_discard": (0,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "options": ({},),
-    "penalize_nl": (False,),
-    "plugins": ([],),
-    "post_sampling_probs": (False,),
-    "priority": (0,),
-    "provider": ({},),
-    "raw": (False,),
-    "response_fields": ([],),
-    "return_full_text": (False,),
-    "return_hidden_states": (False,),
-    "return_progress": (False,),
-    "return_token_ids": (False,),
-    "return_tokens": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "safe_prompt": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "t_max_predict_ms": (0,),
-    "tfs_z": (1,),
-    "timings_per_token": (False,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "transforms": ([],),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermark": (False,),
-    "xtc_probability": (0,),
     "xtc_threshold": (0.1,),
 }
 

@@ -11,10 +11,15 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from lowbit.runtime.engine.stream import Generation
-from lowbit.runtime.serve.apis.fields import schema_format
 from lowbit.runtime.serve.errors import ApiError
-from lowbit.runtime.serve.request.constraints import constraint_of
-from lowbit.runtime.serve.request.conversation import AnswerFormat, Conversation, Prompt, encode
+from lowbit.runtime.serve.request.conversation import (
+    AnswerFormat,
+    Conversation,
+    Prompt,
+    constraint_of,
+    encode,
+)
+from lowbit.runtime.serve.request.fields import schema_format
 from lowbit.runtime.text.tools import read_tools
 from tests.runtime.serve.conftest import NAME, Running
 

@@ -13,8 +13,9 @@ from lowbit.runtime.serve.apis.messages import MessagesBody
 from lowbit.runtime.serve.apis.responses import ResponsesBody
 from lowbit.runtime.serve.apis.tokens import DetokenizeBody, TokenizeBody
 from lowbit.runtime.serve.app import BODIES
-from lowbit.runtime.serve.body import Body, parse
 from lowbit.runtime.serve.errors import ApiError
+from lowbit.runtime.serve.request.fields import Body
+from lowbit.runtime.serve.request.prepare import parse
 
 TURN = {"role": "user", "content": "Hi"}
 CHAT = {"model": "m", "messages": [TURN]}
@@ -73,7 +74,7 @@ def test_few_errors_are_collected(
     schema: type[Body], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    plainest = "lowbit.runtime.serve.body._plainest"
+    plainest = "lowbit.runtime.serve.request.prepare._plainest"
 
     def count(error: pydantic_core.ValidationError) -> Any:
         counts.append(error.error_count())

@@ -1,41 +1,23 @@
-"""Queue, disconnects, slow readers, limits of time, shutdown, metrics."""
+"""The queue, clients that leave or read slowly, limits of time, shutdown."""
 
-import json
 import resource
 import socket
-from typing import Any
 
 import httpx2
 import pytest
 
-from lowbit.runtime.engine.stats import load_of
 from lowbit.runtime.serve import sse
 from lowbit.runtime.serve.server import MOST_FILES, allow_connections
 from lowbit.runtime.serve.service import READING
-from tests.runtime.serve.conftest import NAME, SEQUENCES, Running, running, until
-
-LONG: dict[str, Any] = {
-    "model": NAME,
-    "prompt": "Once upon a time",
-    "max_tokens": 900,
-    "ignore_eos": True,
-    "stream": True,
-}
-
-
-def busy(server: Running) -> int:
-    load = load_of(server.model.engine)
-    return load.running + load.waiting
-
-
-def raw_request(
-    server: Running, body: dict[str, Any], path: str = "/v1/completions"
-) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", server.port))
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    found.sendall(head.encode() + data)
-    return found
+from tests.runtime.serve.conftest import (
+    LONG,
+    SEQUENCES,
+    Running,
+    busy,
+    raw_request,
+    running,
+    until,
+)
 
 
 def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
@@ -164,15 +146,6 @@ def test_a_long_wait_is_kept_alive(server: Running, monkeypatch: pytest.MonkeyPa
     assert found.text.endswith("data: [DONE]\n\n")
 
 
-def test_prompts_are_logged_if_asked_for(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    body = {**LONG, "max_tokens": 3, "stream": False}
-    with running(server.model, log_prompts=True) as open_log, caplog.at_level("INFO"):
-        text = httpx2.post(f"{open_log.url}/v1/completions", json=body).json()["choices"][0]["text"]
-        until(lambda: "answer 0" in caplog.text)
-    assert "prompt: Once upon a time" in caplog.text
-    assert f"answer 0: {text}" in caplog.text
-
-
 def test_running_requests_finish_and_new_ones_do_not_begin(server: Running) -> None:
     with running(server.model) as ending, httpx2.Client(base_url=ending.url) as client:
         client.get("/health")  # a connection that outlives the listener
@@ -187,24 +160,3 @@ def test_running_requests_finish_and_new_ones_do_not_begin(server: Running) -> N
             assert client.get("/health").status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
         until(lambda: not ending.service.worker.alive)
-
-
-def test_metrics_count_what_happened(server: Running) -> None:
-    def metrics() -> dict[str, float]:
-        text = httpx2.get(f"{server.url}/metrics").text
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in lines}
-
-    before = metrics()
-    body = {**LONG, "max_tokens": 7}
-    httpx2.post(f"{server.url}/v1/completions", json=body)
-    after = metrics()
-    label = f'{{model_name="{NAME}"}}'
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown[f"vllm:generation_tokens_total{label}"] == 7
-    assert grown[f"vllm:prompt_tokens_total{label}"] > 1
-    assert grown[f'vllm:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 1
-    assert grown[f"vllm:time_to_first_token_seconds_count{label}"] == 1
-    assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 6
-    assert after[f"vllm:num_requests_running{label}"] == 0
-    assert 0 <= after[f"vllm:kv_cache_usage_perc{label}"] <= 1

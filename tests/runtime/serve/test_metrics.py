@@ -1,4 +1,4 @@
-"""A server that speculates: the same answers, metrics under vLLM's names, lines of its log."""
+"""Metrics under vLLM's names; of a server that speculates also its answers and its log."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.state.sampler import SamplingParams
-from tests.runtime.serve.conftest import BUNDLED, NAME, Running, running, until
+from tests.runtime.serve.conftest import BUNDLED, LONG, NAME, Running, running, until
 
 HYBRID = BUNDLED.parent / "tiny-qwen3.5"
 DRAFTS = 3
@@ -102,3 +102,19 @@ def test_answers_are_the_same_and_usage_has_no_predicted_outputs(
     assert found["choices"] == expected["choices"]
     assert found["usage"] == expected["usage"]
     assert "prediction" not in str(found["usage"])
+
+
+def test_metrics_count_what_happened(server: Running) -> None:
+    before = metrics(server)
+    body = {**LONG, "max_tokens": 7}
+    httpx2.post(f"{server.url}/v1/completions", json=body)
+    after = metrics(server)
+    label = f'{{model_name="{NAME}"}}'
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown[f"vllm:generation_tokens_total{label}"] == 7
+    assert grown[f"vllm:prompt_tokens_total{label}"] > 1
+    assert grown[f'vllm:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 1
+    assert grown[f"vllm:time_to_first_token_seconds_count{label}"] == 1
+    assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 6
+    assert after[f"vllm:num_requests_running{label}"] == 0
+    assert 0 <= after[f"vllm:kv_cache_usage_perc{label}"] <= 1
