@@ -70,5 +70,5 @@ def new_round_inputs(rows: int, device: torch.device) -> RoundInputs:
     block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
     chosen, trails, ends = torch.zeros(3, EXACT_TOKENS, dtype=torch.int64, device=device)
     seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
-    tensors = block, *block, chosen, seen, trails, ends, wrong
-    return RoundInputs(*tensors, right=new_ring(rows, device.type == "cuda"))
+    right = new_ring(rows, device.type == "cuda")
+    return RoundInputs(*(block, *block, chosen, seen, trails, ends, wrong, right))
