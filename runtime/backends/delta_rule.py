@@ -12,21 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import L2_EPS, DeltaWeights, LayerStates
 from lowbit.runtime.state.step import NO_SLOT, Step
 
 CHUNK = 64
-L2_EPS = 1e-6  # a constant of the architecture, whatever the norms use
 
 State = tuple[Tensor, Tensor]  # window [W - 1, C] and memory [H, Dk, Dv] of a sequence
 
 
 def delta_net(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    states: LayerStates,
-    step: Step,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
 ) -> Tensor:
     """Convolution, gates, delta rule and gated norm; see `Ops.delta_linear`."""
     rule = chunked if step.prompt else recurrent
@@ -117,13 +112,7 @@ def per_value_head(x: Tensor, shared: int) -> Tensor:
 
 
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    memory: Tensor,
-    updated: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor, updated: Tensor
 ) -> Tensor:
     """The delta rule token by token.
 
@@ -131,7 +120,7 @@ def recurrent(
         q: [T, H, Dk], normed and scaled.
         k: [T, H, Dk], normed.
         v: [T, H, Dv].
-        log_decay: [T, H], at most 0.
+        g: [T, H], log decay, at most 0.
         beta: [T, H], how much of the difference is written.
         memory: [H, Dk, Dv] before the tokens.
         updated: [H, Dk, Dv], written: the memory after them; it may be `memory`.
@@ -141,7 +130,7 @@ def recurrent(
     """
     out = torch.empty_like(v)
     for t in range(q.shape[0]):
-        torch.mul(memory, log_decay[t].exp()[:, None, None], out=updated)
+        torch.mul(memory, g[t].exp()[:, None, None], out=updated)
         memory = updated
         held = k[t][:, None] @ memory  # [H, 1, Dv], the memory's answer to k
         written = beta[t][:, None, None] * (v[t][:, None] - held)
@@ -151,13 +140,7 @@ def recurrent(
 
 
 def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    memory: Tensor,
-    updated: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor, updated: Tensor
 ) -> Tensor:
     """The same, CHUNK tokens at a time; arguments and result as in `recurrent`."""
     if updated is not memory:
@@ -169,7 +152,7 @@ def chunked(
             q[part].transpose(0, 1),
             k[part].transpose(0, 1),
             v[part].transpose(0, 1),
-            log_decay[part].T.double().cumsum(-1),  # differences of these sums count
+            g[part].T.double().cumsum(-1),  # differences of these sums count
             beta[part].T[:, :, None],
             updated,
         ).transpose(0, 1)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lowbit.formats.architectures.config import LinearLayers
 
+L2_EPS = 1e-6  # added to the sum of squares of each head of q and k, whatever the norms use
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:

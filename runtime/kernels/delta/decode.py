@@ -8,19 +8,20 @@
 
 Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv]; slots: memory [S, Hv, Dk, Dv] fp32, window
         [S, W - 1, C] bf16; part [M, Hv * Dv], squares [M, Hv, SPLITS] fp32
-Bytes   a sequence: 4 * Hv * Dk * Dv read, as much written for every state that is kept; 32 heads of
-        128 x 128: 2.1 MB each way, 1 us together at 4.3 TB/s
-Plan    SPLITS programs of a value head and sequence hold some columns of S each, in registers; they
-        read slot and window before the kernel waits for its predecessor (an earlier step wrote
-        them) and take the sequence's tokens one after another. A thread convolves one channel of q
-        or k and one of v or z, of the next token while sums of the present one are on their way.
-        S^T q of the new S is exp(g) * S^T q + (k . q) * u, so one pass over S gives both products,
-        and q and k enter before they are normed; rows are summed over the warps through shared
-        memory. Whatever else is in the step, a token takes the same arithmetic in the same order.
-        Programs that share q and k convolve them each for themselves. Where a state goes back to
-        the slot it came from, the last program to arrive writes their window, after all have read
-        it; elsewhere the first of them does. The norm of a head, of which no program has all
-        columns, is left to `gemv` or `norm_heads`. No float atomics
+Bytes   per sequence 4 * Hv * Dk * Dv read, and as much written for every state that is kept; for 32
+        heads of 128 x 128 2.1 MB each way, together 1 us at 4.3 TB/s
+Plan    A program has a value head of one sequence, or some columns of it. Its part of S stays in
+        registers while it takes the sequence's tokens one after another. It reads slot and window
+        before it waits for the kernel ahead, since an earlier step wrote them. A thread convolves
+        one channel of q or k and one of v or z, for the next tokens while sums of the present one
+        are on their way. S^T q of the new S is exp(g) * S^T q + (k . q) * u, so one pass over S
+        gives both products; q and k enter them before they are normed. Sums over the warps go
+        through shared memory. A token takes the same arithmetic in the same order, whatever else
+        is in the step.
+        Programs that share q and k each convolve them. Where a state goes back to the slot it came
+        from, the last program to arrive writes their window, after all have read it; elsewhere the
+        first program does. The norm of a head that no program has as a whole is left to `gemv` or
+        `norm_heads`. No float atomics
 """
 
 import torch
@@ -39,7 +40,7 @@ from lowbit.runtime.state.step import Step
 def delta_decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
 ) -> Tensor:
-    """Tokens of several sequences in a gated DeltaNet layer; see `Ops.delta_linear`.
+    """Result of a gated DeltaNet layer for tokens of several sequences; see `Ops.delta_linear`.
 
     Heads have 16 to 128 dimensions, a power of two. A token gets the same bits in any step.
 

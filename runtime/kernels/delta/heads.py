@@ -61,7 +61,7 @@ def load_window(window_ptr, slot, channel, inside, SIZES: gl.constexpr):
 
 @gluon.jit
 def store_window(window_ptr, slot, rows, channel, inside, SIZES: gl.constexpr):
-    """Inverse of `load_window`."""
+    """Store the last W - 1 inputs of a channel in a slot, oldest first."""
     W: gl.constexpr = SIZES.W
     window_ptr += slot.to(gl.int64) * ((W - 1) * SIZES.C)
     for row in gl.static_range(W - 1):
@@ -104,7 +104,7 @@ def silu(x):
 
 @gluon.jit
 def part(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT values from FIRST on."""
+    """COUNT of a tuple's values, from number FIRST on."""
     found = ()
     for i in gl.static_range(COUNT):
         found = found + (values[FIRST + i],)
@@ -113,7 +113,7 @@ def part(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def over_lanes(x, FIRST: gl.constexpr, LANES: gl.constexpr):
-    """Sums over lanes whose numbers differ in bits FIRST to LANES / 2."""
+    """Sums of x over the lanes whose numbers differ only in bits FIRST to LANES / 2."""
     for i in gl.static_range(5):
         if (1 << i) >= FIRST and (1 << i) < LANES:
             x += across(x, 1 << i)
@@ -159,7 +159,7 @@ def row_values(at, ROWS: gl.constexpr):
 def products(S, q, k, none, PLAN: gl.constexpr):
     """S^T q and S^T k over a thread's rows of S, four columns each.
 
-    Rows of a unit are summed one after another, then units in pairs, as lanes are: so the order of
+    Rows of a unit are summed one after another, then units in pairs, as lanes are. So the order of
     a sum does not depend on how many rows a thread has.
     """
     UNIT: gl.constexpr = PLAN.unit
@@ -230,7 +230,7 @@ def store_totals(sums_at, totals_at, thread, none, PLAN: gl.constexpr):
 
 @gluon.jit
 def norms(q_at, k_at, lane, none, Dk: gl.constexpr):
-    """Factors that norm q (and scale it) and k, and q . k before them."""
+    """Factors of q (its norm and scale) and of k (its norm), and q . k before them."""
     qq = none
     kk = none
     qk = none

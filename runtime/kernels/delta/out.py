@@ -1,4 +1,4 @@
-"""The norm at the end of a gated DeltaNet layer: `norm_heads` where it decodes, else `gated_norm`.
+"""Norm at the end of a gated DeltaNet layer: `gated_norm` for prompts, `norm_heads` for decoding.
 
     out[m, h] = o[m, h] * rsqrt(mean(o[m, h]^2) + eps) * gain * silu(z[m, h])       (per head, FP32)
     window    = the last W - 1 inputs of the convolution, of old window and new tokens together
@@ -6,10 +6,10 @@
 Layout  o [M, Hv * Dv] fp32, qkvz [M, C + Hv * Dv] bf16, z after the channels; parts [M, Hv * Dv],
         o * gain * silu(z), and squares [M, Hv, SQUARES] fp32, parts of sum(o^2); out [M, Hv * Dv]
         bf16
-Plan    a program per token and head. A prompt's window moves in `gated_norm` and nowhere else:
-        kernels before it read the window from many programs, so none of them may write it. Token
-        0's programs share the channels out among them; a channel's rows are moved by one thread,
-        oldest first, so the new window may take the place of the old one
+Plan    A program per token and head. A prompt's window moves in `gated_norm` and nowhere else,
+        because many programs of the kernels before it read the window. The programs of token 0
+        each move some channels; one thread moves the rows of a channel, oldest first, so the new
+        window may take the place of the old one
 """
 
 import torch
@@ -79,7 +79,7 @@ def _norm_heads_kernel(
 
 
 def norm_heads(parts: Tensor, squares: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Parts of `delta_decode` times the factors of the norm: [M, Hv * Dv] in that dtype.
+    """Parts of `delta_decode` times the factors of the norm: [M, Hv * Dv] in a dtype.
 
     Args:
         parts: [M, Hv * Dv].

@@ -9,12 +9,12 @@ which is the recurrence of `delta_decode` with its sums in another order.
 
 Layout  qkvz [M, C + Hv * Dv] bf16, ba [M, 2 * Hv]; slots: memory [S, Hv, Dk, Dv] fp32, window
         [S, W - 1, C] bf16
-Plan    chunks count from the call's first token; the state comes from one slot and goes to another
-        or the same. Convolution, SiLU and L2 norm by tokens and heads; all that needs no S by
-        chunks and value heads at once; then S through the chunks, a program per value head and some
-        columns of S; then `gated_norm`, which moves the window. Everything between is FP32,
-        products too (three TF32 ones for each). Tokens past the end have k = v = beta = g = 0,
-        which leaves S as it is
+Plan    Chunks begin at the call's first token; the state comes from one slot and goes to another or
+        the same. Four kernels: `mix` convolves and norms q, k, v, a program per tokens and head;
+        `chunk` computes all that does not need S, a program per chunk and value head; `scan`
+        carries S through the chunks, a program per value head and some columns of S; `gated_norm`
+        ends the layer and moves the window. Between them everything is FP32, and a product is
+        three TF32 ones. Tokens past the end have k = v = beta = g = 0, which leaves S as it is
 """
 
 import torch
@@ -187,7 +187,7 @@ def _scan_kernel(
 def delta_prefill(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, step: Step
 ) -> Tensor:
-    """M tokens of one sequence in a gated DeltaNet layer; see `Ops.delta_linear`.
+    """Result of a gated DeltaNet layer for M tokens of one prompt; see `Ops.delta_linear`.
 
     Returns:
         [M, Hv * Dv] in the dtype of qkvz; the slot `write[M - 1]`, which may be the slot `read[0]`,

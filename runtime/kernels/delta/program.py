@@ -19,9 +19,10 @@ from lowbit.runtime.kernels.launch.delta import (
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.kernels.ptx.memory import declaration
+from lowbit.runtime.state import delta
 from lowbit.runtime.state.delta import DeltaWeights
 
-L2_EPS = gl.constexpr(1e-6)  # added to the sum of squares of q and k, whatever the model's eps
+L2_EPS = gl.constexpr(delta.L2_EPS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

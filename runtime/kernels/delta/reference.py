@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from lowbit.runtime.kernels.delta.program import L2_EPS
-from lowbit.runtime.state.delta import DeltaWeights, LayerStates
+from lowbit.runtime.state.delta import L2_EPS, DeltaWeights, LayerStates
 from lowbit.runtime.state.step import Step
 
 
@@ -38,8 +37,8 @@ def _token(
     mixed = silu((inputs.double() * weights.conv.double().T).sum(0))
     q, k, v = mixed.split((Hk * Dk, Hk * Dk, Hv * Dv))
     q, k = q.view(Hk, Dk), k.view(Hk, Dk)
-    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS.value) * Dk**-0.5
-    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS.value)
+    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * Dk**-0.5
+    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
     q, k = q.repeat_interleave(Hv // Hk, 0), k.repeat_interleave(Hv // Hk, 0)
     beta, g = gates_ref(ba, weights)
     S = S * g.exp()[:, None, None]

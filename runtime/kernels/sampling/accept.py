@@ -1,10 +1,11 @@
-"""accept: the drafts of a round that were right, and the inputs of the next round.
+"""accept: count the right drafts of a round, and write the inputs of the next round.
 
-Layout  see `RoundInputs`; a program a sequence, a lane a token
-Bytes   nothing to speak of: B * (k + 1) numbers of each tensor
-Plan    the drafts before the first that differs from what was chosen are right. The next round
-        begins with the token chosen behind the last of them, at its position and state. The host
-        reads their number from page-locked memory. No atomics
+Layout  see `RoundInputs`
+Bytes   B * (k + 1) numbers of each tensor: next to nothing
+Plan    A program per sequence, a lane per token. Drafts before the first that differs from the
+        token chosen in its place are right. The next round begins with the token chosen behind the
+        last of them, at its position and state. The host reads their number from page-locked
+        memory. No atomics
 """
 
 import triton
@@ -24,6 +25,7 @@ def _accept_kernel(
     ids_ptr, positions_ptr, rows_ptr, reads_ptr, writes_ptr, chosen_ptr, seen_ptr, trails_ptr,
     ends_ptr, wrong_ptr, right_ptr, k, R, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """See `accept`; k: drafts of a sequence; LANES: a power of two above k."""
     b = tl.program_id(0)
     place = tl.arange(0, LANES)
     start = b * (k + 1)

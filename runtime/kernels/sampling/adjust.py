@@ -1,9 +1,9 @@
 """adjust: logits of several rows after mask, bias and penalties, as `cpu_sampling.adjusted`.
 
 Layout  logits [M, V or more] fp32 -> [M, V rounded up] fp32
-Bytes   8 * V a row; 5 * V more where it has penalties, V / 8 where it is masked; V = 151936: 1.2
-        and 0.8 MB, from L2, and 0.02 MB from the host's memory
-Plan    a program per block of 1024 logits of a row, in float64, rounded once. A row's biases are
+Bytes   per row 8 * V; with penalties 5 * V more, with a mask V / 8 more. V = 151936: 1.2 and 0.8 MB
+        from L2, 0.02 MB from the host's memory
+Plan    A program per block of 1024 logits of a row, in float64, rounded once. A row's biases are
         sorted by id, so a program finds those of its block by counting. No atomics
 """
 
@@ -32,7 +32,7 @@ WIDTH = tl.constexpr(MOST_BIASES)
 
 @triton.jit
 def _biased(wide, ids, start, ids_ptr, values_ptr, count):
-    """Logits [BLOCK] of the tokens from `start` on with the row's biases added."""
+    """Logits [BLOCK] of the tokens from `start` on, with the row's `count` biases added."""
     places = tl.arange(0, 512)
     biased = tl.load(ids_ptr + places, mask=places < count, other=0x7FFFFFFF)
     first = tl.sum((biased < start).to(tl.int32), axis=0)
@@ -47,6 +47,7 @@ def _adjust_kernel(
     logits_ptr, out_ptr, rows_ptr, masks_ptr, knobs_ptr, whole_ptr, seen_ptr, counts_ptr,
     bias_ids_ptr, bias_ptr, mask_ptr, stride, out_stride, V, PDL: tl.constexpr,
 ):  # fmt: skip
+    """See `adjust`; whole_ptr: whole numbers of the rows, knobs_ptr: the others."""
     start = tl.program_id(0) * BLOCK
     m = tl.program_id(1).to(tl.int64)
     ids = start + tl.arange(0, BLOCK)

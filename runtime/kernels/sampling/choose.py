@@ -4,10 +4,10 @@ Layout  logits [M, V or more] fp32 -> token [M] int64, ring [RING, R] int64 on t
         position of every row but the scratch row moves on by one, and the output's counts grow
         where they are kept. The slot gets -1 where the row's largest logit is not finite
 Bytes   4 * V a row; V = 151936: 0.6 MB, from L2
-Plan    a program per block of a row's logits keeps the best of each group as a sortable key. The
-        likeliest token has one group a block, and one program a row takes the best of all; a token
-        that is drawn goes on in `draw_rows`, or in `draw_sorted` where a row draws from more than
-        64. Each also leaves the token where the host reads it, which saves a kernel. No atomics
+Plan    A program per block of a row's logits stores the best key of each group. For the likeliest
+        token a block is one group, and one program a row takes the best of all; drawing goes on in
+        `draw_rows`. Where a row draws from more than 64 tokens, `draw_sorted` does it all. The last
+        kernel also leaves the token where the host reads it, which saves one. No atomics
 """
 
 import torch
@@ -76,7 +76,7 @@ def choose(
     ring: Tensor,
     masks: Tensor | None = None,
 ) -> None:
-    """Choose and post the next token of every row, without a host in between; see `Ops.choose`."""
+    """Choose the next token of every row and leave it where the host reads it; see `Ops.choose`."""
     shape = sampler.shape
     scores = adjust(logits, sampler, rows, masks) if shape.adjusted else logits
     if shape.candidates == ALL:

@@ -1,16 +1,15 @@
-"""draw_rows: a token of each row at random among its likeliest, as `cpu_sampling.drawn` draws it.
+"""draw_rows: draw a token of each row among its likeliest, as `cpu_sampling.drawn` draws it.
 
 Layout  logits [M, V or more] fp32, keys [M, groups] int64 of 64 logits each (`choose`) ->
         token [M] int64, ring [RING, R] int64 on the host
-Bytes   4 * 1024 + 8 * V / 64 for each of top_k programs a row; V = 151936, top_k 20: 0.5 MB, from
-        L2
-Plan    nothing is taken one after the other: a rank is the number of better keys, and no two keys
-        are the same. A program per block of a row's logits ends if top_k blocks are better, else it
-        ranks its 16 groups among all groups, each thread a share of these. The top_k best groups,
-        which hold the top_k best logits, leave the best of each of their parts. Then one program a
-        row, a thread a key, ranks the parts and, of the best parts, the logits, puts what it has
-        ranked where it belongs and draws in exact integers. Each row has its own top_k, up to the
-        class of the launch; a row of temperature 0 takes the first of 1. No atomics
+Bytes   per row top_k programs of 4 * 1024 + 8 * V / 64; V = 151936, top_k 20: 0.5 MB, from L2
+Plan    Nothing is sorted one key after another: a key's rank is the number of better keys, and no
+        two keys are equal. A program per block of a row's logits ends if top_k blocks are better;
+        else it ranks its 16 groups among all groups, each thread comparing with a share of these.
+        The top_k best groups hold the top_k best logits, and store the best key of each of their
+        parts. Then one program a row, a thread a key, ranks the parts, then the logits of the best
+        parts, and draws from the best logits in exact integers. Each row has its own top_k, up to
+        the class of the launch; a row of temperature 0 takes the first of one. No atomics
 """
 
 import torch
@@ -34,13 +33,8 @@ from lowbit.runtime.kernels.ptx.memory import (
 from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word, threads, total
 from lowbit.runtime.kernels.sampling.keys import BLOCK, GROUP, LOWEST, id_of, key_of, value_of
 from lowbit.runtime.kernels.sampling.row import (
-    KNOBS,
-    MIN_P,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    WHOLE,
+    add,
+    draw_parameters,
     rounded_masses,
     settle,
     uniform,
@@ -54,17 +48,26 @@ RANK_WARPS = gl.constexpr(BLOCK.value // PART.value // 32)  # of a program that 
 
 @gluon.jit
 def _words(key):
+    """A key as two words, the lower half first."""
     return key.to(gl.int32), (key >> 32).to(gl.int32)
 
 
 @gluon.jit
 def _joined(low, high):
+    """The key of two words."""
     return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
 
 
 @gluon.jit
+def _load_key(at):
+    """The key at an address of shared memory."""
+    low, high = load_shared8(at)
+    return _joined(low, high)
+
+
+@gluon.jit
 def _candidates(temperature, top_k, V, K: gl.constexpr):
-    """Number of tokens that a row draws from, whatever its parameters are: 1 to K, at most V."""
+    """Number of tokens that a row draws from: 1 to K, at most V, whatever its parameters are."""
     top_k = gl.where(temperature == 0.0, 1, top_k)
     return gl.minimum(gl.maximum(gl.minimum(top_k, K), 1), V).to(gl.int32)
 
@@ -79,82 +82,84 @@ def _rank_groups_rows_kernel(
     A program whose block is not among the top_k best blocks has none, and ends. K: most candidates
     of a row; EACH: keys of groups that a thread compares; BLOCKS: a power of two.
     """
+    WARPS: gl.constexpr = RANK_WARPS
     GROUPS: gl.constexpr = BLOCK // GROUP
-    buffer = shared_buffer(declaration(GROUPS * (8 + RANK_WARPS * 4)))
+    buffer = shared_buffer(declaration(GROUPS * (8 + WARPS * 4)))
     m = gl.program_id(1).to(gl.int64)
     row = gl.load(rows_ptr + m).to(gl.int64)  # older than the kernel ahead, which has waited
-    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
-    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
+    parameters = draw_parameters(row, knobs_ptr, whole_ptr)
+    top_k = _candidates(parameters[0], parameters[3], V, K)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     logits, keys = logits_ptr + m * stride, keys_ptr + m * count
     parts = parts_ptr + m * (K * LANES)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [RANK_WARPS], [0])
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     block = gl.arange(0, BLOCKS, layout=L)
     bests = blocks_ptr + m * gl.num_programs(0)
     best = gl.load(bests + block, mask=block < gl.num_programs(0), other=LOWEST)
     better = gl.sum((best > gl.load(bests + gl.program_id(0))).to(gl.int32), axis=0)
     if better < top_k:
-        _rank_groups_of_block(logits, keys, parts, count, V, top_k, buffer, EACH)
+        warp, lane, zero, _ = threads(WARPS)
+        thread = warp * 32 + lane
+        groups_at = buffer + zero
+        ranks_at = groups_at + GROUPS * 8
+        others = _keys_of_thread(keys, count, thread, EACH)
+        part = gl.full([WARPS, 32], LOWEST, gl.int64, layout=thread.type.layout)
+        for i in gl.static_range(PART):
+            id = gl.program_id(0) * BLOCK + thread * PART + i
+            x = gl.load(logits + id, mask=id < V, other=float("-inf"))
+            part = gl.maximum(part, key_of(x, id))
+        whole = _words(_best_of_group(part))
+        store_shared8(groups_at + thread // LANES * 8, whole, lane % LANES == 0)
+        barrier()
+        for group in gl.static_range(0, GROUPS, 2):
+            w = load_shared16(groups_at, group * 8)
+            even = zero
+            odd = zero
+            for i in gl.static_range(EACH):
+                even += (others[i] > _joined(w[0], w[1])).to(gl.int32)
+                odd += (others[i] > _joined(w[2], w[3])).to(gl.int32)
+            at = ranks_at + (group * WARPS + warp) * 4
+            store_shared4(at, as_float(total(even)), lane == 0)
+            store_shared4(at + WARPS * 4, as_float(total(odd)), lane == 0)
+        barrier()
+        rank = zero
+        for i in gl.static_range(WARPS):
+            rank += as_word(load_shared4(ranks_at + thread // LANES * (WARPS * 4), i * 4))
+        at = rank * LANES + thread % LANES
+        gl.store(parts + at, part, mask=rank < top_k)
 
 
 @gluon.jit
-def _rank_groups_of_block(
-    logits_ptr, keys_ptr, parts_ptr, count, V, top_k, buffer, EACH: gl.constexpr
-):  # fmt: skip
-    WARPS: gl.constexpr = RANK_WARPS
-    GROUPS: gl.constexpr = BLOCK // GROUP
-    warp, lane, zero, _ = threads(WARPS)
-    thread = warp * 32 + lane
-    buffer += zero
+def _keys_of_thread(keys_ptr, count, thread, EACH: gl.constexpr):
+    """EACH of a row's keys, a different share for every thread."""
     keys = keys_ptr.to(gl.int64, bitcast=True)
-    others = ()
+    shares = ()
     for i in gl.static_range(EACH):
-        at = i * (WARPS * 32) + thread
+        at = i * (RANK_WARPS * 32) + thread
         low, high = load8(keys + gl.minimum(at, count - 1).to(gl.int64) * 8)
-        others = others + (gl.where(at < count, _joined(low, high), LOWEST),)
-    part = gl.full([WARPS, 32], LOWEST, gl.int64, layout=thread.type.layout)
-    for i in gl.static_range(PART):
-        id = gl.program_id(0) * BLOCK + thread * PART + i
-        x = gl.load(logits_ptr + id, mask=id < V, other=float("-inf"))
-        part = gl.maximum(part, key_of(x, id))
-    best = part
+        shares = shares + (gl.where(at < count, _joined(low, high), LOWEST),)
+    return shares
+
+
+@gluon.jit
+def _best_of_group(key):
+    """The best key of the LANES lanes that share a group."""
     for i in gl.static_range(5):
         if (1 << i) < LANES:
-            low, high = _words(best)
+            low, high = _words(key)
             low = as_word(across(as_float(low), 1 << i))
             high = as_word(across(as_float(high), 1 << i))
-            best = gl.maximum(best, _joined(low, high))
-    store_shared8(buffer + thread // LANES * 8, _words(best), lane % LANES == 0)
-    barrier()
-    ranks_at = buffer + GROUPS * 8
-    for group in gl.static_range(0, GROUPS, 2):
-        w = load_shared16(buffer, group * 8)
-        first = _joined(w[0], w[1])
-        second = _joined(w[2], w[3])
-        better = (zero, zero)
-        for i in gl.static_range(EACH):
-            better = (
-                better[0] + (others[i] > first).to(gl.int32),
-                better[1] + (others[i] > second).to(gl.int32),
-            )
-        at = ranks_at + (group * WARPS + warp) * 4
-        store_shared4(at, as_float(total(better[0])), lane == 0)
-        store_shared4(at + WARPS * 4, as_float(total(better[1])), lane == 0)
-    barrier()
-    rank = zero
-    for i in gl.static_range(WARPS):
-        rank += as_word(load_shared4(ranks_at + thread // LANES * (WARPS * 4), i * 4))
-    at = rank * LANES + thread % LANES
-    gl.store(parts_ptr + at, part, mask=rank < top_k)
+            key = gl.maximum(key, _joined(low, high))
+    return key
 
 
 @gluon.jit
 def _rank(key, at, count):
-    """How many of `count` keys at an address of shared memory are better; 32 are there at a time.
+    """Number of better keys among the `count` at an address of shared memory.
 
-    Loads of 32 keys are on their way at once: one by one, their latency is all the time it takes.
+    32 keys are loaded at once: one by one, their latency would be all the time it takes.
     """
     even = at * 0
     odd = even
@@ -168,11 +173,6 @@ def _rank(key, at, count):
             odd += (_joined(w[2], w[3]) > key).to(gl.int32)
         at += 256
     return even + odd
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -194,11 +194,9 @@ def _draw_rows_kernel(
     m = gl.program_id(0).to(gl.int64)
     row = gl.load(rows_ptr + m).to(gl.int64)  # all of these are older than the kernel ahead
     position = gl.load(positions_ptr + m)
-    temperature = gl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
-    top_p = gl.load(knobs_ptr + row * KNOBS + TOP_P)
-    min_p = gl.load(knobs_ptr + row * KNOBS + MIN_P)
-    top_k = _candidates(temperature, gl.load(whole_ptr + row * WHOLE + TOP_K), V, K)
-    number = uniform(gl.load(whole_ptr + row * WHOLE + SEED), (position + 1).to(gl.int64))
+    temperature, top_p, min_p, top_k, seed = draw_parameters(row, knobs_ptr, whole_ptr)
+    top_k = _candidates(temperature, top_k, V, K)
+    number = uniform(seed, (position + 1).to(gl.int64))
     temperature = gl.where(temperature == 0.0, 1.0, temperature)
     count = gl.minimum(top_k, groups) * LANES
     if PDL:
@@ -210,8 +208,8 @@ def _draw_rows_kernel(
     rank = _rank(key, keys_at, count)
     store_shared8(best_at + rank * 8, _words(key), (thread < count) & (rank < top_k))
     barrier()
-    low, high = load_shared8(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
-    id = id_of(_joined(low, high)) // PART * PART + thread % PART
+    part = _load_key(best_at + gl.minimum(thread // PART, top_k - 1) * 8)
+    id = id_of(part) // PART * PART + thread % PART
     x = gl.load(logits_ptr + m * stride + id, mask=id < V, other=float("-inf"))
     inside = thread < top_k * PART
     key = gl.where(inside, key_of(x, id), LOWEST)
@@ -224,13 +222,11 @@ def _draw_rows_kernel(
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     rank = gl.arange(0, K, layout=L)
     inside = rank < top_k
-    low, high = load_shared8(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
-    best = _joined(low, high)
-    low, high = load_shared8(base + (THREADS * 8) + rank * 0)
-    highest = value_of(_joined(low, high)).to(gl.float64)
+    best = _load_key(base + (THREADS * 8) + gl.minimum(rank, top_k - 1) * 8)
+    highest = value_of(_load_key(base + (THREADS * 8) + rank * 0)).to(gl.float64)
     odds = gl.exp((value_of(best).to(gl.float64) - highest) / temperature)
     mass = gl.where(inside, rounded_masses(odds), 0.0).to(gl.int64)
-    reached = gl.associative_scan(mass, 0, _add)
+    reached = gl.associative_scan(mass, 0, add)
     whole = gl.sum(mass, axis=0)
     # Both filters keep the likeliest: what passes both is a prefix too.
     kept = inside & ((reached - mass).to(gl.float64) < top_p * whole.to(gl.float64))
@@ -239,12 +235,11 @@ def _draw_rows_kernel(
     last = gl.maximum(gl.sum(kept.to(gl.int32), axis=0) - 1, 0)
     target = gl.minimum((number * limit.to(gl.float64)).to(gl.int64), limit - 1)
     place = gl.minimum(gl.sum((inside & (reached <= target)).to(gl.int32), axis=0), last)
-    low, high = load_shared8(base + (THREADS * 8) + place * 8)
-    chosen = id_of(_joined(low, high)).to(gl.int64)
+    chosen = id_of(_load_key(base + (THREADS * 8) + place * 8)).to(gl.int64)
     chosen = gl.minimum(gl.maximum(chosen, 0), V - 1)  # whatever the logits are
-    low, high = load_shared8(base + (THREADS * 8) + place * 0)
+    largest = value_of(_load_key(base + (THREADS * 8) + place * 0))
     settle(
-        m, row, position, chosen, value_of(_joined(low, high)),
+        m, row, position, chosen, largest,
         positions_ptr, token_ptr, ring_ptr, counts_ptr, R, V, COUNTED,
     )  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""draw_sorted: a token of each row at random among any number, as `cpu_sampling.drawn` draws it.
+"""draw_sorted: draw a token of each row among any number, as `cpu_sampling.drawn` draws it.
 
 Layout  logits [M, V or more] fp32 -> token [M] int64, ring [RING, R] int64 on the host
-Bytes   what PyTorch's sort moves, and 4 * V a row; V = 151936: 0.6 MB, from L2
-Plan    PyTorch sorts; a program per block of 1024 sorted logits of a row adds up their masses. Then
-        one program a row finds, each by the sums of blocks and the masses of one block, how many
-        tokens pass top-p, the mass of those that pass all filters, and the place of the random
-        number in it. No atomics
+Bytes   those of PyTorch's sort, and 4 * V a row; V = 151936: 0.6 MB, from L2
+Plan    PyTorch sorts. A program per block of 1024 sorted logits of a row adds up their masses. Then
+        one program a row finds how many tokens pass top-p, the mass of those that pass all filters,
+        and the token that the random number meets in it: each from the sums of all blocks and the
+        masses of one. No atomics
 """
 
 import torch
@@ -17,13 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.runtime.kernels.launch.device import power_of_two, programmatic_launch, run
 from lowbit.runtime.kernels.sampling.keys import BLOCK
 from lowbit.runtime.kernels.sampling.row import (
-    KNOBS,
-    MIN_P,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    WHOLE,
+    add,
+    draw_parameters,
     rounded_masses,
     settle,
     uniform,
@@ -32,10 +27,8 @@ from lowbit.runtime.state.sampler import SamplerRows
 
 
 @triton.jit
-def _limits(row, knobs_ptr, whole_ptr, V):
-    """Temperature, or 1 where it is 0, and how many tokens pass top-k: then only one."""
-    temperature = tl.load(knobs_ptr + row * KNOBS + TEMPERATURE)
-    top_k = tl.load(whole_ptr + row * WHOLE + TOP_K)
+def _limits(temperature, top_k, V):
+    """Temperature and number of tokens that pass top-k; 1 and 1 where the temperature is 0."""
     top_k = tl.where((top_k == 0) | (top_k > V), V, top_k)
     top_k = tl.where(temperature == 0.0, 1, top_k)
     return tl.where(temperature == 0.0, 1.0, temperature), top_k.to(tl.int32)
@@ -63,8 +56,8 @@ def _sum_masses_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.load(rows_ptr + m).to(tl.int64)
-    temperature, top_k = _limits(row, knobs_ptr, whole_ptr, V)
-    min_p = tl.load(knobs_ptr + row * KNOBS + MIN_P)
+    temperature, _, min_p, top_k, _ = draw_parameters(row, knobs_ptr, whole_ptr)
+    temperature, top_k = _limits(temperature, top_k, V)
     highest = tl.load(sorted_ptr + m * V).to(tl.float64)
     line = sorted_ptr + m * V
     place, odds, mass = _masses(line, tl.program_id(0), highest, temperature, top_k)
@@ -72,11 +65,6 @@ def _sum_masses_kernel(
     at = m * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums_ptr + at, tl.sum(mass, axis=0))
     tl.store(passed_ptr + at, tl.sum(passed.to(tl.int32), axis=0))
-
-
-@triton.jit
-def _add(a, b):
-    return a + b
 
 
 @triton.jit
@@ -90,9 +78,9 @@ def _pick_kernel(
     at = tl.arange(0, BLOCKS)
     row = tl.load(rows_ptr + m).to(tl.int64)  # all of these are older than the kernel ahead
     position = tl.load(positions_ptr + m)
-    temperature, top_k = _limits(row, knobs_ptr, whole_ptr, V)
-    top_p = tl.load(knobs_ptr + row * KNOBS + TOP_P)
-    number = uniform(tl.load(whole_ptr + row * WHOLE + SEED), (position + 1).to(tl.int64))
+    temperature, top_p, _, top_k, seed = draw_parameters(row, knobs_ptr, whole_ptr)
+    temperature, top_k = _limits(temperature, top_k, V)
+    number = uniform(seed, (position + 1).to(tl.int64))
     largest = tl.load(sorted_ptr + m * V)
     highest = largest.to(tl.float64)
     if PDL:
@@ -101,7 +89,7 @@ def _pick_kernel(
     blocks = tl.cdiv(V, BLOCK)
     sums = tl.load(sums_ptr + m * blocks + at, mask=at < blocks, other=0)
     passed = tl.load(passed_ptr + m * blocks + at, mask=at < blocks, other=0)
-    before = tl.associative_scan(sums, 0, _add) - sums
+    before = tl.associative_scan(sums, 0, add) - sums
     inside = at < blocks
     line = sorted_ptr + m * V
 
@@ -111,7 +99,7 @@ def _pick_kernel(
     block = tl.maximum(block, 0)
     start = tl.sum(tl.where(at == block, before, 0), axis=0)
     place, _, mass = _masses(line, block, highest, temperature, top_k)
-    reached = start + tl.associative_scan(mass, 0, _add)
+    reached = start + tl.associative_scan(mass, 0, add)
     short = (place < top_k) & ((reached - mass).to(tl.float64) < most)
     by_top_p = block * BLOCK + tl.sum(short.to(tl.int32), axis=0)
     last = tl.maximum(tl.minimum(by_top_p, tl.sum(passed, axis=0)) - 1, 0)
@@ -128,7 +116,7 @@ def _pick_kernel(
     block = tl.maximum(block, 0)
     start = tl.sum(tl.where(at == block, before, 0), axis=0)
     place, _, mass = _masses(line, block, highest, temperature, top_k)
-    reached = start + tl.associative_scan(mass, 0, _add)
+    reached = start + tl.associative_scan(mass, 0, add)
     ahead = block * BLOCK + tl.sum((reached <= target).to(tl.int32), axis=0)
     token = tl.load(ids_ptr + m * V + tl.minimum(ahead, last))
     settle(

@@ -2,9 +2,9 @@
 
 Layout  logits [M, V or more] fp32, token [M] int64 -> ids and values [2, R, N + 1] on the host
 Bytes   8 * V a row; V = 151936: 1.2 MB, from L2
-Plan    a program per block of 1024 logits keeps the largest and the sum of exponentials relative to
-        it in FP32; one program a row joins them in FP64, in one order whatever M is. The likeliest
-        tokens lie in as many of the groups of 64 logits whose best are the best. No atomics
+Plan    A program per block of 1024 logits leaves the largest and the sum of exponentials relative
+        to it in FP32; one program a row joins them in FP64, in one order whatever M is. The N
+        likeliest tokens lie in the N groups of 64 logits whose best logits are highest. No atomics
 """
 
 import torch

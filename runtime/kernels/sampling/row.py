@@ -29,6 +29,17 @@ UNIT = tl.constexpr(2.0**-53)
 
 
 @triton.jit
+def draw_parameters(row, knobs_ptr, whole_ptr):
+    """Temperature, top_p, min_p, top_k and seed of a row; what is not used costs nothing."""
+    knobs_ptr += row * KNOBS
+    whole_ptr += row * WHOLE
+    temperature = tl.load(knobs_ptr + TEMPERATURE)
+    top_p = tl.load(knobs_ptr + TOP_P)
+    min_p = tl.load(knobs_ptr + MIN_P)
+    return temperature, top_p, min_p, tl.load(whole_ptr + TOP_K), tl.load(whole_ptr + SEED)
+
+
+@triton.jit
 def uniform(seed, position):
     """A random float64 in [0, 1) of an int64 seed and the token's position; see `state.sampler`."""
     z = _mixed(seed.to(tl.uint64) + GOLDEN)
@@ -41,6 +52,12 @@ def _mixed(z):
     z = (z ^ (z >> 30)) * FIRST
     z = (z ^ (z >> 27)) * SECOND
     return z ^ (z >> 31)
+
+
+@triton.jit
+def add(a, b):
+    """A sum, for scans."""
+    return a + b
 
 
 @triton.jit
