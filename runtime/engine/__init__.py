@@ -1,1 +1,1 @@
-"""Requests, from prompt to text."""
+"""The engine: requests become tokens, steps for several of them at a time."""

@@ -28,7 +28,7 @@ from lowbit.runtime.text.tokenizer import Tokenizer
 
 
 class Bounds:
-    """Makes the constraints of requests to one model.
+    """Factory of constraints for the requests to one model.
 
     Attributes:
         grammars: over the model's tokens.
@@ -41,7 +41,7 @@ class Bounds:
         vocabulary: int,
         stop_ids: Collection[int],
     ) -> None:
-        """Nothing is prepared before it is asked for.
+        """Grammars and reasoning tokens are prepared at their first use.
 
         Args:
             tokenizer: of the model.
@@ -55,7 +55,7 @@ class Bounds:
 
     @cached_property
     def thinking(self) -> ThinkingTokens | None:
-        """Tokens around the reasoning; None for a model without."""
+        """Tokens around the reasoning; None for a model that does not reason."""
         if self._template is None:
             return None
         if OPEN not in self._template.source and CLOSE not in self._template.source:
@@ -64,7 +64,7 @@ class Bounds:
 
     @cached_property
     def _shows_thinking(self) -> bool:
-        """Tell if answers may begin with reasoning although a grammar holds their start."""
+        """True if answers may begin with reasoning although a grammar begins at once."""
         return self._template is not None and shows_thinking(self._template)
 
     def constraint(
@@ -74,12 +74,12 @@ class Bounds:
         budget: int | None,
         grammar: Grammar | StrictCalls | None,
     ) -> Constraint | None:
-        """The constraint of one answer.
+        """Constraint of one answer; None if it is free.
 
         Args:
             ids: of the prompt.
-            begin: how the output begins.
-            budget: tokens of reasoning at most.
+            begin: kind of text that the output begins with.
+            budget: most tokens of reasoning.
             grammar: of the answer behind the reasoning.
 
         Raises:
@@ -114,19 +114,19 @@ class Bounds:
 
 
 def first_unbound(constraint: Constraint | None) -> int:
-    """New tokens that come before the first mask, as far as that is known.
+    """Number of new tokens before the first mask, as far as it is known.
 
     Raises:
         LowbitError: the constraint failed.
     """
     try:
         return 0 if constraint is None or constraint.done else constraint.unbound
-    except Exception as error:  # whatever a foreign object does
+    except Exception as error:  # constraints may be foreign objects
         raise explained(error) from error
 
 
 def restrict(sequences: Iterable[Sequence], sampler: SamplerRows) -> Ended:
-    """Set the masks of constrained sequences; returns those whose constraint has failed."""
+    """Set the mask of each constrained sequence; returns those whose constraint failed."""
     failed: Ended = []
     for each in sequences:
         if each.ended:
@@ -142,7 +142,7 @@ def restrict(sequences: Iterable[Sequence], sampler: SamplerRows) -> Ended:
 
 
 def next_mask(sequence: Sequence, words: int) -> Tensor | None:
-    """The mask of a constrained sequence's next token; releases it where its constraint is done.
+    """Mask of a sequence's next token; None if it is free. Notes if its constraint is done.
 
     Args:
         sequence: whose constraint knows every token before.
@@ -157,16 +157,16 @@ def next_mask(sequence: Sequence, words: int) -> Tensor | None:
     try:
         sequence.released, sequence.unbound = constraint.done, constraint.unbound
         return mask_of(constraint, words)
-    except Exception as error:  # whatever a foreign object does
+    except Exception as error:  # constraints may be foreign objects
         raise explained(error) from error
 
 
 def mask_of(constraint: Constraint, words: int) -> Tensor | None:
-    """The mask of the next token, None where every token may come.
+    """Mask of the next token; None if every token is allowed.
 
     Raises:
         Exception: whatever a foreign object does.
-        RequestError: it is no mask of so many words, or allows no token.
+        RequestError: the mask has another shape or type, or allows no token.
     """
     mask = None if constraint.done or constraint.unbound > 0 else constraint.mask()
     if mask is None:
@@ -182,7 +182,7 @@ def mask_of(constraint: Constraint, words: int) -> Tensor | None:
 
 
 def accept(sequence: Sequence, token: int) -> LowbitError | None:
-    """Tell the constraint of a sequence, unless it is done, the newest token; returns its error."""
+    """Pass the newest token to the constraint of a sequence; returns the error if it fails."""
     constraint = sequence.request.constraint
     if constraint is None or sequence.released:
         return None
@@ -190,13 +190,13 @@ def accept(sequence: Sequence, token: int) -> LowbitError | None:
         if not constraint.done:  # among the tokens of a round; the next step releases it
             constraint.accept(token)
         sequence.unbound = constraint.unbound
-    except Exception as error:  # whatever a foreign object does
+    except Exception as error:  # constraints may be foreign objects
         return explained(error)
     return None
 
 
 def explained(error: Exception) -> LowbitError:
-    """The error of a constraint as one that its user understands."""
+    """A constraint's exception as an error for its user."""
     if isinstance(error, LowbitError):
         return error
     return RequestError(f"the constraint failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Runs requests together: a step takes a chunk of a prompt and a token of every other sequence.
+"""The engine: every step takes chunks of prompts and a token of each sequence behind its prompt.
 
 The engine has no thread: whoever waits for a token runs steps for everybody until it is there. One
 request alone is then never handed from thread to thread, and requests from several threads or
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from threading import RLock
 
@@ -36,16 +36,16 @@ from lowbit.runtime.state.sampler import SamplingParams, random_seed
 
 
 class Engine:
-    """Requests on one model.
+    """Runs the requests to one model.
 
     Attributes:
         runner: sends steps to the device.
         scheduler: says which sequences a step takes.
         limits: sizes that requests must fit.
-        drafting: proposes tokens that a step checks together; None where nobody does.
-        threads: chooses the CPU threads of decode steps; None runs them on all that torch has, as
-            a GPU does.
-        in_prompt: a chunk of a prompt is in the layers, which takes minutes on a slow CPU.
+        drafting: proposes drafts; None without speculation.
+        threads: chooses the CPU threads of decode steps; None on a GPU, and where the user has
+            chosen them.
+        in_prompt: true while a chunk of a prompt runs, which takes minutes on a slow CPU.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Engine:
         self._interrupted = False  # set while a step runs, and after one that was left halfway
 
     def submit(self, request: TokenRequest | CheckedRequest) -> Handle:
-        """Take up a request, without waiting for the step under way; its handle gives the tokens.
+        """Queue a request without waiting for the running step; its handle gives the tokens.
 
         Raises:
             RequestError: one that has not been checked and does not fit, see `Limits.check`.
@@ -97,7 +97,7 @@ class Engine:
         return self.submit(TokenRequest(tuple(prompt), params, count))
 
     def next_token(self, sequence: Sequence) -> int | None:
-        """The next token of a sequence, or None where it has ended; runs steps for all meanwhile.
+        """Next token of a sequence, None once it has ended; runs steps for all requests meanwhile.
 
         Raises:
             LowbitError: that ended it.
@@ -108,7 +108,7 @@ class Engine:
         return token
 
     def advance(self, sequence: Sequence) -> bool:
-        """Run a step for all unless a token of the sequence is there; False where it has ended.
+        """Run a step unless a token of the sequence is ready; False once the sequence has ended.
 
         Raises:
             LowbitError: that ended it.
@@ -125,7 +125,7 @@ class Engine:
             return True
 
     def step(self) -> bool:
-        """Send one step to the device and read the one before.
+        """Send a step to the device and read the step before it.
 
         A step that raises ends the requests that ran in it; those that wait go on with the next.
 
@@ -138,14 +138,16 @@ class Engine:
                     return self._step()
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # those of libraries in Rust are no Exceptions
+            # Any failure, a panic in a Rust library included, which is no Exception, must end the
+            # requests of the step, or whoever waits for them would run the same step for ever.
+            except BaseException as error:
                 self._fail(error)
                 raise
 
     def _step(self) -> bool:
-        """Schedule, run, commit."""
+        """Schedule, run, commit; returns False if there was nothing to do."""
         scheduler, on_gpu = self.scheduler, self.runner.on_gpu
-        # A CPU runs steps at once: a first token would wait there for the second one.
+        # On a CPU a sequence decodes from the next step on, else its first token would wait.
         ready = scheduler.decoding if on_gpu else list(scheduler.decoding)
         running, under_way = bool(ready), len(self._sent)
         budget = CHUNK
@@ -159,13 +161,9 @@ class Engine:
             self._commit()
             return worked
         started = time.perf_counter()
-        if self.threads is None:
+        with nullcontext() if self.threads is None else self.threads.limit():
             plain = self._decode(decoding)
             self._commit(1 + begun if on_gpu else 0)
-        else:
-            with self.threads.limit():
-                plain = self._decode(decoding)
-                self._commit(1 + begun if on_gpu else 0)
         seconds = time.perf_counter() - started
         if self.threads is not None:
             self.threads.note((len(decoding), plain), seconds)
@@ -193,7 +191,7 @@ class Engine:
                     raise RequestError("other requests leave no room for this one")
 
     def _logits(self, sequence: Sequence, start: int) -> Tensor:
-        """Run a prompt that has room, alone, and end it: see `logits`."""
+        """Run a prompt that has been given room, then take the room back; see `logits`."""
         parts = []
         try:
             while sequence.length < len(sequence.request.prompt):
@@ -201,7 +199,7 @@ class Engine:
                 hidden = self._send_chunk(sequence)
                 if first + len(hidden) > start:
                     parts.append(self.decoder.logits(hidden[max(0, start - first) :]))
-        except Exception:  # such as too little memory: only this call ends
+        except Exception:  # of torch, such as too little memory: give the room back, whatever it is
             self.scheduler.end(sequence, "cancelled")
             self._interrupted = False
             raise
@@ -215,19 +213,19 @@ class Engine:
 
     @cached_property
     def driver(self) -> ThreadPoolExecutor:
-        """The thread that runs steps while tasks wait."""
+        """Thread that runs steps while asyncio tasks wait."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="lowbit-engine")
 
     def forget(self) -> None:
-        """Drop what the cache holds of ended requests."""
+        """Empty the prefix cache."""
         with self._lock, self._working():
             self.scheduler.room.forget()
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Begin anew where the last step was left halfway; take up what has arrived.
+        """Recover from an interrupted step, then admit the requests that have arrived.
 
-        Ctrl-C may come at any time. A mark stays where what runs inside does not come to its end.
+        Ctrl-C may come at any time: `_interrupted` stays set if the body does not reach its end.
         """
         if self._interrupted:
             self._recover()
@@ -237,7 +235,11 @@ class Engine:
         self._interrupted = False
 
     def _run_chunk(self, sequence: Sequence) -> int:
-        """Send the next chunk of a prompt, and choose the first token after the last one."""
+        """Run the next chunk of a prompt; behind the last chunk choose the first new token.
+
+        Returns:
+            Tokens of the chunk.
+        """
         scheduler, request = self.scheduler, sequence.request
         first = sequence.length
         hidden = self._send_chunk(sequence)
@@ -259,7 +261,7 @@ class Engine:
         return len(hidden)
 
     def _send_chunk(self, sequence: Sequence) -> Tensor:
-        """Send the tokens up to the next cut through the layers: their hidden states."""
+        """Hidden states of the tokens up to the next cut, which pass the layers: [M, h]."""
         prompt = sequence.request.prompt
         stop = next_cut(sequence.cuts, sequence.length, len(prompt))
         self.in_prompt = True
@@ -271,10 +273,10 @@ class Engine:
         return hidden
 
     def _decode(self, sequences: list[Sequence]) -> bool:
-        """Send a step of sequences; False where it has drafts.
+        """Send a step of the sequences; False if it checks drafts.
 
-        The mask of a token depends on the one before it. Where one is needed, the host reads all
-        that are under way and makes it while the layers run.
+        The mask of a token depends on the token before it. If one is needed, the layers run first;
+        meanwhile the host reads all steps under way and computes the mask.
         """
         runner = self.runner
         if self.drafting is not None:
@@ -294,7 +296,7 @@ class Engine:
         return True
 
     def _choose(self, sequences: list[Sequence], drafting: Drafting) -> list[Sequence]:
-        """Send a round with drafts if it is worth it; the sequences that are to go on without."""
+        """Send a round with drafts where one pays; returns the sequences that take a plain step."""
         while sequences:
             if not self._sent:
                 self._foresee(sequences)
@@ -314,12 +316,12 @@ class Engine:
         return []
 
     def _foresee(self, sequences: list[Sequence]) -> None:
-        """Find the tokens that constraints force next, where somebody drafts."""
+        """Ask constraints for the tokens that they force next, if drafts are made."""
         if self.drafting is not None:
             self._end(self.drafting.foresee(sequences))
 
     def _commit(self, ahead: int = 0) -> None:
-        """Hand out the tokens of all steps but the last `ahead` ones."""
+        """Wait for all steps but the last `ahead` ones, and append their tokens."""
         while len(self._sent) > ahead:
             step = self._sent.popleft()
             self._end(step.commit())
@@ -331,19 +333,19 @@ class Engine:
             self.scheduler.end(sequence, why)
 
     def _fail(self, error: BaseException) -> None:
-        """End the requests of a step that raised; all, where nothing can be begun anew."""
+        """End the requests of a step that raised; all requests if the device cannot recover."""
         found = explained(error) or LowbitError(
             f"a step of the engine failed: {type(error).__name__}"
         )
         try:
             self._recover(found)
-        except Exception:
+        except Exception:  # of CUDA, whose device is lost: no request can go on
             self.scheduler.lose_queued(found)
             raise
 
     def _recover(self, error: LowbitError | None = None) -> None:
-        """Begin anew after a step that failed, or was interrupted: its sequences are lost."""
-        running = self.scheduler.running  # whose page-locked memory the device may still write to
+        """Drop the sequences of a step that failed or was interrupted, and the prefix cache."""
+        running = self.scheduler.running  # keeps page-locked memory that the device may write to
         self.scheduler.lose_running(error)
         self._sent.clear()
         if self.runner.on_gpu:

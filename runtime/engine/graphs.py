@@ -17,18 +17,18 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # tokens; more are multiples of 6
 
 
 class Graphs:
-    """Recorded steps by key, in one pool of memory, since no two run at the same time.
+    """CUDA graphs by key, in one pool of memory, since no two run at the same time.
 
-    The least recently used is dropped where there are too many. Tensors that a step reads and
-    writes must live as long as these.
+    The least recently used graph is dropped beyond `most`. Tensors that a step reads and writes
+    must live as long as its graph.
     """
 
     def __init__(self, beside: "Graphs | None" = None, most: int = MOST_GRAPHS) -> None:
-        """None is recorded yet.
+        """Begin without graphs.
 
         Args:
-            beside: graphs whose memory these share.
-            most: that are kept.
+            beside: other graphs, whose memory pool is shared.
+            most: graphs that are kept.
         """
         self._beside = beside
         self._most = most
@@ -39,12 +39,12 @@ class Graphs:
         return key in self._graphs
 
     def __len__(self) -> int:
-        """Recorded steps."""
+        """Number of recorded steps."""
         return len(self._graphs)
 
     @property
     def pool(self) -> Any:
-        """The memory of all recorded steps; None before the first."""
+        """Memory pool of the graphs; None before the first."""
         for graph in self._graphs.values():
             return graph.pool()
         return self._beside.pool if self._beside is not None else None
@@ -56,16 +56,16 @@ class Graphs:
         inputs: Sequence[Tensor],
         kept: Sequence[Tensor] = (),
     ) -> None:
-        """Run a recorded step, which is recorded first where there is none.
+        """Replay the graph of a step, recording it first if there is none; the host does not wait.
 
-        The host does not wait for it. Kernels are compiled before it is recorded, by a step of no
-        sequence: all its tokens belong to SCRATCH.
+        A step whose tokens all belong to SCRATCH runs before the recording, so that kernels are
+        compiled.
 
         Args:
             key: of the step.
             step: launches it.
-            inputs: ids, positions, rows and slots of its tokens.
-            kept: other tensors that it reads and changes, restored after the run that warms up.
+            inputs: ids, positions, rows and slots of its tokens, restored after the first run.
+            kept: other tensors that the step changes, restored as well.
         """
         if key not in self._graphs:
             with aside():
@@ -91,10 +91,7 @@ class Graphs:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """A stream of its own for the run that must come before a recording.
-
-    It begins when all that is under way has ended, and what comes after waits for it.
-    """
+    """Run the body on a stream of its own, behind all work under way and before all later work."""
     torch.cuda.synchronize()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -105,14 +102,14 @@ def aside() -> Iterator[None]:
         torch.cuda.current_stream().wait_stream(side)
 
 
-def width_for(sequences: int) -> int:
-    """Round a number of sequences up to one that decode steps are recorded for."""
+def width_for(tokens: int) -> int:
+    """Round a number of tokens up to one of WIDTHS, beyond the last to a multiple of it."""
     last = WIDTHS[-1]
-    return next((width for width in WIDTHS if width >= sequences), -(-sequences // last) * last)
+    return next((width for width in WIDTHS if width >= tokens), -(-tokens // last) * last)
 
 
 def reach_for(tokens: int, context: int) -> int:
-    """Round a number of tokens up to a size that decode kernels are recorded for."""
+    """Round a length up to a capture bucket: 256, 1024, 4096, ..., at most the context."""
     reach = FIRST_REACH
     while reach < tokens:
         reach *= 4
@@ -120,11 +117,11 @@ def reach_for(tokens: int, context: int) -> int:
 
 
 def longest_for(tokens: int) -> int:
-    """Round the most tokens of a sequence in a round up to a power of two."""
+    """Round the tokens of a round's longest sequence up to a power of two."""
     return 1 << (tokens - 1).bit_length()
 
 
 def drafts_together(drafts: int, sequences: int) -> int:
-    """The largest number of drafts in one step of 1 to `sequences` sequences, `drafts` each."""
+    """Most drafts in a step of 1 to `sequences` sequences, with up to `drafts` of each."""
     numbers = range(1, min(sequences, EXACT_TOKENS) + 1)
     return max(B * min(drafts, EXACT_TOKENS // B - 1) for B in numbers)

@@ -1,4 +1,4 @@
-"""How a checkpoint is loaded: one record from the command line to the engine, without torch."""
+"""Options for loading a checkpoint, from the command line to the engine, without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,44 +15,44 @@ Method = Literal["rtn", "absmax", "weighted"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEVICES = (None, "auto", "cpu", "cuda")
 MOST_SEQUENCES = 64  # decoded together, from the command line
-SEQUENCES = 16  # of them, for a file of prompts
+SEQUENCES = 16  # decoded together, for a file of prompts
 
 Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
 MODES: tuple[Mode, ...] = get_args(Mode)
-DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # in which a drafter drafts
+DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # that use a `drafter`
 DEFAULT_MODE: Mode = "off"  # of the commands and of `load`
-MOST_DRAFTS = 15  # with the token before them they get the bits that each has alone
-RECURRENT_DRAFTS = 7  # unless asked for: each takes a state of the linear layers
+MOST_DRAFTS = 15  # with the last token EXACT_TOKENS, whose bits do not depend on company
+RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is loaded.
+    """Options for loading a checkpoint.
 
     Attributes:
         device: `cpu` or `cuda`; `auto` or None takes a GPU if there is one.
         dtype: of activations and dense weights; None for bfloat16. float32, on the CPU only, is
             the checked mode: exact dequantized weights.
-        threads: of this process on the CPU; None leaves PyTorch's number, of which the engine
-            takes fewer where that is faster.
-        context: tokens of prompt and output; None for min(max_position, 8192, what fits).
+        threads: CPU threads of this process; None for PyTorch's number, or fewer where decode
+            steps are faster.
+        context: most tokens of prompt and output; None for min(max_position, 8192, what fits).
         max_sequences: requests that are decoded together; others wait.
-        cache_tokens: of all requests together, and of conversations that are kept; None for
+        cache_tokens: size of the cache, for running requests and kept conversations; None for
             `max_sequences` times `context`, or what fits.
         quantize: recipe (int4, int8, mixed) for a BF16, F16 or F32 checkpoint: quantized as it is
             read, with the codes and scales that lowbit-convert writes.
         group_size: weights that share a scale, with `quantize`; where it does not divide a row,
             the next smaller one of 32, 64, 128, 256 that does.
-        method: how scales are chosen, with `quantize`: `rtn` searches for the least error,
+        method: choice of scales, with `quantize`: `rtn` searches for the least error,
             `weighted` weights it by the input's power on a bundled text, which runs through the
             original first, and `absmax` does not search.
-        max_waiting: requests that may wait beside those that are decoded together; a further one
-            is refused. None for any number.
+        max_waiting: requests that may wait for a place; a further one is refused. None for any
+            number.
         speculate: source of the draft tokens that a step verifies together: `off`, `ngram`, which
             copies what followed the same tokens before, `mtp`, the model's head for multi-token
-            prediction, `dflash`, a drafter, or `auto` for all that there is. The output does not
-            depend on it.
-        draft_tokens: verified in a step at most; None for as many as suit the model.
+            prediction, `dflash`, a drafter, or `auto` for all that there are. The output does
+            not depend on it.
+        draft_tokens: most drafts of a sequence in a step; None for as many as suit the model.
         drafter: folder or Hub id of a DFlash drafter for this model, packed or BF16, read as it is
             stored; it stands in for the model's head. On the CPU only.
         allow_control_tokens: control tokens that a message, a tool or an argument of the template
@@ -76,10 +76,10 @@ class LoadOptions:
     allow_control_tokens: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse options that no model has.
+        """Refuse values out of range.
 
         Raises:
-            RequestError: names the option, its range and its value.
+            RequestError: an option out of its range, by name.
         """
         if self.device not in DEVICES:
             raise RequestError(f"device must be auto, cpu or cuda, got `{self.device}`")
@@ -104,7 +104,7 @@ class LoadOptions:
 
     @property
     def measures_inputs(self) -> bool:
-        """True if the original runs over a text before its weights are quantized."""
+        """True if the unquantized model runs over a calibration text first."""
         return self.quantize is not None and self.method == "weighted"
 
     @property
@@ -113,7 +113,7 @@ class LoadOptions:
         return self.speculate in ("mtp", "auto") and self.drafter is None
 
     def most_drafts(self, recurrent: bool) -> int:
-        """Draft tokens of a step at most; `recurrent` for a model with linear layers."""
+        """Most drafts of a sequence in a step; `recurrent` for a model with linear layers."""
         if self.speculate == "off":
             return 0
         return self.draft_tokens or (RECURRENT_DRAFTS if recurrent else MOST_DRAFTS)

@@ -1,4 +1,4 @@
-"""Prefixes that the cache still holds after their sequence has ended, for prompts to begin with."""
+"""Prefix cache: keys, values and recurrent states of ended sequences, for later prompts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ MOST_PREFIXES = 64  # every prompt is compared with all of them
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Tokens whose keys, values and recurrent states are kept.
+    """A sequence of tokens whose keys, values and recurrent states are kept.
 
     Attributes:
         ids: [T] int64 token ids.
-        pages: that hold them; the last one may hold more.
-        cuts: lengths at which the chunks ended that made its keys and values.
-        decoded: length from which on tokens were decoded, one a step.
-        fresh: length of the part that chunks of prompts alone have computed; a prompt with equal
-            cuts would compute the same bytes.
-        snapshots: slot with the recurrent state, by length; empty for models without.
-        used: time of the last use; larger is later.
+        pages: that hold them; the last page may hold more.
+        cuts: lengths at which the chunks ended that computed its keys and values.
+        decoded: length from which on tokens were decoded one a step.
+        fresh: length of the part computed by chunks of prompts alone: a prompt with equal cuts
+            would compute the same bytes.
+        snapshots: slots of recurrent states, by length; empty without linear layers.
+        used: time of the last use, a count.
     """
 
     ids: NDArray[np.int64]
@@ -37,13 +37,13 @@ class Prefix:
     used: int = 0
 
     def reusable(self, shared: int, recurrent: bool, cuts: Sequence[int] | None = None) -> int:
-        """Tokens, at most `shared`, that a prompt may reuse which begins with that many of these.
+        """Longest reusable prefix within `shared` tokens.
 
         Args:
-            shared: tokens.
+            shared: tokens that the prompt has in common with this prefix.
             recurrent: true if the model has linear layers.
-            cuts: of the prompt. Up to `fresh` only what it would compute itself by these cuts is
-                taken over; None takes what there is, which may be rounded otherwise.
+            cuts: of the prompt: up to `fresh` it reuses only what it would compute to the bit; None
+                reuses whatever there is, which may be rounded otherwise.
         """
         lengths = list(self.snapshots) if recurrent else list(self.cuts)
         if not recurrent and shared >= self.decoded:
@@ -54,7 +54,7 @@ class Prefix:
         )
 
     def alike(self, length: int, cuts: Sequence[int]) -> bool:
-        """True if a prompt with these cuts computes the same keys and values up to a length."""
+        """True if a prompt with these cuts computes the same bytes up to a length."""
         length = min(length, self.fresh)
         return [c for c in self.cuts if c <= length] == [c for c in cuts if c <= length]
 
@@ -64,11 +64,11 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The part of a prefix that a prompt takes over.
+    """A prefix that a prompt reuses.
 
     Attributes:
-        prefix: it belongs to.
-        length: tokens.
+        prefix: in the cache.
+        length: tokens of it that are reused.
     """
 
     prefix: Prefix
@@ -76,14 +76,14 @@ class Hit:
 
 
 class PrefixCache:
-    """Prefixes by their last use; the least recently used give their pages and slots back first."""
+    """Kept prefixes; the least recently used one gives its pages and slots back first."""
 
     def __init__(self, pages: Pool, snapshots: Pool, recurrent: bool) -> None:
-        """Nothing is held yet.
+        """Begin empty.
 
         Args:
-            pages: of keys and values.
-            snapshots: slots for recurrent states.
+            pages: pool of pages.
+            snapshots: pool of slots for recurrent states.
             recurrent: true if the model has linear layers.
         """
         self._pages, self._snapshots, self._recurrent = pages, snapshots, recurrent
@@ -91,13 +91,13 @@ class PrefixCache:
         self._clock = 0
 
     def __len__(self) -> int:
-        """Prefixes held."""
+        """Number of prefixes."""
         return len(self._prefixes)
 
     def find(
         self, prompt: Sequence[int], most: int, cuts: Sequence[int] | None = None
     ) -> Hit | None:
-        """The prefix of which the prompt can take over the most, up to `most` tokens.
+        """Prefix of which the prompt can reuse the most, up to `most` tokens; None without one.
 
         cuts: of the prompt, see `Prefix.reusable`.
         """
@@ -113,7 +113,7 @@ class PrefixCache:
         return best
 
     def insert(self, prefix: Prefix) -> None:
-        """Hold a prefix instead of those that it begins with; its pages get an owner here."""
+        """Keep a prefix in place of the ones that it extends, as an owner of its pages."""
         for other in list(self._prefixes):
             length = len(other.ids)
             begins = _common(other.ids, prefix.ids) == length
@@ -127,7 +127,7 @@ class PrefixCache:
             self._remove(self._oldest())
 
     def make_room(self, pages: int) -> bool:
-        """Give back prefixes until so many pages are free; none where all would not suffice."""
+        """Drop prefixes until so many pages are free; False if all of them would not suffice."""
         if self._pages.free < pages and self._possible() < pages:
             return False
         while self._pages.free < pages:
@@ -135,7 +135,7 @@ class PrefixCache:
         return True
 
     def take_snapshot(self) -> int | None:
-        """A slot for a snapshot, the least recently used one's if none is free."""
+        """Slot for a snapshot: a free one, or that of the least recently used prefix."""
         if not self._snapshots.free:
             holders = [prefix for prefix in self._prefixes if prefix.snapshots]
             if not holders:
@@ -145,17 +145,16 @@ class PrefixCache:
         return self._snapshots.take(1)[0]
 
     def clear(self) -> None:
-        """Give back everything."""
+        """Drop all prefixes."""
         for prefix in list(self._prefixes):
             self._remove(prefix)
 
     def _possible(self) -> int:
-        """Pages that would be free without any prefix."""
+        """Pages that would be free if all prefixes were dropped."""
         held = Counter(page for prefix in self._prefixes for page in prefix.pages)
         return self._pages.free + sum(self._pages.owners(page) == n for page, n in held.items())
 
     def _inherit(self, prefix: Prefix, other: Prefix) -> None:
-        """Take over the snapshots of another."""
         for length in list(other.snapshots):
             if length not in prefix.snapshots:
                 prefix.snapshots[length] = other.snapshots.pop(length)
@@ -174,7 +173,7 @@ class PrefixCache:
 
 
 def shared_pages(hit: Hit) -> tuple[list[int], int | None]:
-    """Pages that a prompt shares with a prefix, and the one it must copy since it goes on in it."""
+    """Pages that a prompt shares with a prefix, and the partly used page that it must copy."""
     whole = hit.length // PAGE
     return hit.prefix.pages[:whole], hit.prefix.pages[whole] if hit.length % PAGE else None
 
@@ -182,7 +181,7 @@ def shared_pages(hit: Hit) -> tuple[list[int], int | None]:
 def new_prefix(
     ids: Sequence[int], pages: Sequence[int], cuts: Sequence[int], decoded: int, fresh: int
 ) -> Prefix:
-    """A prefix of all given tokens, on those of the pages that hold them."""
+    """Prefix of all given tokens, with those of the pages that hold them."""
     return Prefix(
         ids=np.asarray(ids, dtype=np.int64),
         pages=list(pages[: pages_for(len(ids))]),
@@ -193,7 +192,7 @@ def new_prefix(
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Leading numbers that two arrays share."""
+    """Length of the common beginning of two arrays."""
     count = min(len(a), len(b))
     if count == 0 or a[0] != b[0]:  # as with most prefixes, each of which a prompt is compared with
         return 0

@@ -1,4 +1,4 @@
-"""A request to continue token ids, and the checks that make it one that an engine can run."""
+"""Requests to continue token ids, unchecked and checked against the limits of an engine."""
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
@@ -13,16 +13,16 @@ from lowbit.runtime.text.constraint import Constraint
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """Token ids to continue, unchecked.
+    """An unchecked request to continue token ids.
 
     Attributes:
         prompt: token ids, at least one.
-        sampling: how tokens are chosen.
+        sampling: parameters by which tokens are chosen.
         max_new_tokens: at least 1, or 0 with `prompt_logprobs`; None for as many as the context
             holds.
         stop_ids: tokens after which the sequence ends.
-        message_ends: tokens that end a message; prefixes are kept up to them.
-        constraint: limits its tokens; made for this request alone. None allows all.
+        message_ends: tokens that end a message, up to which prefixes are kept.
+        constraint: restricts its tokens, and belongs to this request alone; None allows all.
         prompt_logprobs: report the log-probabilities of the prompt's tokens and of this many
             likeliest tokens in their places; None reports none.
     """
@@ -38,18 +38,18 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request that an engine can run; `Limits.check` alone makes one from a `TokenRequest`.
+    """A request that an engine can run, made by `Limits.check`.
 
     Attributes:
-        request: as it was asked for.
-        count: new tokens at most: those asked for, or as many as the context holds.
+        request: as the user made it.
+        count: most new tokens: as many as asked for, or as the context holds.
     """
 
     request: TokenRequest
     count: int
 
     def answer(self, constraint: Constraint | None, seed: int | None = None) -> "CheckedRequest":
-        """The same request with a constraint, and a seed, for one of several answers.
+        """Copy of the request with a constraint and a seed of its own, for one of several answers.
 
         seed: None keeps that of the request.
         """
@@ -63,13 +63,13 @@ class CheckedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of an engine that its requests must fit.
+    """Limits of an engine on its requests.
 
     Attributes:
         context: most tokens of a sequence.
-        positions: most tokens of a sequence that the model could have.
-        embedded: token ids that a prompt may have, from 0.
-        vocabulary: token ids that can be chosen, from 0.
+        positions: most tokens of a sequence that the model supports.
+        embedded: number of token ids that a prompt may have.
+        vocabulary: number of token ids that can be chosen.
         pages: of the cache.
     """
 
@@ -113,7 +113,7 @@ class Limits:
         return CheckedRequest(request, count)
 
     def check_prompt(self, ids: Ids[int], start: int = 0) -> None:
-        """Check the token ids of a prompt, and that one of them is number `start`.
+        """Check the token ids of a prompt, and that `start` is the index of one.
 
         Raises:
             TooLongError, RequestError: see `check`.
@@ -131,10 +131,10 @@ class Limits:
             raise RequestError(f"the sequence has {len(ids)} tokens, none is number {start}")
 
     def advice(self, tokens: int, before: str = "") -> str:
-        """A hint to ask for a larger --context; empty where the model has too few positions."""
+        """Hint to ask for a larger --context; empty if the model has too few positions."""
         return f"{before}ask for a larger --context" if tokens <= self.positions else ""
 
 
 def pages_needed(prompt: int, count: int) -> int:
-    """Pages for a prompt of so many tokens and `count` new ones; the last one takes no place."""
+    """Pages for a prompt and `count` new tokens, the last of which has no keys and values."""
     return pages_for(prompt + max(count - 1, 0))

@@ -1,4 +1,4 @@
-"""Results of steps: tokens that the device leaves on the host, and their way into the sequences."""
+"""Results of steps: tokens on the host, appended to their sequences once a step is done."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,35 +13,36 @@ from lowbit.runtime.state.host_rings import RING, LogProbabilities, new_log_prob
 
 
 class Sent(Protocol):
-    """A step on its way."""
+    """A step under way."""
 
     @property
     def sequences(self) -> list[Sequence]:
         """Sequences that get tokens from it."""
 
     def commit(self) -> Ended:
-        """Wait for the step and append its tokens; the sequences that end with them."""
+        """Wait for the step and append its tokens; returns the sequences that end."""
 
 
 class Results:
-    """Rings on the host into which steps write, a column for each row of the sampler.
+    """Host memory that steps write to, a column for each row of the sampler.
 
     Attributes:
         ring: [RING, R] int64, chosen tokens by their position modulo RING; -1 after logits
             that are not finite.
         log_probabilities: of these tokens.
+        tokens: `ring` as an array, from which a number is read faster.
     """
 
     def __init__(self, rows: int, on_gpu: bool) -> None:
         """Page-lock the rings that a GPU writes to."""
         self.ring = new_ring(rows, on_gpu)
         self.log_probabilities = new_log_probabilities(rows, on_gpu)
-        self.tokens = self.ring.numpy()  # the same memory; a tensor takes 4 us to read a number
+        self.tokens = self.ring.numpy()  # a tensor takes 4 us to read a number
         self._on_gpu = on_gpu
         self._held: list[tuple[torch.cuda.Event, LogProbabilities]] = []
 
     def record(self) -> "torch.cuda.Event | None":
-        """Mark the end of all that has been sent; None on a CPU, where steps run at once."""
+        """Event behind all work under way; None on a CPU, where steps run at once."""
         if not self._on_gpu:
             return None
         if self._held:
@@ -51,7 +52,7 @@ class Results:
         return event
 
     def hold(self, scores: LogProbabilities) -> None:
-        """Keep page-locked memory until the kernels that have been sent no longer write to it."""
+        """Keep page-locked memory alive until the kernels under way no longer write to it."""
         event = self.record()
         if event is not None:
             self._held.append((event, scores))
@@ -61,10 +62,10 @@ class Results:
 
         Args:
             sequence: running.
-            token: as a step has chosen it, -1 after logits that are not finite.
+            token: chosen by a step; -1 after logits that are not finite.
 
         Returns:
-            Why the sequence ends here, None where it goes on.
+            Reason of the sequence's end; None if it goes on.
         """
         output, request = sequence.output, sequence.request
         position = len(request.prompt) + len(output)
@@ -89,7 +90,7 @@ class Results:
     def _log_probabilities_of(
         self, sequence: Sequence, position: int, top: int
     ) -> TokenLogProbabilities:
-        """Those of the token at a position, and of the `top` likeliest ones there."""
+        """Log-probabilities of the token at a position and of the `top` likeliest ones there."""
         at = (position % RING, sequence.row, slice(1 + top))
         values = self.log_probabilities.values[at].tolist()
         ids = self.log_probabilities.ids[at].tolist()
@@ -98,12 +99,12 @@ class Results:
 
 @dataclass(slots=True)
 class PlainStep:
-    """A step without drafts on its way: it leaves a token for each sequence.
+    """A step without drafts under way: one token for each sequence.
 
     Attributes:
         sequences: that get a token.
-        results: where the tokens are.
-        done: recorded behind the step; None on a CPU.
+        results: that the step writes to.
+        done: event behind the step; None on a CPU.
     """
 
     sequences: list[Sequence]
@@ -111,7 +112,7 @@ class PlainStep:
     done: "torch.cuda.Event | None"
 
     def commit(self) -> Ended:
-        """Wait for the step and append its tokens; the sequences that end with them."""
+        """Wait for the step and append its tokens; returns the sequences that end."""
         if self.done is not None:
             self.done.synchronize()
         ended: Ended = []
@@ -127,7 +128,7 @@ class PlainStep:
 
 
 def nonfinite_error(tokens: int) -> CheckpointError:
-    """The error of a sequence whose logits after `tokens` tokens are NaN or infinite."""
+    """Error of a sequence whose logits after `tokens` tokens are NaN or infinite."""
     return CheckpointError(
         f"the logits after {tokens} tokens are NaN or infinite, so no token can be chosen",
         hint="some activation overflows: look for damaged weights with `lowbit-convert verify "

@@ -1,8 +1,8 @@
-"""Sends steps to the device: chunks of prompts, and decode steps as CUDA graphs.
+"""The runner: sends chunks of prompts, and decode steps as CUDA graphs, to the device.
 
-A decode step takes one token of every running sequence. Its inputs lie in tensors that never move;
-the step itself puts the chosen tokens and the next positions there, so that the next one can follow
-without the host, which reads the chosen tokens a step later from page-locked memory.
+A decode step takes one token of every running sequence. Its inputs are tensors that never move; it
+writes the chosen tokens and the next positions there, so the next step needs nothing from the host.
+The host reads the tokens a step later from page-locked memory.
 """
 
 from collections.abc import Callable, Hashable
@@ -34,7 +34,7 @@ POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
 
 @dataclass(slots=True)
 class Runner:
-    """A decoder with the state of its sequences.
+    """A model with the state of its sequences.
 
     Attributes:
         decoder: the model.
@@ -42,17 +42,17 @@ class Runner:
             a round with drafts.
         sampler: a row for each sequence.
         context: most tokens of a sequence.
-        snapshots: slots for states that are kept, behind those of the rows.
+        snapshots: number of slots for kept states, behind those of the rows.
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
-        batch: sequences of the last decode step, in the order of its tokens.
-        trail: [R, TRAIL, h], hidden state of the last positions, each at its position modulo TRAIL
-            (see `round_inputs`); None where no head reads it.
-        blocks: of a drafter beside the decoder; None without one.
-        ids: [W] int64, tokens of the next step without drafts, W >= R - 1.
-        inputs: [4, W] int32 of these: POSITIONS, ROWS, READ, WRITE.
-        firsts: [R] int64 by row, token of a sequence that was not in the step before.
-        results: that steps leave on the host.
+        batch: sequences of the last plain step, in the order of its tokens.
+        trail: [R, TRAIL, h] hidden states of the last positions, see `round_inputs`; None without
+            an MTP head.
+        blocks: block drafter; None without one.
+        ids: [W] int64, tokens of the next plain step, W >= R - 1.
+        inputs: [4, W] int32, their POSITIONS, ROWS, READ, WRITE.
+        firsts: [R] int64 by row, token of a sequence that was not in the last plain step.
+        results: host memory that steps write to.
         graphs: recorded steps.
     """
 
@@ -75,7 +75,7 @@ class Runner:
     _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
 
     def __post_init__(self) -> None:
-        """Make room for the inputs of the largest step."""
+        """Allocate the inputs of the largest step."""
         rows, device = self.tables.shape[0], self.state.device
         widest = width_for(rows - 1)
         self.ids = torch.zeros(widest, dtype=torch.int64, device=device)
@@ -87,7 +87,7 @@ class Runner:
 
     @property
     def on_gpu(self) -> bool:
-        """True if steps are CUDA graphs that the host does not wait for."""
+        """True if steps are CUDA graphs, which the host does not wait for."""
         return self.tables.is_cuda
 
     @property
@@ -98,15 +98,15 @@ class Runner:
 
     @property
     def rows(self) -> int:
-        """Sequences that can be decoded together."""
+        """Most sequences that are decoded together."""
         return self.tables.shape[0] - 1
 
     def open(self, sequence: Sequence, state_from: int | None) -> None:
-        """Write a sequence's block table, sampler row and first recurrent state.
+        """Write the block table, the sampler row and the first recurrent state of a sequence.
 
         Args:
             sequence: with its row and pages.
-            state_from: slot with the state of the tokens that it reuses; None for none.
+            state_from: slot with the state after the tokens that it reuses; None if it reuses none.
         """
         row, pages = sequence.row, sequence.pages
         self.tables[row, : len(pages)] = self.ints(pages)
@@ -120,17 +120,17 @@ class Runner:
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
 
     def close(self, sequence: Sequence) -> None:
-        """Free a sequence's row of the sampler."""
+        """Clear the sampler row of a sequence."""
         self.sampler.clear_row(sequence.row)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy keys and values of a page."""
+        """Copy a page to another, in the drafter's pages too."""
         self.state.pages.copy(source, target)
         if self.blocks is not None:
             self.blocks.pages.copy(source, target)
 
     def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
-        """Send tokens through the layers that follow those of a sequence: [M, h]."""
+        """Run the next tokens of a prompt through the layers: hidden states [M, h]."""
         count, first, row = len(ids), sequence.length, sequence.row
         write = [NO_SLOT] * (count - 1) + [row]
         inputs = self.ints([ids, range(first, first + count), [row] * count, write])
@@ -149,28 +149,28 @@ class Runner:
         return self._hidden(inputs[0].long(), step)
 
     def begin(self, sequence: Sequence, hidden: Tensor) -> PlainStep:
-        """Choose the first new token of a sequence after its prompt's last hidden state [1, h]."""
+        """Choose the first new token of a sequence, by its prompt's last hidden state [1, h]."""
         row, logits = sequence.row, self.decoder.logits(hidden)
         rows, positions = self.ints([row]), self.ints([sequence.length - 1])
         self.choose_tokens(logits, rows, positions, self.firsts[row : row + 1])
         return PlainStep([sequence], self.results, self.results.record())
 
     def decode(self, sequences: list[Sequence]) -> PlainStep:
-        """Send one token of every sequence through the layers and choose the next ones."""
+        """Send a plain step: run the last token of every sequence and choose the next ones."""
         M, reach, spans = self._prepare(sequences)
         self._run((M, reach, self.sampler.shape), M, lambda: self._decode(M, reach, spans))
         _count_sent(sequences)
         return PlainStep(sequences, self.results, self.results.record())
 
     def forward(self, sequences: list[Sequence]) -> None:
-        """The first half of `decode`: up to the logits, for `choose`."""
+        """Send the first half of `decode`, up to the logits."""
         M, reach, spans = self._prepare(sequences)
         self.make_room_to_keep()
         self._run((M, reach), M, lambda: self._forward(M, reach, spans))
         _count_sent(sequences)
 
     def choose(self, sequences: list[Sequence]) -> PlainStep:
-        """The second half of `decode`, under the masks that the sequences have now."""
+        """Send the second half of `decode`, under the masks that the sequences have now."""
         M = self.width(len(sequences))
         self._run((M, self.sampler.shape), M, lambda: self._choose_next(M))
         return PlainStep(sequences, self.results, self.results.record())
@@ -180,7 +180,7 @@ class Runner:
         return width_for(tokens) if self.on_gpu else tokens
 
     def _prepare(self, sequences: list[Sequence]) -> tuple[int, int, tuple[Span, ...]]:
-        """Put the inputs of a step in place: its width, its reach, and spans on a CPU alone."""
+        """Write the inputs of a plain step; returns width, reach and, on a CPU, the spans."""
         if sequences != self.batch:
             self._compose(sequences)
         reach = reach_for(max(each.length for each in sequences) + 1, self.context)
@@ -200,24 +200,24 @@ class Runner:
         self.choose_tokens(self.kept(M), inputs[ROWS], inputs[POSITIONS], self.ids[:M])
 
     def make_room_to_keep(self) -> None:
-        """Make the tensor that keeps logits on a GPU, before half a step is recorded."""
+        """Allocate the tensor that keeps logits on a GPU, before half a step is recorded."""
         if self.on_gpu and not len(self._kept):
             padded = self.decoder.config.vocab_size
             self._kept = new_kept(self.rows, self.sampler.vocabulary, padded, self.ids.device)
 
     def keep(self, logits: Tensor) -> None:
-        """Keep logits [M, V or more] of the first half of a step for the second."""
+        """Keep the logits [M, V or more] of the first half of a step for the second half."""
         if self.on_gpu:
             self._kept[: len(logits)].copy_(logits[:, : self._kept.shape[1]])
         else:
             self._kept = logits
 
     def kept(self, M: int) -> Tensor:
-        """Logits of the first half of a step of M tokens."""
+        """Logits [M, V] that `keep` was given."""
         return self._kept[:M]
 
     def _logits_of(self, M: int, reach: int, spans: tuple[Span, ...]) -> Tensor:
-        """Logits after a token of each sequence: [M, V or more]."""
+        """Logits after the token of each sequence: [M, V or more]."""
         inputs = self.inputs[:, :M]
         step = Step(
             positions=inputs[POSITIONS],
@@ -233,14 +233,14 @@ class Runner:
         return self.logits_of(self.ids[:M], step)
 
     def logits_of(self, ids: Tensor, step: Step) -> Tensor:
-        """Logits after every token of a step that decodes: [M, V or more]."""
+        """Logits after every token of a decode step, [M, V or more]; leaves the trail."""
         hidden = self._hidden(ids, step)
         if self.trail is not None:
             self.decoder.ops.leave_rows(hidden, step.rows, step.positions, self.trail)
         return self.decoder.logits(hidden)
 
     def _hidden(self, ids: Tensor, step: Step) -> Tensor:
-        """Run tokens through the layers, and let the drafter read them: [M, h]."""
+        """Run tokens through the layers, and pass hidden states to the block drafter: [M, h]."""
         if self.blocks is None:
             return self.decoder.hidden(ids, self.state, step)
         hidden_taps = self.blocks.hidden_taps(len(ids))
@@ -271,7 +271,7 @@ class Runner:
             )
 
     def _run(self, key: Hashable, M: int, step: Callable[[], None]) -> None:
-        """Run a part of a step of M sequences."""
+        """Run a part of a plain step of M sequences."""
         self.launch(self.graphs, key, step, (self.ids[:M], self.inputs[:, :M]))
 
     def launch(
@@ -289,7 +289,7 @@ class Runner:
             step()
 
     def _compose(self, sequences: list[Sequence]) -> None:
-        """Put the inputs of other sequences than last time in place."""
+        """Write the inputs of a step whose sequences differ from those of the last one."""
         leave_rounds(self, sequences)
         before = {id(each): index for index, each in enumerate(self.batch)}
         tokens = torch.cat((self.ids[: len(before)], self.firsts))
@@ -307,14 +307,14 @@ class Runner:
 
 
 def _count_sent(sequences: list[Sequence]) -> None:
-    """Count the token of each sequence as sent, and the next one as chosen."""
+    """Count a token of each sequence as sent, and the next one as chosen."""
     for each in sequences:
         each.length += 1
         each.chosen += 1
 
 
 def plain_spans(sequences: list[Sequence]) -> tuple[Span, ...]:
-    """The tokens of a step without drafts as the host knows them."""
+    """Spans of a plain step."""
     return tuple(
         Span(each.row, each.length, 1, tuple(each.pages), each.row, (each.row,))
         for each in sequences
@@ -349,10 +349,10 @@ def new_runner(
     Args:
         decoder: the model.
         vocabulary: real tokens; ids from here on are padding and never chosen.
-        cache: what to make room for.
+        cache: size of the cache.
         dtype: of activations and recurrent states.
         device: `cpu` or `cuda`.
-        drafter: beside the model, on a CPU.
+        drafter: block drafter, on a CPU; None for none.
         kv_dtype: of keys and values; None for that of activations.
     """
     rows, config, head = cache.rows, decoder.config, decoder.mtp is not None

@@ -1,8 +1,8 @@
-"""Schedules sequences: who waits, whose prompt is run, who is decoded, and the room that each gets.
+"""The scheduler: admits sequences, cuts prompts into chunks, gives out rows, pages and slots.
 
-Chunks of a prompt end at positions that the tokens before them decide. Rounding depends on how many
-tokens a chunk has. Two prompts with a common prefix are cut at the same places inside it, so what
-one of them has left in the cache has the bytes that the other would compute.
+The cuts of a prompt depend on the tokens before them alone, because rounding depends on the length
+of a chunk: two prompts with a common prefix are cut at the same places inside it, so what one of
+them leaves in the cache has the bytes that the other would compute.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ SNAPSHOT_EVERY = 2048  # tokens of a prompt, where no message ends
 
 
 class Scheduler:
-    """The sequences of an engine, by phase.
+    """Sequences of an engine, by phase.
 
     Attributes:
         most_waiting: sequences beside those that run together; None for any number.
-        room: rows, pages and slots of those that run.
-        waiting: sequences that have no room yet.
-        prompt: the sequence whose prompt is being run.
+        room: rows, pages and slots.
+        waiting: sequences without room.
+        prompt: the sequence whose prompt runs; None without one.
         decoding: sequences behind their prompts.
-        reuse: counts the prompts that began with tokens in the cache.
+        reuse: counts of prompts that began with a cached prefix.
     """
 
     def __init__(self, runner: Runner, most_waiting: int | None) -> None:
@@ -53,17 +53,17 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences that have room now."""
+        """Sequences that have room."""
         prompt = self.prompt
         return tuple(self.decoding) if prompt is None else (*self.decoding, prompt)
 
     @property
     def queued(self) -> tuple[Sequence, ...]:
-        """Sequences that have no room yet, those included that arrived since the last step."""
+        """Sequences without room, those included that arrived since the last step."""
         return (*list(self._arrived), *list(self.waiting))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, from any thread, without waiting for the step under way.
+        """Queue a sequence, from any thread, without waiting for the running step.
 
         Raises:
             QueueFullError: as many wait as may.
@@ -80,8 +80,8 @@ class Scheduler:
             self._arrived.append(sequence)
 
     def admit(self) -> None:
-        """Queue what has arrived, end what was cancelled."""
-        while self._arrived:  # here and below, who was interrupted is in both, never in neither
+        """Queue the sequences that have arrived, and end the cancelled ones."""
+        while self._arrived:  # an interrupt here or below leaves it in both, never in neither
             if self._arrived[0] not in self.waiting:
                 self.waiting.append(self._arrived[0])
             self._arrived.popleft()
@@ -90,13 +90,13 @@ class Scheduler:
                 self.end(sequence, "cancelled")
 
     def next_prompt(self) -> Sequence | None:
-        """The sequence whose prompt is run next, once it has a row and pages."""
+        """Sequence whose prompt runs next, given room if there is some; None without one."""
         if self.prompt is None and self.waiting:
             first = self.waiting[0]
             scored = None if first.request.prompt_logprobs is None else 0
             try:
                 opened = self.room.open(first, scored)
-            except Exception:  # the first in the queue ends with the step, or it fails for ever
+            except Exception:  # of any kind: it must end with the step, or it fails for ever
                 self.prompt = self.waiting.popleft()
                 raise
             if opened:
@@ -106,18 +106,18 @@ class Scheduler:
         return self.prompt
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """Keep the whole chunks of a prompt that has been run for others that begin with them."""
+        """Put the whole chunks of a finished prompt into the prefix cache."""
         self.room.keep(sequence, max((c for c in sequence.cuts if c <= sequence.length), default=0))
 
     def begin_decoding(self, sequence: Sequence) -> None:
-        """Let a sequence whose first token is being chosen take part in the steps that follow."""
+        """Let a sequence take part in decode steps, once its first token is being chosen."""
         sequence.chosen = 1
         sequence.phase = "decoding"
         self.decoding.append(sequence)
         self.prompt = None
 
     def end(self, sequence: Sequence, why: Finish | LowbitError) -> None:
-        """End a sequence, in whatever phase; without an error its tokens stay in the cache."""
+        """End a sequence in any phase; unless it failed, its tokens stay in the prefix cache."""
         phase = sequence.phase
         if isinstance(why, LowbitError):
             sequence.error = why
@@ -140,7 +140,7 @@ class Scheduler:
             self.prompt = None
 
     def lose_running(self, error: LowbitError | None) -> None:
-        """End all that run with a step that failed or, without an error, was interrupted."""
+        """End all sequences with room: a step failed or, without an error, was interrupted."""
         for sequence in self.running:
             if not sequence.ended and sequence not in self.waiting:
                 sequence.lose(error)
@@ -150,24 +150,24 @@ class Scheduler:
         self.decoding.clear()
 
     def lose_queued(self, error: LowbitError) -> None:
-        """End all that wait."""
+        """End all sequences without room."""
         for queue in (self.waiting, self._arrived):
             while queue:
                 queue.popleft().lose(error)
 
     def empty_room(self) -> None:
-        """Make room anew, of which nothing is taken or kept."""
+        """Start over with empty room."""
         self.room = Room(self._runner)
 
 
 class Room:
-    """Rows, pages and slots: given to sequences while they run, and left to later ones.
+    """Rows, pages and slots of running sequences and of the prefix cache.
 
     Attributes:
-        pages: of keys and values.
-        rows: of block tables and sampler; the slot of that number is for the recurrent state.
-        snapshots: slots with recurrent states that are kept.
-        prefixes: tokens of ended sequences, for prompts that begin with them.
+        pages: pool of pages.
+        rows: pool of rows of block tables and sampler, each with the slot of its number.
+        snapshots: pool of slots for kept recurrent states.
+        prefixes: prefix cache.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -177,21 +177,21 @@ class Room:
         self.pages, self.rows = Pool(state.pages.count), Pool(rows)
         self.snapshots = Pool(rows + runner.snapshots, first=rows)
         self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
-        self._changes = 0  # of what is kept or taken back: only then is it worth trying again
+        self._changes = 0  # of free pages: only then is it worth trying a refused sequence again
         self._refused: tuple[Sequence, int | None, int] | None = None  # with the changes by then
         runner.batch = []
         for row in range(1, rows):
             runner.sampler.clear_row(row)
 
     def open(self, sequence: Sequence, scored: int | None = None) -> bool:
-        """Give a sequence a row, its pages and what the cache holds of its prompt.
+        """Give a sequence a row, pages and what the prefix cache has of its prompt.
 
         Args:
             sequence: waiting.
-            scored: first token whose logits are wanted; None to generate after the last.
+            scored: first token whose logits are wanted; None if only those of the last are.
 
         Returns:
-            False where no row or too few pages are free.
+            False if no row or too few pages are free.
         """
         attempt = sequence, scored, self._changes
         if not self.rows.free or attempt == self._refused:
@@ -222,7 +222,7 @@ class Room:
         return True
 
     def _take_pages(self, sequence: Sequence, hit: Hit | None) -> bool:
-        """Give a sequence the pages that it shares with a prefix, and free ones; False if short."""
+        """Give a sequence the pages shared with a prefix, and free ones; False if too few."""
         shared, partial = shared_pages(hit) if hit else ([], None)
         used = shared if partial is None else [*shared, partial]
         self.pages.share(used)  # so that making room does not free them
@@ -238,13 +238,13 @@ class Room:
         return True
 
     def count_chunk(self, sequence: Sequence, stop: int) -> None:
-        """Count the tokens up to `stop` as sent; keep the state there where a later prompt may."""
+        """Count the tokens up to `stop` as sent, and take a snapshot if one is due there."""
         sequence.length = stop
         if stop in sequence.cuts and snapshot_due(stop, sequence.snapshots, sequence.reused):
             self.take_snapshot(sequence)
 
     def take_snapshot(self, sequence: Sequence) -> None:
-        """Keep the present recurrent state of a sequence, where there is one and room for it."""
+        """Snapshot the recurrent state of a sequence, if it is known and a slot is free."""
         known = self._runner.state.recurrent and sequence.slot != NO_SLOT
         slot = self.prefixes.take_snapshot() if known else None
         if slot is not None:
@@ -252,7 +252,7 @@ class Room:
             sequence.snapshots[sequence.length] = slot
 
     def keep(self, sequence: Sequence, length: int) -> None:
-        """Keep the first `length` tokens of a sequence for prompts that begin with them."""
+        """Put the first `length` tokens of a sequence into the prefix cache."""
         if length == 0:
             return
         self._changes += 1
@@ -266,15 +266,14 @@ class Room:
         self.prefixes.insert(prefix)
 
     def forget(self) -> None:
-        """Drop what is kept of ended sequences."""
+        """Empty the prefix cache."""
         self._changes += 1
         self.prefixes.clear()
 
     def close(self, sequence: Sequence) -> None:
-        """Take everything back from a sequence.
+        """Take row, pages and slots back from a sequence.
 
-        Steps that are under way still write to its row and pages; whoever gets these next writes
-        later.
+        Steps under way still write to them; the next owner's steps run later.
         """
         self._changes += 1
         self.snapshots.drop(sequence.snapshots.values())
@@ -284,9 +283,9 @@ class Room:
 
 
 def prompt_cuts(ids: Ids[int], message_ends: Collection[int]) -> list[int]:
-    """Lengths at which a prompt is cut, in ascending order.
+    """Lengths at which a prompt is cut into chunks, in ascending order.
 
-    A cut follows every CHUNK tokens and every end of a message that is LEAST tokens or more after
+    There is a cut after CHUNK tokens, and after every message that ends LEAST tokens or more behind
     the cut before.
 
     Args:
@@ -310,17 +309,17 @@ def prompt_cuts(ids: Ids[int], message_ends: Collection[int]) -> list[int]:
 
 
 def next_cut(cuts: Collection[int], length: int, stop: int) -> int:
-    """The first cut behind `length`; the end of the prompt where there is none."""
+    """First cut beyond `length`, or the end of the prompt."""
     return min((cut for cut in cuts if cut > length), default=stop)
 
 
 def snapshot_due(cut: int, snapshots: Collection[int], reused: int) -> bool:
-    """True if the recurrent state is to be kept at a cut: where a message ends, or long behind one.
+    """True if a cut gets a snapshot: behind a message, or SNAPSHOT_EVERY tokens after the last.
 
     Args:
         cut: length of the prompt so far.
-        snapshots: lengths at which it has been kept.
-        reused: length that the cache held.
+        snapshots: lengths that have one.
+        reused: length that came from the prefix cache.
     """
     since = cut - max(snapshots, default=reused)
     return bool(since % CHUNK) or since >= SNAPSHOT_EVERY

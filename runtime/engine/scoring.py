@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, made chunk by chunk as the prompt is run."""
+"""Log-probabilities of a prompt's tokens, computed chunk by chunk as the prompt runs."""
 
 import math
 
@@ -14,12 +14,12 @@ ROWS = 128  # of logits at a time: 78 MB with a vocabulary of 150,000
 
 
 def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder) -> None:
-    """Send off the log-probabilities of the tokens that follow those of a chunk.
+    """Compute log-probabilities of the tokens that follow those of a chunk; the host does not wait.
 
-    They count every row of the head, as `Model.logits` does, also those that stand for no token.
+    They count every row of the head, padding included, as `Model.logits` does.
 
     Args:
-        sequence: whose prompt is being run; its `scores` are made with the first chunk.
+        sequence: whose prompt runs; its `scores` are allocated with the first chunk.
         first: position of the chunk's first token.
         hidden: [M, h], its hidden states.
         decoder: the model.
@@ -48,10 +48,10 @@ def score_chunk(sequence: Sequence, first: int, hidden: Tensor, decoder: Decoder
 
 
 def take_scores(sequence: Sequence) -> int | None:
-    """Read what all chunks have left, behind them.
+    """Read the log-probabilities of a prompt, all of whose chunks are done.
 
     Returns:
-        The number of tokens whose logits are not finite, the first such; None where all are.
+        Length of the prompt up to the first logits that are not finite; None if all are.
     """
     if sequence.scores is None:
         return None

@@ -1,4 +1,4 @@
-"""A sequence: one request while it is in the engine."""
+"""A sequence: one request on its way through the engine."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbabilities:
-    """Natural logarithms of probabilities by the model's own logits, before any setting.
+    """Log-probabilities (natural) of one place, by the model's logits before any sampling setting.
 
     Attributes:
-        chosen: of the token that was chosen, or that the prompt has.
-        top: (id, value) of the likeliest tokens, from the first down.
+        chosen: of the chosen token, or of the prompt's.
+        top: (id, value) of the likeliest tokens in descending order.
     """
 
     chosen: float
@@ -30,20 +30,19 @@ class TokenLogProbabilities:
 
 @dataclass(slots=True)
 class DraftState:
-    """Drafts of a sequence; nothing changes where the engine drafts nothing.
+    """Drafts of a sequence; unused without speculation.
 
     Attributes:
-        drafter: proposes copies of earlier tokens; None where nobody does.
-        told: tokens of the output that the drafter has been told.
-        pace: chooses how many tokens the model's head, or a block drafter, drafts; None where
-            neither does.
-        ahead: copy of the constraint that knows the tokens that the host knows; None where nothing
-            can be drafted.
-        forced: tokens that the constraint forces next, as far as that was known then.
-        seen: positions that the model's head has seen.
+        drafter: proposes copies of earlier tokens; None without n-gram drafts.
+        told: tokens of the output that the drafter knows.
+        pace: number of drafts to take from the MTP head or the block drafter; None without both.
+        ahead: copy of the constraint that has accepted all tokens on the host; None if nothing can
+            be drafted under it.
+        forced: tokens that the constraint forces next, found when `ahead` was made.
+        seen: positions that the MTP head has processed.
         verified: the last step checked drafts.
-        due: most tokens that MTP rounds under way may still append to the output.
-        tally: of drafts that were checked.
+        due: most tokens that the MTP rounds under way may still append to the output.
+        tally: counts of checked drafts.
     """
 
     drafter: Drafter | None = None
@@ -59,34 +58,34 @@ class DraftState:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way through the engine.
+    """A request with its place in the batch, the cache and the output.
 
     Attributes:
-        request: from the user.
-        count: new tokens at most.
+        request: what the user asked for.
+        count: most new tokens.
         seed: of its random numbers.
         phase: waiting for room, running its prompt, decoding, or ended.
-        row: of block tables and sampler; 0 before it has one.
-        slot: with its recurrent state, that of its row but for some steps with drafts.
+        row: of block tables and sampler; 0 while it has none.
+        slot: with its recurrent state; the slot of its row, or a spare one after drafts.
         pages: its block table.
-        length: tokens that have been sent through the layers.
+        length: tokens sent through the layers.
         chosen: new tokens that the device has been told to choose.
-        reused: tokens of the prompt that the cache held.
+        reused: tokens of the prompt taken from the prefix cache.
         output: new tokens that the host has read.
-        unread: of them, those that the user has not taken.
-        log_probabilities: of each token of the output, where the request wants them.
-        prompt_log_probabilities: of each token of the prompt, where the request wants them and its
-            first new token has been read; None for the first one, which follows nothing.
-        scores: memory of the host that they come from.
-        finish: why it ended; None before, and where an error ended it.
+        unread: tokens of the output that the user has not taken.
+        log_probabilities: of each token of the output, if the request asks for them.
+        prompt_log_probabilities: of each token of the prompt, if the request asks for them and its
+            first new token has been read; None for the first token, which follows nothing.
+        scores: host memory that kernels write these to.
+        finish: reason of its end; None before, and after an error.
         error: that ended it.
         cancelled: set by the user, at any time and from any thread.
-        cuts: lengths at which the chunks of its prompt end, those that it reuses included.
+        cuts: lengths at which the chunks of its prompt end, reused ones included.
         fresh: see `Prefix.fresh`.
-        snapshots: slot with the recurrent state, by length.
+        snapshots: slots of kept recurrent states, by length.
         released: its constraint is done.
-        unbound: tokens after those of the output that come without a mask.
-        masked: its row of the sampler has a mask that does not allow every token.
+        unbound: number of tokens behind the output that need no mask.
+        masked: its sampler row has a mask that does not allow every token.
         drafts: see `DraftState`.
     """
 
@@ -118,7 +117,7 @@ class Sequence:
 
     @property
     def bound(self) -> bool:
-        """True if the token after those under way needs another mask, or may need one."""
+        """True if the token behind those under way may need a new mask."""
         return self.limited and (self.masked or self.unbound <= self.under_way)
 
     @property
@@ -128,28 +127,28 @@ class Sequence:
 
     @property
     def under_way(self) -> int:
-        """Tokens that the device has been told to choose and the host has not read."""
+        """Tokens that the device has been told to choose and that the host has not read."""
         return self.chosen - len(self.output)
 
     def id_at(self, position: int) -> int:
-        """The token at a position, of those that the host knows."""
+        """Token at a position that the host has read."""
         prompt = self.request.prompt
         return prompt[position] if position < len(prompt) else self.output[position - len(prompt)]
 
     @property
     def last(self) -> int:
-        """Position of the last token that the host knows."""
+        """Position of the last token that the host has read."""
         return len(self.request.prompt) + len(self.output) - 1
 
     @property
     def ended(self) -> bool:
-        """True once no token comes any more."""
+        """True once no more tokens come."""
         return self.phase == "ended"
 
     def take(self) -> int | None:
-        """The next token that the user has not taken, None where none is there.
+        """Next token that the user has not taken; None if there is none now.
 
-        Several threads may take tokens of one sequence: each token goes to one of them.
+        Each token goes to one of the threads that take them.
         """
         try:
             return self.unread.popleft()
@@ -157,7 +156,7 @@ class Sequence:
             return None
 
     def lose(self, error: LowbitError | None = None) -> None:
-        """End it with a step that failed, or, without an error, was interrupted halfway."""
+        """End it because its step failed or, without an error, was interrupted."""
         self.error = error or RequestError(
             "a step was interrupted while this request ran", hint="ask again"
         )
@@ -165,13 +164,13 @@ class Sequence:
 
     @property
     def page_count(self) -> int:
-        """Pages that it needs in all; its last new token takes no place."""
+        """Pages that it needs for its whole length."""
         return pages_needed(len(self.request.prompt), self.count)
 
     @property
     def ids(self) -> list[int]:
-        """Tokens that have been sent through the layers."""
+        """Token ids that have been sent through the layers."""
         return [*self.request.prompt, *self.output][: self.length]
 
 
-Ended = list[tuple[Sequence, Finish | LowbitError]]  # sequences, and why they end
+Ended = list[tuple[Sequence, Finish | LowbitError]]  # sequences and the reasons of their ends

@@ -1,4 +1,4 @@
-"""Counts of an engine: its load, prompts that the cache held, drafts that were checked."""
+"""Counts of an engine: load, reused prompts, checked drafts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of an engine, which may be a step old.
+    """Load of an engine, up to a step old.
 
     Attributes:
         running: sequences that have room.
-        waiting: sequences that have none yet.
-        pages_used: of keys and values, by running sequences.
-        pages_kept: by prefixes of ended sequences alone; given back when they are needed.
-        pages: in all.
-        prompts: that were looked up in the cache, since the start.
-        hits: of them, those that begin with tokens that it held.
-        reused_tokens: of these prompts, those that were not run again.
+        waiting: sequences that wait for room.
+        pages_used: pages of running sequences.
+        pages_kept: pages of the prefix cache alone, given back when they are needed.
+        pages: all pages.
+        prompts: looked up in the prefix cache since the start.
+        hits: prompts that began with a cached prefix.
+        reused_tokens: tokens of prompts that were not run again.
     """
 
     running: int
@@ -37,7 +37,7 @@ class Load:
 
 
 def load_of(engine: "Engine") -> Load:
-    """The load of an engine, from any thread; it does not wait for the step under way."""
+    """Load of an engine, from any thread, without waiting for the running step."""
     running, pages = engine.scheduler.running, engine.runner.state.pages.count - EXTRA
     reuse = engine.scheduler.reuse
     used = len({page for sequence in running for page in sequence.pages})
@@ -55,12 +55,12 @@ def load_of(engine: "Engine") -> Load:
 
 @dataclass(slots=True)
 class Reuse:
-    """Counts prompts that began with tokens in the cache.
+    """Counts of prompts that began with a cached prefix.
 
     Attributes:
-        prompts: that were looked up.
-        hits: of them, those that took over some tokens.
-        tokens: that were taken over.
+        prompts: looked up.
+        hits: prompts that reused tokens.
+        tokens: reused.
     """
 
     prompts: int = 0
@@ -68,7 +68,7 @@ class Reuse:
     tokens: int = 0
 
     def count(self, tokens: int) -> None:
-        """Count a prompt that took over so many tokens."""
+        """Count a prompt that reused so many tokens."""
         self.prompts += 1
         self.hits += tokens > 0
         self.tokens += tokens
@@ -76,14 +76,14 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Drafts of a request that has ended, or of several.
+    """Results of speculation, of one request or of several.
 
     Attributes:
-        rounds: steps that verified drafts.
-        drafted: drafts by position: how many rounds had a first one, a second one, and so on.
-        accepted: how many of them were accepted, which takes all before them to be.
-        tokens_a_round: mean number of tokens that a round gave, or would have given behind a stop
-            token that was drafted; None without rounds.
+        rounds: steps that checked drafts.
+        drafted: by position, rounds that had a draft there.
+        accepted: by position, rounds that accepted the draft there and all before it.
+        tokens_a_round: mean tokens of a round, those behind a drafted stop token included; None
+            without rounds.
     """
 
     rounds: int
@@ -99,12 +99,12 @@ class Speculated:
 
 @dataclass(slots=True)
 class Tally:
-    """Drafts of a request, or of many.
+    """Running counts of checked drafts.
 
     Attributes:
         rounds: steps that checked drafts.
-        drafted: how many had a draft in the first place, in the second, and so on.
-        accepted: how many of these were right, with all before them.
+        drafted: see `Speculated`.
+        accepted: see `Speculated`.
     """
 
     rounds: int = 0
@@ -112,19 +112,19 @@ class Tally:
     accepted: list[int] = field(default_factory=list)
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Count a step that checked `drafted` drafts of which `accepted` were right."""
+        """Count a step that checked `drafted` drafts and accepted `accepted`."""
         right = [1] * accepted + [0] * (drafted - accepted)
         self.add(Tally(int(drafted > 0), [1] * drafted, right))
 
     def add(self, other: "Tally | Speculated") -> None:
-        """Count what another has counted."""
+        """Add the counts of another."""
         self.rounds += other.rounds
         self.drafted = _sums(self.drafted, other.drafted)
         self.accepted = _sums(self.accepted, other.accepted)
 
     @property
     def tokens_a_round(self) -> float | None:
-        """Tokens that a step with drafts gave on average; None before the first."""
+        """Mean tokens of a step with drafts; None before the first."""
         return 1 + sum(self.accepted) / self.rounds if self.rounds else None
 
     @property
@@ -135,5 +135,5 @@ class Tally:
 
 
 def _sums(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Sums by place; the shorter list goes on with zeros."""
+    """Element-wise sums; the shorter list is padded with zeros."""
     return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

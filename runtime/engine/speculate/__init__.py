@@ -1,1 +1,1 @@
-"""Steps that check drafts of the next tokens: who makes the drafts, and how they are checked."""
+"""Speculation: drafts of the next tokens, and the steps that check them."""

@@ -1,7 +1,7 @@
-"""A drafter beside a model: it reads every step of the model, and drafts a block in one pass.
+"""Block drafts: a drafter beside the model reads every step and drafts a block in one pass.
 
-Keys and values of its context stand in pages of its own with the numbers of the model's, and are
-written in the step that writes those. So whatever the model can reuse of a prompt, it can too.
+The drafter has pages of its own, numbered as the model's and written in the same steps. So it can
+reuse whatever the model reuses of a prompt.
 """
 
 from collections.abc import Sequence as Numbers
@@ -23,11 +23,11 @@ from lowbit.runtime.state.step import Span, Step, rows_and_positions, starts_of
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a runner's sequences, on a CPU.
+    """Block drafts for a runner's sequences, on a CPU.
 
     Attributes:
-        drafter: with its weights.
-        pages: of its context.
+        drafter: loaded.
+        pages: keys and values of its context.
         tables: of the runner.
         sampler: of the runner.
     """
@@ -36,31 +36,31 @@ class Blocks:
     pages: KVPages
     tables: Tensor
     sampler: SamplerRows
-    _ring: Tensor = field(init=False)  # of drafts, which nobody reads
+    _ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:
-        """Make room for the tokens that choosing leaves."""
+        """Allocate the ring that `Ops.choose` writes to."""
         object.__setattr__(self, "_ring", new_ring(self.sampler.rows, False))
 
     @property
     def most(self) -> int:
-        """Drafts of a block."""
+        """Most drafts of a block."""
         return self.drafter.blocks.size - 1
 
     def hidden_taps(self, tokens: int) -> HiddenTaps:
-        """Room for what the model leaves for the drafter in a step of so many tokens."""
+        """Tensor for the hidden states that the drafter reads of a step of so many tokens."""
         layers, h = self.drafter.blocks.target_layers, self.drafter.config.hidden_size
         return new_hidden_taps(layers, tokens, h, self.drafter.norm.dtype)
 
     def read(self, hidden_taps: HiddenTaps, step: Step) -> None:
-        """Write the context of a step's positions, whose hidden states have been taken."""
+        """Write keys and values of a step's positions from their hidden states."""
         self.drafter.read(hidden_taps.out, self.pages, step)
 
     def draft(self, decoder: Decoder, sequences: Numbers[Sequence], k: int) -> list[list[int]]:
-        """Draft k tokens of each sequence, all of whose tokens have been read.
+        """Draft k tokens of each sequence; all steps under way have been read.
 
-        A draft is drawn with the random number of its place, as the token itself will be. A block
-        has its whole size even for few drafts, as in training.
+        A draft is drawn with the random number of its position, as the token itself will be. A
+        block has its full size even for few drafts, as in training.
         """
         size, mask, B = self.drafter.blocks.size, self.drafter.blocks.mask_token, len(sequences)
         ids = [id for each in sequences for id in (each.output[-1], *[mask] * (size - 1))]
@@ -79,12 +79,12 @@ class Blocks:
         rows, positions = torch.tensor(rows_and_positions(before), dtype=torch.int32)
         tokens = torch.empty(B * k, dtype=torch.int64)
         ops.choose(logits, self.sampler, rows, positions, tokens, self._ring)
-        if self.sampler.shape.adjusted:  # so that penalties count them once, when they are chosen
+        if self.sampler.shape.adjusted:  # penalties count a token once, when it is chosen
             self.sampler.uncount(rows, tokens)
         return [[int(token) for token in some] for some in tokens.view(B, k)]
 
     def _step(self, sequences: Numbers[Sequence]) -> Step:
-        """The blocks of sequences as a step, from their last tokens on."""
+        """Step that runs a block of each sequence, from its last token on."""
         size = self.drafter.blocks.size
         spans = [Span(each.row, each.last, size, tuple(each.pages)) for each in sequences]
         rows, positions = torch.tensor(rows_and_positions(spans), dtype=torch.int32)

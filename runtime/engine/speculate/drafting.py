@@ -1,4 +1,4 @@
-"""Drafts of an engine's sequences: how each step is made, by a round with drafts or without."""
+"""Drafting: chooses for every step between a plain one and a round that checks drafts."""
 
 import time
 from collections.abc import Collection, Iterable
@@ -37,26 +37,25 @@ from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, 
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
-# Chance that a draft of the head is right behind right ones, by its place, before any of the
-# sequence has been checked.
+# Chances of MTP drafts to be right behind right ones, by position, before any has been checked.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
-BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # the same of a drafter's blocks
-LONG = 64  # tokens without a mask for which it is worthwhile that the model's head sees the prompt
+BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # of block drafts
+LONG = 64  # tokens without a mask from which on the MTP head processes the prompt
 
 Proposal = tuple[Numbers[int], Source]
 
 
 @dataclass(slots=True)
 class Drafting:
-    """Drafts of all sequences of an engine.
+    """Drafts for all sequences of an engine.
 
     Attributes:
-        verifier: of drafts.
-        most: drafts of a sequence in a step.
-        new_drafter: makes the drafter of a sequence; None for none.
-        mtp: rounds by the model's head; None where it has none.
-        costs: of drafts.
-        blocks: of a drafter; None without one.
+        verifier: checks drafts that the host knows.
+        most: most drafts of a sequence in a step.
+        new_drafter: makes the n-gram drafter of a sequence; None without.
+        mtp: rounds by the MTP head; None without.
+        costs: of rounds.
+        blocks: block drafter; None without.
     """
 
     verifier: Verifier
@@ -65,7 +64,7 @@ class Drafting:
     mtp: MtpRounds | None
     costs: Costs
     blocks: Blocks | None = None
-    _last_pace: PlacedPace = field(init=False)  # of the sequence whose drafts were checked last
+    _last_pace: PlacedPace = field(init=False)  # of the last sequence with checked drafts
 
     def __post_init__(self) -> None:
         """Begin with the guesses."""
@@ -81,23 +80,23 @@ class Drafting:
             sequence.drafts.pace = self._last_pace.successor()
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Let the head see a part of a prompt, from a position on."""
+        """Let the MTP head process a part of a prompt, from a position on."""
         if self.mtp is not None and _predictable(sequence):
             self.mtp.cache.read_prompt(sequence, first, hidden)
 
     def choose(
         self, sequences: list[Sequence], sent: Collection[Sent]
     ) -> VerifiedRound | MtpRound | Literal["plain", "read"]:
-        """Choose how sequences go on.
+        """Choose the next step of the sequences.
 
         Args:
-            sequences: that are being decoded, all of them.
-            sent: steps under way. Drafts that the host makes follow the last token: where they
-                promise anything, these steps must be read first.
+            sequences: all that are being decoded.
+            sent: steps under way. Drafts that the host makes follow the last token, so these steps
+                must be read before drafts that may pay.
 
         Returns:
-            A round to run; "plain" for a step without drafts; "read" to be asked again once all
-            steps under way have been read.
+            A round to run; "plain" for a step without drafts; "read" to ask again once all steps
+            under way have been read.
         """
         started = time.perf_counter()
         plan = self._plan(sequences)
@@ -127,7 +126,7 @@ class Drafting:
         return VerifiedRound(self.verifier, parts, started if blocked else None)
 
     def learn(self, step: Sent) -> None:
-        """Learn from a step that has been read what its drafts have cost."""
+        """Learn the costs of drafts from a step that has been read."""
         if isinstance(step, MtpRound):
             self._last_pace = step.sequences[0].drafts.pace or self._last_pace
             if step.seconds is not None:
@@ -145,13 +144,13 @@ class Drafting:
                 self.costs.note_head(most, len(blocks), step.seconds)
 
     def foresee(self, sequences: Iterable[Sequence]) -> Ended:
-        """Copy the constraints of sequences, and ask the copies for the tokens that come next.
+        """Copy the constraints of sequences, and ask the copies for forced tokens.
 
         Args:
-            sequences: whose constraints know every token that the host knows.
+            sequences: whose constraints have accepted all tokens on the host.
 
         Returns:
-            Those whose constraint has failed.
+            Sequences whose constraint failed.
         """
         failed: Ended = []
         for each in sequences:
@@ -161,14 +160,14 @@ class Drafting:
                 continue
             try:
                 drafts.ahead = None if constraint.done else constraint.copy()
-            except Exception as error:  # whatever a foreign object does
+            except Exception as error:  # constraints may be foreign objects
                 failed.append((each, explained(error)))
             if drafts.ahead is not None:
                 drafts.forced = _forced(drafts.ahead, self.most + 1)
         return failed
 
     def _plan(self, sequences: Numbers[Sequence]) -> Plan | None:
-        """Drafts of each sequence that the head, or a drafter, should make; None if it cannot."""
+        """Number of drafts that the MTP head or block drafter should make; None if it cannot."""
         paces = [each.drafts.pace for each in sequences if each.drafts.pace is not None]
         most = self._most(sequences)
         if self.mtp is not None and len(paces) == len(sequences):
@@ -185,14 +184,14 @@ class Drafting:
         return common_plan(chances, most, self.costs.drafting(len(sequences)))
 
     def _proposals(self, sequences: Numbers[Sequence], least_gain: float) -> list[Proposal]:
-        """Drafts of what follows each: what its constraint forces, else what its drafter copies."""
+        """Drafts of each sequence: tokens that its constraint forces, else n-gram drafts."""
         cost, most = self.costs.checking(len(sequences)), self._most(sequences)
         return [_propose(each, most, cost, least_gain) for each in sequences]
 
     def _parts(
         self, sequences: list[Sequence], copies: Numbers[Proposal], blocked: int
     ) -> list[Part]:
-        """The parts of a round, with up to `blocked` drafts of a block where nothing is copied."""
+        """Parts of a round; sequences without drafts get up to `blocked` of a block."""
         found = [
             (_allowed(each, ids), source)
             for each, (ids, source) in zip(sequences, copies, strict=True)
@@ -217,11 +216,11 @@ class Drafting:
         ]
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
-        """Drafts of a sequence for which a step of all of them has places."""
+        """Most drafts of a sequence, so that a step of all has at most EXACT_TOKENS tokens."""
         return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
 
     def _keep_up(self, sequences: Numbers[Sequence]) -> None:
-        """Keep the head from falling behind its trail in steps without drafts of its own."""
+        """Let the MTP head catch up before its trail is overwritten."""
         if self.mtp is not None:
             for each in sequences:
                 if each.drafts.pace is not None and behind(each) >= MOST_BEHIND:
@@ -229,7 +228,7 @@ class Drafting:
 
 
 def _predictable(sequence: Sequence) -> bool:
-    """True if the model's head or a block drafter may draft: no masks come soon."""
+    """True if the MTP head or a block drafter may draft: no masks are needed soon."""
     return sequence.request.constraint is None or sequence.unbound >= LONG
 
 
@@ -240,7 +239,7 @@ def _most_drafts(sequence: Sequence, most: int) -> int:
 
 
 def _most_free_drafts(sequence: Sequence, most: int) -> int:
-    """The same where neither the drafts nor the token behind them may need a mask."""
+    """Most drafts such that neither they nor the token behind them may need a mask."""
     if sequence.limited:
         sent = sequence.drafts.due or sequence.under_way
         free = 0 if sequence.masked else sequence.unbound - sent
@@ -249,7 +248,7 @@ def _most_free_drafts(sequence: Sequence, most: int) -> int:
 
 
 def _propose(sequence: Sequence, most: int, cost: Cost, least_gain: float) -> Proposal:
-    """Drafts of one sequence; none of source "copied" where its drafter was asked in vain."""
+    """Forced or copied drafts of one sequence; none, "copied", if its drafter found none."""
     most, drafts = _most_drafts(sequence, most), sequence.drafts
     if most == 0 or (sequence.limited and drafts.ahead is None):
         return (), "none"
@@ -264,41 +263,41 @@ def _propose(sequence: Sequence, most: int, cost: Cost, least_gain: float) -> Pr
 
 
 def _skip_copies(sequences: Numbers[Sequence], copies: Numbers[Proposal]) -> None:
-    """Tell the drafters that were asked in vain that a step goes by without their drafts."""
+    """Tell n-gram drafters that found nothing that a step passes without their drafts."""
     for each, (ids, source) in zip(sequences, copies, strict=True):
         if source == "copied" and not ids and each.drafts.drafter is not None:
             each.drafts.drafter.skip()
 
 
 def _allowed(sequence: Sequence, drafts: Numbers[int]) -> Numbers[int]:
-    """The drafts before the first one that the constraint of a sequence does not take."""
+    """Drafts before the first one that the constraint of a sequence refuses."""
     if not drafts or not sequence.limited or sequence.drafts.forced:
         return drafts
     ahead = sequence.drafts.ahead
     try:
         probe = None if ahead is None else ahead.copy()
-    except Exception:  # of a copy
+    except Exception:  # foreign; a copy, so no request fails
         return ()
     if probe is None:
         return ()
     for count, draft in enumerate(drafts):
         try:
             probe.accept(draft)
-        except Exception:  # of a copy
+        except Exception:  # foreign; a copy, so no request fails
             return drafts[:count]
     return drafts
 
 
 def _forced(ahead: Constraint, most: int) -> tuple[int, ...]:
-    """Tokens that a copy of a constraint forces next, none if it fails."""
+    """Tokens that a copy of a constraint forces next; none if it fails."""
     try:
         return tuple(ahead.forced(most))
-    except Exception:  # of a copy
+    except Exception:  # foreign; a copy, so no request fails
         return ()
 
 
 def new_drafting(runner: Runner, options: LoadOptions, drafts: int, device: str) -> Drafting | None:
-    """The drafts of a runner's sequences, up to `drafts` a step; None where nothing drafts."""
+    """Drafting of up to `drafts` tokens a step; None without speculation."""
     mode = options.speculate
     if mode == "off":
         return None

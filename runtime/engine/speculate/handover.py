@@ -1,8 +1,8 @@
-"""The passage between plain steps and rounds, which look for tokens and states in different places.
+"""Handover between plain steps and rounds, which keep tokens and states in different places.
 
-A plain step finds the token of a sequence on the device, where the plain step before has left it,
-and its recurrent state in the slot of its row. A round checks drafts: the host knows the token
-behind it, and the state stays in the slot of the last token that was right, often a spare one.
+A plain step finds the token of a sequence on the device, where the plain step before left it, and
+the recurrent state in the slot of its row. After a round the host has the last token, and the state
+is in the slot of the last accepted token, often a spare one.
 """
 
 from collections.abc import Sequence as Numbers
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def advance(sequence: Sequence, slot: int, next_sent: bool = False) -> None:
-    """Count the last token of the output as sent, by the round that has just been read.
+    """Count the last token of the output as sent, after a round has been read.
 
     Args:
         sequence: that was in the round.
-        slot: with the recurrent state after the token; NO_SLOT where that is lost.
-        next_sent: the token behind it has been sent as well, by the next round.
+        slot: with the recurrent state after the token; NO_SLOT if it is lost.
+        next_sent: the next round has sent the token behind it as well.
     """
     sequence.length = sequence.last + 1 + next_sent
     sequence.chosen = sequence.length - len(sequence.request.prompt) + 1
@@ -28,7 +28,7 @@ def advance(sequence: Sequence, slot: int, next_sent: bool = False) -> None:
 
 
 def leave_rounds(runner: "Runner", sequences: Numbers[Sequence]) -> None:
-    """Put tokens and states of sequences that were in a round where a plain step looks."""
+    """Copy tokens and states of sequences that were in a round to where a plain step looks."""
     late = [each for each in sequences if each.drafts.verified]
     for each in late:
         if each.slot != each.row:
@@ -41,23 +41,22 @@ def leave_rounds(runner: "Runner", sequences: Numbers[Sequence]) -> None:
 
 
 def enter_rounds(runner: "Runner") -> None:
-    """Forget the inputs of the last plain step, which the next one must make anew."""
+    """Invalidate the inputs of the last plain step."""
     runner.batch = []
 
 
 def slots_after(
     spare: range | None, sequences: Numbers[Sequence], drafts: Numbers[int]
 ) -> list[tuple[int, ...]]:
-    """Slots for the states after the last token of each sequence and after its drafts.
+    """Slots for the recurrent states after the last token of each sequence and after its drafts.
 
-    The state after the last token goes to the slot of the row, the states after drafts go to spare
-    slots in which no other sequence has its state: fewer than there are drafts where these are
-    short.
+    The state after the last token goes to the slot of the row, those after drafts to spare slots in
+    which no other sequence has its state. If these run short, a sequence gets fewer slots.
 
     Args:
         spare: slots; None for a model without recurrent states.
-        sequences: that are being decoded, all of them.
-        drafts: of each.
+        sequences: all that are being decoded.
+        drafts: number for each sequence.
     """
     if spare is None:
         return [(each.row,) * (1 + count) for each, count in zip(sequences, drafts, strict=True)]

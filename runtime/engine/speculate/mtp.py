@@ -1,12 +1,12 @@
-"""Rounds whose drafts the model's head for multi-token prediction (MTP) makes.
+"""MTP rounds: the model's head for multi-token prediction makes the drafts on the device.
 
-They follow each other on the device alone: a round brings the head up to the last token, drafts k
-tokens of every sequence, sends them through the trunk and accepts those that are right; the next
-one begins with what it leaves (`RoundInputs`). On a GPU a round is one CUDA graph, and the host
-reads its tokens while the next one runs.
+A round brings the head up to the last token, drafts k tokens of every sequence, runs them through
+the trunk and accepts the right ones; the next round starts from the inputs that it leaves
+(`RoundInputs`). On a GPU a round is one CUDA graph, and the host reads its tokens while the next
+one runs.
 
-The head needs the trunk's hidden state of every position. Steps leave the last ones of each row in
-a trail, from which the head catches up now and then, so that steps without drafts cost it little.
+The head needs the trunk's hidden state of every position. Steps leave the last states of each row
+in a trail, from which the head catches up now and then, so plain steps cost it little.
 """
 
 import time
@@ -42,14 +42,14 @@ MOST_BEHIND = 2 * EXACT_TOKENS  # positions
 
 @dataclass(frozen=True, slots=True)
 class MtpCache:
-    """Keys and values of the head, up to where it drafts.
+    """Keys and values of the MTP head.
 
     Attributes:
         runner: of the model.
         head: of the model.
         trail: of the runner.
-        graphs: recorded steps.
-        block: [4, W] int32, rows, positions, places in the trails and ids of such a step.
+        graphs: recorded steps that catch up.
+        block: [4, W] int32 rows, positions, places in the trails and ids of such a step.
         starts: [2] int32, 0 and W.
     """
 
@@ -61,10 +61,10 @@ class MtpCache:
     starts: Tensor
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Run a part of a prompt through the head, but for a position whose next token is unknown.
+        """Run a part of a prompt through the head, without a position whose next token is unknown.
 
         Args:
-            sequence: with that part sent through the layers.
+            sequence: whose prompt it is.
             first: position of the part.
             hidden: [M, h] of the part, before the final norm.
         """
@@ -81,12 +81,12 @@ class MtpCache:
         sequence.drafts.seen = stop
 
     def catch_up(self, sequence: Sequence, most: int) -> None:
-        """Bring the head up to `most` positions before the last token that the host knows.
+        """Bring the head up to `most` positions before the last token on the host.
 
-        On a GPU by recorded steps of W positions, the last of which may belong to nobody.
+        On a GPU by graphs of W positions, the last of which may be padding.
         """
         wide = self.block.shape[1]
-        # What the trail has lost stays unseen. Two rounds may be under way beyond the last token.
+        # Positions that the trail has lost are skipped. Two rounds may be under way.
         sequence.drafts.seen = max(sequence.drafts.seen, sequence.last + 2 * EXACT_TOKENS - TRAIL)
         while (count := min(wide, sequence.last - most - sequence.drafts.seen)) > 0:
             first = sequence.drafts.seen
@@ -104,7 +104,7 @@ class MtpCache:
             sequence.drafts.seen += count
 
     def part(self, reach: int, span: Span | None = None) -> None:
-        """Run `block` through the head: all W positions, or the first `span.count` on a CPU."""
+        """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
         count = self.block.shape[1] if span is None else span.count
         rows, positions, trails, ids = self.block[:, :count]
         starts = self.starts if span is None else self.runner.ints([0, count])
@@ -115,9 +115,9 @@ class MtpCache:
     def step(
         self, rows: Tensor, positions: Tensor, starts: Tensor, reach: int, spans: Numbers[Span]
     ) -> Step:
-        """A step of the head, whose layer has no recurrent state.
+        """Step of the head, whose layer has no recurrent state.
 
-        spans: tokens of each sequence; of a recorded step their numbers alone count.
+        spans: of each sequence; in a graph their counts alone matter.
         """
         return Step(
             positions=positions,
@@ -135,15 +135,14 @@ class MtpCache:
 
 @dataclass(slots=True)
 class MtpRound:
-    """A round whose drafts the head makes; later ones may be sent before it is read.
+    """A round with drafts of the MTP head; another may be sent before it is read.
 
     Attributes:
-        rounds: that it is one of.
+        rounds: sends it.
         sequences: that get tokens from it.
-        drafts: of each sequence.
+        drafts: number for each sequence.
         first: its inputs come from the host, not from the round before.
-        seconds: between the results of the round before and its own, once it is done; None where
-            that says nothing of its cost.
+        seconds: from the end of the round before to its own; None if that is not its cost.
     """
 
     rounds: "MtpRounds"
@@ -151,11 +150,11 @@ class MtpRound:
     drafts: int
     first: bool
     seconds: float | None = None
-    _writes: list[tuple[int, ...]] = field(default_factory=list)  # of each, see `Part`
+    _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
     _done: "torch.cuda.Event | None" = None
 
     def run(self) -> None:
-        """Send the round behind those under way, or as the first one."""
+        """Send the round, before earlier ones are read unless it is the first."""
         rounds = self.rounds
         recorded = len(rounds.verifier.graphs)
         if self.first:
@@ -163,15 +162,15 @@ class MtpRound:
             rounds.read_at = None
         self._writes = [part.writes for part in rounds.parts]
         rounds.send()
-        if len(rounds.verifier.graphs) != recorded:  # which held up the host
+        if len(rounds.verifier.graphs) != recorded:  # recording held up the host
             rounds.read_at = None
         self._done = rounds.runner.results.record()
 
     def commit(self) -> Ended:
-        """Wait for the round and append its tokens; the sequences that end with them.
+        """Wait for the round and append its tokens; returns the sequences that end.
 
-        A later round under way has already sent the last token, and overwritten the recurrent
-        states after the others.
+        A later round under way has already sent the last token and overwritten the recurrent states
+        after the others.
         """
         if self._done is not None:
             self._done.synchronize()
@@ -204,7 +203,7 @@ class MtpRound:
         return ended
 
     def _accepted(self, sequence: Sequence) -> list[int]:
-        """Tokens that the round has put behind a sequence's output."""
+        """Tokens that the round adds to a sequence's output."""
         first, ring = sequence.last, self.rounds.runner.results.tokens
         count = 1 + int(self.rounds.round_inputs.right[first % RING, sequence.row])
         found = ring[[(first + 1 + place) % RING for place in range(count)], sequence.row]
@@ -213,15 +212,15 @@ class MtpRound:
 
 @dataclass(slots=True)
 class MtpRounds:
-    """Sends rounds of the sequences of an engine.
+    """Sends MTP rounds.
 
     Attributes:
-        cache: of the head.
-        verifier: of its drafts.
+        cache: keys and values of the head.
+        verifier: checks its drafts.
         batch: sequences of the last round.
-        drafts: of each of them.
+        drafts: number for each of them.
         parts: of these sequences.
-        read_at: when the last round was read; None before the second of those that follow another.
+        read_at: time at which the last round was read; None if the next one is not timed.
     """
 
     cache: MtpCache
@@ -230,14 +229,14 @@ class MtpRounds:
     drafts: int = 0
     parts: list[Part] = field(default_factory=list)
     read_at: float | None = None
-    _seen: list[Span] = field(default_factory=list)  # positions that the head takes first
+    _seen: list[Span] = field(default_factory=list)  # positions that the head processes first
     _seen_rows: Tensor = field(init=False)  # [W] int32, their rows
     _seen_starts: Tensor = field(init=False)  # [W + 1] int32
     _singles: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _ring: Tensor = field(init=False)  # of drafts, which nobody reads
+    _ring: Tensor = field(init=False)  # takes drafts; never read
 
     def __post_init__(self) -> None:
-        """Make room for the head's own inputs."""
+        """Allocate the head's own inputs."""
         rows = self.round_inputs.rows
         self._seen_rows = torch.zeros_like(self.round_inputs.seen)
         self._singles = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
@@ -246,16 +245,16 @@ class MtpRounds:
 
     @property
     def runner(self) -> Runner:
-        """Of the trunk."""
+        """Runner of the trunk."""
         return self.cache.runner
 
     @property
     def round_inputs(self) -> RoundInputs:
-        """Between a round and the next one."""
+        """Inputs of a round, left by the one before."""
         return self.verifier.round_inputs
 
     def follows(self, sequences: list[Sequence], drafts: int) -> bool:
-        """True if the inputs of a round of these sequences are on the device already."""
+        """True if the last round has left the inputs of a round of these sequences."""
         here = (
             self.runner.on_gpu
             and self.verifier.linked
@@ -264,7 +263,7 @@ class MtpRounds:
         return here and sequences == self.batch and drafts == self.drafts
 
     def enter(self, sequences: list[Sequence], drafts: int) -> None:
-        """Put the inputs of a first round in place, of sequences whose tokens have been read."""
+        """Write the inputs of a first round; no steps are under way."""
         runner = self.runner
         leave_rounds(runner, sequences)
         each_has = len(runner.spare) // len(sequences) if runner.spare is not None else 0
@@ -281,7 +280,7 @@ class MtpRounds:
         self.verifier.linked = True
 
     def send(self) -> None:
-        """Send a round behind those under way."""
+        """Queue a round before the last one is read."""
         runner, k, B = self.runner, self.drafts, len(self.batch)
         M = runner.width(B * (k + 1))
         stop = max(each.last + each.drafts.due for each in self.batch) + k + 1
@@ -297,12 +296,12 @@ class MtpRounds:
             each.drafts.due += 1 + k
 
     def round(self, M: int, B: int, k: int, reach: int, ordered: bool) -> None:
-        """Draft, send through the trunk, accept: M tokens, padding included, of B sequences."""
+        """Draft, run through the trunk, accept: M tokens, padding included, of B sequences."""
         runner, inputs = self.runner, self.round_inputs
         drafts = self.draft(B, k, reach)
         inputs.ids[: B * (k + 1)].view(B, k + 1)[:, 1:] = drafts
         adjusted = runner.sampler.shape.adjusted
-        if adjusted:  # so that penalties count them once, when they are chosen
+        if adjusted:  # penalties count a token once, when it is chosen
             rows = inputs.rows[: B * (k + 1)].view(B, k + 1)[:, 1:]
             runner.sampler.uncount(rows.flatten(), drafts.flatten())
         spans = () if runner.on_gpu else tuple(part.span for part in self.parts)
@@ -315,8 +314,8 @@ class MtpRounds:
     def draft(self, B: int, k: int, reach: int) -> Tensor:
         """Draft k tokens of each sequence: [B, k] int64.
 
-        A draft is drawn with the random number of its place, as the token itself will be, which
-        makes the two meet more often than if each had its own.
+        A draft is drawn with the random number of its position, as the token itself will be, so the
+        two agree more often than independent draws.
         """
         runner, head, inputs = self.runner, self.cache.head, self.round_inputs
         hidden = self._first(B, k, reach)
@@ -349,10 +348,10 @@ class MtpRounds:
         return embed(inputs.ends[:B], found)
 
     def _compose_head(self, sequences: list[Sequence], drafts: int) -> None:
-        """Put in place what the head reads first: positions that it has not seen.
+        """Write the positions that the head has not processed, which it takes first.
 
-        A recorded round takes as many of each sequence as the round before had tokens. Those beyond
-        the right ones are overwritten before anything reads them.
+        A graph takes as many positions of each sequence as the round before had tokens. Keys and
+        values beyond the accepted tokens are overwritten before anything reads them.
         """
         inputs, self._seen = self.round_inputs, []
         ids: list[int] = []
@@ -374,12 +373,12 @@ class MtpRounds:
 
 
 def behind(sequence: Sequence) -> int:
-    """Positions that the head has not seen, of those before the last token."""
+    """Positions before the last token that the head has not processed."""
     return sequence.last - sequence.drafts.seen
 
 
 def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
-    """Rounds by the head of a runner's model, where it was read."""
+    """MTP rounds of a runner; None if its model has no head."""
     runner = verifier.runner
     head, trail = runner.decoder.mtp, runner.trail
     if head is None or trail is None:

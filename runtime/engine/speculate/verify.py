@@ -1,8 +1,8 @@
 """Verified rounds: steps that send the last token of each sequence and drafts behind it.
 
-The host knows the drafts: copies of earlier tokens, tokens that a constraint forces, or a block of
-a drafter. A round chooses behind every draft what a step without drafts would have chosen there,
-and the drafts up to the first one that was not chosen are right.
+The host knows the drafts: copies of earlier tokens, tokens that a constraint forces, or a block. A
+round chooses behind every draft the token that a plain step would choose there; drafts are accepted
+up to the first one that differs from the chosen token.
 """
 
 import time
@@ -38,13 +38,13 @@ Source = Literal["none", "forced", "copied", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence's tokens in a round.
+    """Tokens of one sequence in a round.
 
     Attributes:
-        sequence: all of whose tokens have been read.
-        drafts: behind its last token.
-        writes: slots that take the recurrent state after the last token and after each draft.
-        source: of its drafts.
+        sequence: without steps under way.
+        drafts: tokens behind its last token.
+        writes: slots for the recurrent states after the last token and after each draft.
+        source: origin of the drafts.
     """
 
     sequence: Sequence
@@ -59,12 +59,12 @@ class Part:
 
     @property
     def ordered(self) -> bool:
-        """True if what is chosen after a draft depends on what was chosen before it."""
+        """True if a chosen token depends on the chosen ones before it, by penalties."""
         return bool(self.drafts) and self.sequence.request.sampling.penalized
 
     @property
     def span(self) -> Span:
-        """These tokens as a step names them."""
+        """Span of these tokens in a step."""
         each = self.sequence
         pages = tuple(each.pages)
         return Span(each.row, each.last, len(self.writes), pages, each.slot, self.writes)
@@ -76,16 +76,16 @@ class VerifiedRound:
 
     Attributes:
         verifier: runs it.
-        parts: of its sequences, EXACT_TOKENS tokens at most.
-        started: when its drafts began to be made, or when it was sent.
-        seconds: until it was done; None where that says nothing, since a graph was recorded.
+        parts: one for each sequence, EXACT_TOKENS tokens at most.
+        started: time at which drafting began, or at which it was sent.
+        seconds: from then until it was done; None if a graph was recorded meanwhile.
     """
 
     verifier: "Verifier"
     parts: list[Part]
     started: float | None = None
     seconds: float | None = None
-    _drafts: list[tuple[int, ...]] = field(default_factory=list)  # of each part, that are checked
+    _drafts: list[tuple[int, ...]] = field(default_factory=list)  # by part, checked ones
     _failed: Ended = field(default_factory=list)
     _done: "torch.cuda.Event | None" = None
 
@@ -95,7 +95,7 @@ class VerifiedRound:
         return [part.sequence for part in self.parts]
 
     def run(self) -> None:
-        """Send the round; masks are made while the layers run."""
+        """Send the round; masks are computed while the layers run."""
         verifier, parts = self.verifier, self.parts
         recorded = len(verifier.graphs)
         self.started = self.started or time.perf_counter()
@@ -136,7 +136,7 @@ class VerifiedRound:
         return ended
 
     def _chosen(self, sequence: Sequence, drafts: Numbers[int]) -> list[int]:
-        """Tokens chosen behind a sequence's output, up to the first draft that was not chosen."""
+        """Chosen tokens behind a sequence's output, up to the first that differs from its draft."""
         ring, tokens = self.verifier.runner.results.tokens, []
         for position, draft in enumerate((*drafts, None), sequence.last + 1):
             tokens.append(int(ring[position % RING, sequence.row]))
@@ -146,13 +146,13 @@ class VerifiedRound:
 
 
 def count_right(tokens: Numbers[int], stop_ids: frozenset[int]) -> int:
-    """Drafts that were right before the last of these tokens, or up to the first stop token."""
+    """Number of accepted drafts: all tokens but the last, or up to the first stop token."""
     ends = (place for place, token in enumerate(tokens) if token in stop_ids)
     return min(next(ends, len(tokens)) + 1, len(tokens) - 1)
 
 
 def _note(part: Part, right: int) -> None:
-    """Count the drafts of a part, and tell who made them how many were right."""
+    """Count the drafts of a part, and tell their source how many were accepted."""
     drafts, drafted = part.sequence.drafts, len(part.drafts)
     drafts.tally.count(drafted, right)
     if part.source == "copied" and drafts.drafter is not None:
@@ -163,13 +163,13 @@ def _note(part: Part, right: int) -> None:
 
 @dataclass(slots=True)
 class Verifier:
-    """Sends rounds of a runner's sequences.
+    """Sends rounds whose drafts the host knows.
 
     Attributes:
         runner: of the model.
         round_inputs: inputs of a round.
         graphs: recorded rounds.
-        masks: [EXACT_TOKENS] int32, the sampler's mask of each token of a restricted round.
+        masks: [EXACT_TOKENS] int32, row of the sampler's mask for each token of a round.
         linked: the last round, by the head, has left `round_inputs` such that the next one needs
             nothing from the host.
     """
@@ -181,20 +181,20 @@ class Verifier:
     linked: bool = False
 
     def __post_init__(self) -> None:
-        """Make room for inputs."""
+        """Allocate the inputs."""
         rows = self.runner.sampler.rows
         self.round_inputs = new_round_inputs(rows, self.runner.state.device)
         self.masks = self.runner.ints(range(rows, rows + EXACT_TOKENS))
         self.graphs = Graphs(self.runner.graphs)
 
     def send(self, parts: list[Part]) -> None:
-        """Send the last token of every sequence and drafts behind it, and choose after each."""
+        """Run the last token and the drafts of every sequence, and choose behind each."""
         M, reach, B, longest, ordered, spans = self._prepare(parts)
         key = (M, B, longest, reach, self.runner.sampler.shape, ordered)
         self._run(key, partial(self.check_tokens, M, reach, B, longest, ordered, spans))
 
     def send_layers(self, parts: list[Part]) -> tuple[int, int, bool]:
-        """The first half of `send`: up to the logits; the arguments of `send_choice`."""
+        """Send the first half of `send`: up to the logits; returns arguments of `send_choice`."""
         M, reach, B, longest, ordered, spans = self._prepare(parts)
         self.runner.make_room_to_keep()
         key = ("layers", M, reach, B, longest)
@@ -202,7 +202,7 @@ class Verifier:
         return M, longest, ordered
 
     def send_choice(self, M: int, longest: int, ordered: bool) -> None:
-        """The second half of `send`: choose under a mask for each token."""
+        """Send the second half of `send`: choose under a mask for each token."""
         places = longest if ordered else 1
         key = ("choice", M, places, self.runner.sampler.shape, ordered)
         self._run(key, partial(self.choose_restricted, M, places, ordered))
@@ -212,7 +212,7 @@ class Verifier:
         self.runner.launch(self.graphs, key, step, (self.round_inputs.block[:5],))
 
     def _prepare(self, parts: list[Part]) -> tuple[int, int, int, int, bool, tuple[Span, ...]]:
-        """Put the inputs of a round in place.
+        """Write the inputs of a round.
 
         Returns:
             M, the tokens with padding; the reach; B, the sequences with padding; most tokens of a
@@ -229,7 +229,7 @@ class Verifier:
         return M, reach, B, longest, any(part.ordered for part in parts), spans
 
     def compose(self, parts: list[Part], M: int) -> None:
-        """Put the inputs of a round in place, up to M tokens with padding; the host goes on."""
+        """Write the inputs of a round, padded to M tokens, without waiting."""
         block = self.round_inputs.block
         write(block, columns_of(parts, M, block.shape[1]))
         enter_rounds(self.runner)
@@ -244,9 +244,9 @@ class Verifier:
         ordered: bool,
         spans: tuple[Span, ...] = (),
     ) -> None:
-        """Send a round of M tokens of B sequences.
+        """Run a round of M tokens of B sequences.
 
-        ordered: choose place by place, so that penalties know what was chosen before.
+        ordered: choose position by position, since penalties count the tokens chosen before.
         """
         logits = self._logits_of(M, reach, B, longest, spans)
         self._choose(logits, M, longest, ordered, None)
@@ -254,11 +254,11 @@ class Verifier:
     def keep_logits(
         self, M: int, reach: int, B: int, longest: int, spans: tuple[Span, ...] = ()
     ) -> None:
-        """The first half of `check_tokens`: up to the logits, for `choose_restricted`."""
+        """Run the first half of `check_tokens`, up to the logits."""
         self.runner.keep(self._logits_of(M, reach, B, longest, spans))
 
     def choose_restricted(self, M: int, longest: int, ordered: bool) -> None:
-        """The second half, under a mask for each token."""
+        """Run the second half of `check_tokens`, under a mask for each token."""
         self._choose(self.runner.kept(M), M, longest, ordered, self.masks[:M])
 
     def _logits_of(
@@ -282,7 +282,7 @@ class Verifier:
     def _choose(
         self, logits: Tensor, M: int, longest: int, ordered: bool, masks: Tensor | None
     ) -> None:
-        """Choose behind each token of a round, see `check_tokens`."""
+        """Choose a token behind each token of a round; see `check_tokens`."""
         runner, inputs = self.runner, self.round_inputs
         rows, positions, chosen = inputs.rows[:M], inputs.positions[:M], inputs.chosen[:M]
         if not ordered:
@@ -302,9 +302,9 @@ class Verifier:
             positions[now], chosen[now] = moved, token
 
     def uncount(self, parts: list[Part], rights: Numbers[int]) -> None:
-        """Take back from penalties what a round chose behind drafts that were wrong.
+        """Take tokens chosen behind wrong drafts back from the counts of penalties.
 
-        rights: drafts of each part that were right.
+        rights: number of accepted drafts of each part.
         """
         wrong: list[int] = []
         first = 0
@@ -318,12 +318,9 @@ class Verifier:
 
 
 def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
-    """The tokens of a round as the device takes them, with padding up to M tokens.
+    """Rows of `RoundInputs.block` for a round, padded to M tokens.
 
-    Padding is a last sequence, of row SCRATCH, which may be empty.
-
-    Returns:
-        The rows of `RoundInputs.block`, each of `wide` numbers.
+    Padding is a last sequence of row SCRATCH, which may be empty. Each row has `wide` numbers.
     """
     spans = [part.span for part in parts]
     ids = [id for part in parts for id in part.ids]
@@ -339,11 +336,11 @@ def columns_of(parts: Numbers[Part], M: int, wide: int) -> list[list[int]]:
 def restrict_round(
     parts: Iterable[Part], sampler: SamplerRows
 ) -> tuple[Ended, list[tuple[int, ...]]]:
-    """Set the masks behind every token of a round, of constrained sequences.
+    """Set the masks behind every token of a round for constrained sequences.
 
     Returns:
-        The sequences whose constraint has failed, and the drafts of each part that can be checked:
-        those with a mask behind them. Behind the others nothing that is chosen counts.
+        The sequences whose constraint failed, and the drafts of each part that can be checked:
+        those with a mask behind them.
     """
     failed: Ended = []
     checked = []
@@ -355,14 +352,14 @@ def restrict_round(
             failed += restrict([part.sequence], sampler)
             masks[0] = sampler.mask[part.sequence.row]
             drafts = drafts[: _set_masks(part.sequence.drafts.ahead, drafts, masks[1:])]
-        elif part.sequence.request.constraint is not None:  # done; the device still reads masks
+        elif part.sequence.request.constraint is not None:  # done; its masks are still read
             masks.fill_(-1)
         checked.append(drafts)
     return failed, checked
 
 
 def _set_masks(ahead: Constraint | None, drafts: Numbers[int], masks: Tensor) -> int:
-    """Set the masks behind drafts; returns the number of those that have one."""
+    """Set the masks behind drafts; returns the number of drafts that got one."""
     for count, (draft, place) in enumerate(zip(drafts, masks, strict=True)):
         if ahead is None:
             return count
@@ -370,7 +367,7 @@ def _set_masks(ahead: Constraint | None, drafts: Numbers[int], masks: Tensor) ->
             if not ahead.done:
                 ahead.accept(draft)
             mask = mask_of(ahead, len(place))
-        except Exception:  # of a copy; the request ends if the constraint itself comes here
+        except Exception:  # a copy: if the constraint itself fails here, its request ends
             return count
         place.copy_(torch.tensor(-1) if mask is None else mask)
     return len(drafts)

@@ -2,15 +2,17 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from lowbit.runtime import load
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.state.host_rings import new_log_probabilities
+from tests.short_models import Shorten
 
 
 class Event:
@@ -46,6 +48,34 @@ def test_memory_of_a_dropped_request_is_held_until_the_device_is_done(
     del scores
     results.record()
     gc.collect()
+    assert alive() is not None
+    events.done = True
+    results.record()
+    gc.collect()
+    assert alive() is None
+
+
+def test_scores_of_a_cancelled_prompt_are_held_until_the_device_is_done(
+    events: type[Event], set_chunk: Callable[[int], None], shorten: Shorten
+) -> None:
+    set_chunk(64)
+    model = load(shorten("tiny-qwen3"), device="cpu", context=256, max_sequences=1)
+    engine, results = model.engine, model.engine.runner.results
+    results._on_gpu = True
+    asked = TokenRequest((5,) * 200, max_new_tokens=0, prompt_logprobs=2)
+    handle = engine.submit(asked)
+    engine.step()
+    [running] = engine.scheduler.running
+    assert running.phase == "prompt"
+    assert running.scores is not None
+    alive = weakref.ref(running.scores.values)
+    handle.cancel()
+    engine.step()
+    del running, handle
+    engine.forget()
+    results.record()
+    gc.collect()
+    assert not engine.scheduler.running
     assert alive() is not None
     events.done = True
     results.record()
