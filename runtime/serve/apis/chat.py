@@ -31,7 +31,7 @@ from lowbit.runtime.serve.request.fields import (
     TURNS,
     Body,
     FormatFields,
-    RequestBody,
+    Ignored,
     SamplingBody,
     Text,
     answer_options,
@@ -56,10 +56,9 @@ class Function(Body):
 class ChatTool(Body):
     """One of `tools`."""
 
-    HARMLESS = frozenset({"cache_control"})
     type: Literal["function"]
     function: Function
-    cache_control: Any = None
+    cache_control: Ignored[Any] = None
 
 
 ChatTools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
@@ -88,13 +87,12 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call of an earlier turn."""
 
-    HARMLESS = frozenset({"index", "id", "provider_specific_fields", "cache_control"})
-    id: str | None = None
+    id: Ignored[str | None] = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    provider_specific_fields: Any = None
-    cache_control: Any = None
+    index: Ignored[int | None] = None
+    provider_specific_fields: Ignored[Any] = None
+    cache_control: Ignored[Any] = None
 
 
 Tokens = Annotated[int, Field(ge=0)]
@@ -122,7 +120,6 @@ Calls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)]
 class AssistantMessage(Body):
     """A turn of the model, as responses hold it."""
 
-    HARMLESS = frozenset({"refusal", "annotations", "provider_specific_fields", "audio"})
     role: Literal["assistant"]
     content: Text | None = None
     name: str | None = None
@@ -132,8 +129,8 @@ class AssistantMessage(Body):
     audio: None = None
     function_call: None = None
     tool_calls: Calls | None = None
-    annotations: Any = None
-    provider_specific_fields: Any = None
+    annotations: Ignored[Any] = None
+    provider_specific_fields: Ignored[Any] = None
 
 
 class ToolMessage(Body):
@@ -155,14 +152,6 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 class ChatBody(SamplingBody, FormatFields):
     """The whole body."""
 
-    HARMLESS = frozenset(
-        {
-            *("user", "metadata", "store", "service_tier", "safety_identifier"),
-            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-            *("prediction", "cache_salt", "verbosity"),
-            *RequestBody.HARMLESS,
-        }
-    )
     NEUTRAL = NEUTRAL | TURNS | {"max_tokens": (-1,)}
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -177,16 +166,16 @@ class ChatBody(SamplingBody, FormatFields):
     thinking_token_budget: Tokens | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=8)] | None = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    prediction: Any = None
-    cache_salt: Any = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    metadata: Ignored[Any] = None
+    store: Ignored[Any] = None
+    service_tier: Ignored[Any] = None
+    safety_identifier: Ignored[Any] = None
+    prompt_cache_key: Ignored[Any] = None
+    prompt_cache_retention: Ignored[Any] = None
+    prompt_cache_options: Ignored[Any] = None
+    prediction: Ignored[Any] = None
+    cache_salt: Ignored[Any] = None
+    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
 
 
 router = APIRouter(route_class=DirectRoute)

@@ -28,7 +28,7 @@ from lowbit.runtime.serve.request.conversation import constraint_of_text
 from lowbit.runtime.serve.request.fields import (
     NEUTRAL,
     FormatFields,
-    RequestBody,
+    Ignored,
     SamplingBody,
     answer_options,
     format_of,
@@ -47,14 +47,13 @@ IdPrompts = Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=
 class CompletionBody(SamplingBody, FormatFields):
     """The whole body."""
 
-    HARMLESS = frozenset({"user", "add_special_tokens", "best_of"}) | RequestBody.HARMLESS
     NEUTRAL = NEUTRAL | {"logprobs": (False,)}
     prompt: str | Prompts | Ids | IdPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    add_special_tokens: bool | None = None
+    best_of: Ignored[Annotated[int, Field(ge=1, le=1)] | None] = None
+    add_special_tokens: Ignored[bool | None] = None
 
 
 router = APIRouter(route_class=DirectRoute)

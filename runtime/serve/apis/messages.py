@@ -26,6 +26,7 @@ from lowbit.runtime.serve.request.fields import (
     TURNS,
     AnswerBody,
     Body,
+    Ignored,
     RequestBody,
     StopList,
     TextPart,
@@ -46,41 +47,37 @@ CONTENT_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinki
 class ToolUse(Body):
     """A call of an earlier turn."""
 
-    HARMLESS = frozenset({"cache_control", "caller"})
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Any = None
-    caller: Any = None
+    cache_control: Ignored[Any] = None
+    caller: Ignored[Any] = None
 
 
 class ToolResult(Body):
     """The result of a tool."""
 
-    HARMLESS = frozenset({"cache_control", "is_error"})
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[TextParts, named_types("text")] | None = None
-    is_error: bool | None = None
-    cache_control: Any = None
+    is_error: Ignored[bool | None] = None
+    cache_control: Ignored[Any] = None
 
 
 class Thinking(Body):
     """Reasoning of an earlier turn."""
 
-    HARMLESS = frozenset({"signature"})
     type: Literal["thinking"]
     thinking: str
-    signature: Any = None
+    signature: Ignored[Any] = None
 
 
 class RedactedThinking(Body):
     """Reasoning that nobody can read."""
 
-    HARMLESS = frozenset({"data"})
     type: Literal["redacted_thinking"]
-    data: Any = None
+    data: Ignored[Any] = None
 
 
 Block = Annotated[
@@ -101,19 +98,16 @@ class Turn(Body):
 class CustomTool(Body):
     """A tool of the client's."""
 
-    HARMLESS = frozenset(
-        {"cache_control", "defer_loading", "allowed_callers", "input_examples"}
-    ) | {"eager_input_streaming"}
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    cache_control: Any = None
+    cache_control: Ignored[Any] = None
     strict: bool | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    input_examples: Any = None
-    eager_input_streaming: Any = None
+    defer_loading: Ignored[Any] = None
+    allowed_callers: Ignored[Any] = None
+    input_examples: Ignored[Any] = None
+    eager_input_streaming: Ignored[Any] = None
 
 
 class Choice(Body):
@@ -127,10 +121,9 @@ class Choice(Body):
 class ThinkingConfig(Body):
     """`thinking`."""
 
-    HARMLESS = frozenset({"display"})
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Any = None
+    display: Ignored[Any] = None
 
 
 class SchemaFormat(Body):
@@ -143,8 +136,7 @@ class SchemaFormat(Body):
 class OutputConfig(Body):
     """`output_config`."""
 
-    HARMLESS = frozenset({"effort"})
-    effort: Any = None
+    effort: Ignored[Any] = None
     format: SchemaFormat | None = None
 
 
@@ -164,13 +156,6 @@ Tools = Annotated[ToolList, BeforeValidator(_custom_only)]
 class CountBody(RequestBody):
     """Everything that the prompt is made of."""
 
-    HARMLESS = frozenset(
-        {
-            *("cache_control", "context_management", "diagnostics", "speed", "inference_geo"),
-            *("user_profile_id", "workspace_id"),
-            *RequestBody.HARMLESS,
-        }
-    )
     NEUTRAL = NEUTRAL | TURNS | PLAIN | {"mcp_servers": ([],)}
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     system: str | TextBlocks | None = None
@@ -178,26 +163,25 @@ class CountBody(RequestBody):
     tool_choice: Choice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    speed: Any = None
-    inference_geo: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    cache_control: Ignored[Any] = None
+    context_management: Ignored[Any] = None
+    diagnostics: Ignored[Any] = None
+    speed: Ignored[Any] = None
+    inference_geo: Ignored[Any] = None
+    user_profile_id: Ignored[Any] = None
+    workspace_id: Ignored[Any] = None
 
 
 class MessagesBody(CountBody, AnswerBody):
     """The whole body."""
 
-    HARMLESS = CountBody.HARMLESS | {"metadata", "service_tier"}
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: StopList | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: Any = None
-    service_tier: Any = None
+    metadata: Ignored[Any] = None
+    service_tier: Ignored[Any] = None
 
 
 router = APIRouter(route_class=DirectRoute)

@@ -26,8 +26,8 @@ from lowbit.runtime.serve.request.fields import (
     TURNS,
     AnswerBody,
     Body,
+    Ignored,
     JsonObjectFormat,
-    RequestBody,
     TextFormat,
     named_types,
     schema_format,
@@ -43,12 +43,11 @@ PARTS = ("input_text", "output_text", "text", "refusal")
 class Part(Body):
     """Text of a message."""
 
-    HARMLESS = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Any = None
-    logprobs: Any = None
-    prompt_cache_breakpoint: Any = None
+    annotations: Ignored[Any] = None
+    logprobs: Ignored[Any] = None
+    prompt_cache_breakpoint: Ignored[Any] = None
 
 
 class Refusal(Body):
@@ -66,39 +65,36 @@ Content = str | Annotated[PartList, named_types(*PARTS)]
 class MessageItem(Body):
     """A turn; `type` may be left out."""
 
-    HARMLESS = frozenset({"id", "status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Any = None
-    status: Any = None
-    phase: Any = None
+    id: Ignored[Any] = None
+    status: Ignored[Any] = None
+    phase: Ignored[Any] = None
 
 
 class CallItem(Body):
     """A call of an earlier turn."""
 
-    HARMLESS = frozenset({"id", "status", "namespace", "caller"})
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: Any = None
-    status: Any = None
-    namespace: Any = None
-    caller: Any = None
+    id: Ignored[Any] = None
+    status: Ignored[Any] = None
+    namespace: Ignored[Any] = None
+    caller: Ignored[Any] = None
 
 
 class CallOutputItem(Body):
     """The result of a tool."""
 
-    HARMLESS = frozenset({"id", "status", "caller"})
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: Any = None
-    status: Any = None
-    caller: Any = None
+    id: Ignored[Any] = None
+    status: Ignored[Any] = None
+    caller: Ignored[Any] = None
 
 
 class ReasoningText(Body):
@@ -114,13 +110,12 @@ ReasoningTexts = Annotated[list[ReasoningText], Field(fail_fast=True, max_length
 class ReasoningItem(Body):
     """Reasoning of an earlier turn."""
 
-    HARMLESS = frozenset({"id", "status", "encrypted_content", "summary"})
     type: Literal["reasoning"]
-    summary: ReasoningTexts | None = None
+    summary: Ignored[ReasoningTexts | None] = None
     content: ReasoningTexts | None = None
-    id: Any = None
-    status: Any = None
-    encrypted_content: Any = None
+    id: Ignored[Any] = None
+    status: Ignored[Any] = None
+    encrypted_content: Ignored[Any] = None
 
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -149,15 +144,14 @@ Items = Annotated[ItemList, named_types(*ITEMS)]
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    HARMLESS = frozenset({"defer_loading", "allowed_callers", "output_schema"})
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    output_schema: Any = None
+    defer_loading: Ignored[Any] = None
+    allowed_callers: Ignored[Any] = None
+    output_schema: Ignored[Any] = None
 
 
 FunctionTools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
@@ -173,40 +167,36 @@ class FunctionChoice(Body):
 class NamedSchemaFormat(Body):
     """JSON under a schema."""
 
-    HARMLESS = frozenset({"name", "description", "strict"})
     type: Literal["json_schema"]
-    name: str | None = None
-    description: str | None = None
+    name: Ignored[str | None] = None
+    description: Ignored[str | None] = None
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
+    strict: Ignored[bool | None] = None
 
 
 class TextConfig(Body):
     """`text`."""
 
-    HARMLESS = frozenset({"verbosity"})
     format: (
         Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
         | None
     ) = None
-    verbosity: Any = None
+    verbosity: Ignored[Any] = None
 
 
 class ReasoningConfig(Body):
     """`reasoning`."""
 
-    HARMLESS = frozenset({"summary", "generate_summary", "context"})
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Any = None
-    generate_summary: Any = None
-    context: Any = None
+    summary: Ignored[Any] = None
+    generate_summary: Ignored[Any] = None
+    context: Ignored[Any] = None
 
 
 class ResponsesStreamOptions(Body):
     """`stream_options`."""
 
-    HARMLESS = frozenset({"include_obfuscation"})
-    include_obfuscation: bool | None = None
+    include_obfuscation: Ignored[bool | None] = None
 
 
 Includes = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
@@ -215,14 +205,6 @@ Includes = Literal["reasoning.encrypted_content", "message.output_text.logprobs"
 class ResponsesBody(AnswerBody):
     """The whole body; nothing is stored, so nothing of an earlier response can be named."""
 
-    HARMLESS = frozenset(
-        {
-            *("user", "metadata", "store", "service_tier", "safety_identifier", "background"),
-            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-            *("max_tool_calls", "truncation", "stream_options", "client_metadata"),
-            *RequestBody.HARMLESS,
-        }
-    )
     NEUTRAL = NEUTRAL | TURNS | PLAIN
     input: str | Items
     instructions: str | None = None
@@ -238,19 +220,19 @@ class ResponsesBody(AnswerBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-    metadata: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
-    user: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    client_metadata: Any = None
+    stream_options: Ignored[ResponsesStreamOptions | None] = None
+    truncation: Ignored[Literal["disabled"] | None] = None
+    background: Ignored[Literal[False] | None] = None
+    metadata: Ignored[dict[str, Any] | None] = None
+    max_tool_calls: Ignored[int | None] = None
+    user: Ignored[Any] = None
+    store: Ignored[Any] = None
+    service_tier: Ignored[Any] = None
+    safety_identifier: Ignored[str | None] = None
+    prompt_cache_key: Ignored[str | None] = None
+    prompt_cache_retention: Ignored[Any] = None
+    prompt_cache_options: Ignored[Any] = None
+    client_metadata: Ignored[Any] = None
 
 
 router = APIRouter(route_class=DirectRoute)

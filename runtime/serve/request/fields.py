@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -17,6 +17,10 @@ from lowbit.runtime.serve.settings import (
     MOST_STOPS,
 )
 
+IGNORED = "ignored"
+Value = TypeVar("Value")
+Ignored = Annotated[Value, IGNORED]  # type of a field that is accepted and changes nothing
+
 
 class Body(BaseModel):
     """A JSON object whose fields are all known, with values of exactly the declared types.
@@ -25,20 +29,22 @@ class Body(BaseModel):
     than a valid one.
 
     Attributes:
-        HARMLESS: fields that are accepted and change nothing; the log names them.
         NEUTRAL: for a field, the values that mean the same as leaving it out, as null always does.
         KNOWN: names of all fields in JSON.
+        IGNORED: fields that are accepted and change nothing; the log names them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    HARMLESS: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     KNOWN: ClassVar[frozenset[str]] = frozenset()
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Collect the names of the fields."""
-        cls.KNOWN = frozenset(each.alias or name for name, each in cls.model_fields.items())
+        fields = cls.model_fields.items()
+        cls.KNOWN = frozenset(each.alias or name for name, each in fields)
+        cls.IGNORED = frozenset(name for name, each in fields if IGNORED in each.metadata)
 
     @model_validator(mode="before")
     @classmethod
@@ -61,13 +67,13 @@ class Body(BaseModel):
         return kept
 
     def ignored(self) -> list[str]:
-        """Harmless fields that were given a value."""
-        given = self.model_fields_set & self.HARMLESS
+        """Ignored fields that were given a value."""
+        given = self.model_fields_set & self.IGNORED
         return sorted(name for name in given if getattr(self, name) is not None)
 
     def plain(self) -> dict[str, Any]:
-        """Fields that were given, without harmless ones, as JSON has them."""
-        return self.model_dump(exclude_none=True, exclude=set(self.HARMLESS), by_alias=True)
+        """Fields that were given, without ignored ones, as JSON has them."""
+        return self.model_dump(exclude_none=True, exclude=set(self.IGNORED), by_alias=True)
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
@@ -86,12 +92,11 @@ class ModelBody(Body):
 class RequestBody(ModelBody):
     """A body that must name the model; hints about the server's own work change no answer."""
 
-    HARMLESS = frozenset({"cache_prompt", "keep_alive", "request_id", "ttl"})
     model: str
-    cache_prompt: bool | None = None
-    keep_alive: Any = None
-    request_id: Any = None
-    ttl: Any = None
+    cache_prompt: Ignored[bool | None] = None
+    keep_alive: Ignored[Any] = None
+    request_id: Ignored[Any] = None
+    ttl: Ignored[Any] = None
 
 
 class AnswerBody(RequestBody):
@@ -131,9 +136,8 @@ Biases = Annotated[dict[str, float], Field(max_length=MOST_IDS), BeforeValidator
 class StreamOptions(Body):
     """`stream_options`."""
 
-    HARMLESS = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Ignored[bool | None] = None
 
 
 class SamplingBody(AnswerBody):
@@ -154,7 +158,7 @@ class SamplingBody(AnswerBody):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    user: Any = None
+    user: Ignored[Any] = None
 
     @property
     def count(self) -> int:
@@ -191,11 +195,10 @@ def answer_options(
 class TextPart(Body):
     """A part of a message; a model of text reads no other."""
 
-    HARMLESS = frozenset({"cache_control", "annotations"})
     type: Literal["text"]
     text: str
-    cache_control: Any = None
-    annotations: Any = None
+    cache_control: Ignored[Any] = None
+    annotations: Ignored[Any] = None
 
 
 def named_types(*known: str) -> BeforeValidator:
@@ -302,11 +305,10 @@ JsonSchema = dict[str, Any]
 class NamedSchema(Body):
     """`response_format.json_schema`."""
 
-    HARMLESS = frozenset({"name", "description", "strict"})
-    name: str | None = None
-    description: str | None = None
+    name: Ignored[str | None] = None
+    description: Ignored[str | None] = None
     json_schema: JsonSchema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: Ignored[bool | None] = None
 
 
 class TextFormat(Body):
