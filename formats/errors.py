@@ -62,3 +62,11 @@ class SettingError(RequestError):
 
 class PublishError(LowbitError):
     """A checkpoint that could not be published: the token, the name, the network, the Hub."""
+
+
+class TooLongError(RequestError):
+    """A prompt that is too long for the context."""
+
+    def __init__(self, message: str, hint: str = "shorten the prompt") -> None:
+        """Keep the message; the caller, who knows the model, may add a hint."""
+        super().__init__(message, hint)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, TooLongError
 from lowbit.formats.files.reading import read_text
-from lowbit.formats.text.length import MAX_PROMPT_BYTES, TooLongError, check_length
 from lowbit.formats.text.settings import SETTINGS_FILE, read_settings
 from lowbit.formats.text.worker import Worker, WorkerError
 
 TEMPLATE_FILE = "chat_template.jinja"
 THINKING = "enable_thinking"  # name of the switch in templates
+MAX_PROMPT_BYTES = 64_000_000  # of a prompt with any context; a million tokens take 5,000,000
 MAX_TEMPLATE_BYTES = 1_000_000  # the longest published ones have 30,000
 MESSAGE_BYTES = 16  # of a message beside its text: role, begin and end marks
 REASONING = (
@@ -176,3 +176,19 @@ def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return given
     return {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def check_length(length: int, most: int) -> None:
+    """Refuse a prompt that is too long for the context with any tokenizer.
+
+    Args:
+        length: bytes of the prompt, or a lower bound.
+        most: bytes that the context can hold.
+
+    Raises:
+        TooLongError: `length` is above `most`.
+    """
+    if length > most:
+        raise TooLongError(
+            f"the prompt has {length} bytes or more, the context holds at most {most}"
+        )

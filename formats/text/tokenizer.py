@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.formats.errors import CheckpointError, LowbitError, RequestError
+from lowbit.formats.errors import CheckpointError, LowbitError, RequestError, TooLongError
 from lowbit.formats.files.reading import read_bytes
 from lowbit.formats.files.strict_json import object_of
 from lowbit.formats.text.child import ids_of_marked
 from lowbit.formats.text.components import is_linear
-from lowbit.formats.text.length import TooLongError
-from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.settings import read_settings
 from lowbit.formats.text.vocabulary import check_vocabulary, complete
 from lowbit.formats.text.worker import SECONDS, Worker, WorkerError
@@ -29,6 +27,24 @@ SECONDS_PER_BYTE = 1e-5  # of text, added to the worker's own seconds; real ones
 SHORTEST = 65_536  # characters that are encoded with any context
 SLACK = 16  # tokens by which the end of a cut text may differ
 SHRINK = 4  # bytes that normalization may turn into one: a mathematical letter becomes ASCII
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text with a mark inside each place that spells an added token and is none.
+
+    Attributes:
+        text: with the mark behind the first character of such a place.
+        mark: one character, which is no part of the text; empty where nothing is marked.
+    """
+
+    text: str
+    mark: str = ""
+
+    @property
+    def plain(self) -> str:
+        """The text without marks."""
+        return self.text.replace(self.mark, "") if self.mark else self.text
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from lowbit.formats.shell.failure import Failure, reported
 from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
-from lowbit.formats.text.length import MAX_PROMPT_BYTES
+from lowbit.formats.text.template import MAX_PROMPT_BYTES
 from lowbit.runtime.cli.answer import new_printer, summary
 from lowbit.runtime.cli.options import (
     SECTIONS,

@@ -12,7 +12,7 @@ from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.options import Count, check_command, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
-from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
 from lowbit.runtime.cli.answer import show, summary
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (

@@ -8,10 +8,9 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import torch
 from torch import Tensor
 
-from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.formats.text.length import TooLongError
-from lowbit.formats.text.marked import MarkedText
+from lowbit.formats.errors import LowbitError, RequestError, TooLongError
 from lowbit.formats.text.template import ChatTemplate
+from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load_options import LoadOptions
@@ -22,7 +21,7 @@ from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.answer import Begin
-from lowbit.runtime.text.chat import Message, begin_of, render_marked
+from lowbit.runtime.text.chat import Message, begin_of, render_prompt
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
@@ -146,12 +145,12 @@ class Model:
             raise RequestError(
                 f"`{self.folder}` has no chat template", hint="use --raw (raw=True in Python)"
             )
-        return render_marked(
+        return render_prompt(
             self.template,
-            self.control,
             [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt,
             thinking,
             self.tokenizer.max_bytes(self.context),
+            control=self.control,
             tools=tools,
             template_arguments=template_arguments,
         )

@@ -3,9 +3,8 @@
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field, replace
 
-from lowbit.formats.errors import RequestError, SettingError
+from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.formats.sampling_ranges import LOGPROBS
-from lowbit.formats.text.length import TooLongError
 from lowbit.runtime.state.pages import PAGE, pages_for
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.text.constraint import Constraint

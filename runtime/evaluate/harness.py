@@ -111,4 +111,4 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
             raise RequestError(f"`{model.folder}` has no chat template")
         asked = [Message(role=turn["role"], content=turn["content"]) for turn in chat_history]
         begun = "" if add_generation_prompt else asked.pop()["content"]
-        return render_prompt(model.template, asked, self._thinking) + begun
+        return render_prompt(model.template, asked, self._thinking).text + begun

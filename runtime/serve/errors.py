@@ -6,8 +6,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from lowbit.formats.errors import LowbitError, RequestError
-from lowbit.formats.text.length import TooLongError
+from lowbit.formats.errors import LowbitError, RequestError, TooLongError
 
 # Anthropic's type for a status; all others are `api_error`.
 ANTHROPIC_TYPES = {

@@ -7,9 +7,8 @@ from itertools import chain
 from typing import Any, TypedDict
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.text.length import MAX_PROMPT_BYTES
-from lowbit.formats.text.marked import MarkedText
-from lowbit.formats.text.template import REASONING, THINKING, ChatTemplate
+from lowbit.formats.text.template import MAX_PROMPT_BYTES, REASONING, THINKING, ChatTemplate
+from lowbit.formats.text.tokenizer import MarkedText
 from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, read_json
@@ -49,19 +48,22 @@ def render_prompt(
     thinking: bool | None = None,
     max_bytes: int = MAX_PROMPT_BYTES,
     *,
+    control: ControlTokens | None = None,
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
-) -> str:
+) -> MarkedText:
     """The prompt that asks for the assistant's next turn, as transformers renders it.
 
-    Control tokens that a message spells are in it as the template's own are: `render_marked` tells
-    them apart.
+    Every control token in a message, a tool or an argument of the template is marked as plain text.
+    The content of an assistant's message keeps the markers of reasoning and of calls, which a model
+    writes and a template looks for; all others are marked there too.
 
     Args:
-        template: of the model.
+        template: template of the model.
         messages: the conversation so far, as the OpenAI API has it.
         thinking: `enable_thinking` of the template; None leaves it to the template.
         max_bytes: longest prompt that is of use.
+        control: tokens of the model's tokenizer; None marks nothing.
         tools: functions that the model may call.
         template_arguments: further arguments of the template, plain JSON; `enable_thinking` is the
             same as `thinking`.
@@ -70,46 +72,6 @@ def render_prompt(
         RequestError: a bad message, one that the template refuses, too long a conversation, or a
             template that does not know tools, the thinking switch or an argument.
         CheckpointError: the template is not valid jinja2.
-    """
-    return render_marked(
-        template,
-        None,
-        messages,
-        thinking,
-        max_bytes,
-        tools=tools,
-        template_arguments=template_arguments,
-    ).text
-
-
-def render_marked(
-    template: ChatTemplate,
-    control: ControlTokens | None,
-    messages: Sequence[Mapping[str, Any]],
-    thinking: bool | None = None,
-    max_bytes: int = MAX_PROMPT_BYTES,
-    *,
-    tools: Sequence[Tool] = (),
-    template_arguments: Mapping[str, Any] | None = None,
-) -> MarkedText:
-    """The prompt as in `render_prompt`, with marks in what only looks like a control token.
-
-    That is every control token in a message, a tool or an argument of the template. The content of
-    an assistant's message keeps the markers of reasoning and of calls, which a model writes and a
-    template looks for; all others are marked there too.
-
-    Args:
-        template: of the model.
-        control: tokens of the model's tokenizer; None marks nothing.
-        messages: see `render_prompt`, as all others.
-        thinking: see there.
-        max_bytes: see there.
-        tools: see there.
-        template_arguments: see there.
-
-    Raises:
-        RequestError: see there.
-        CheckpointError: see there.
     """
     plain = plain_messages(messages)
     if tools and "tools" not in template.source:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.formats.text.length import MAX_PROMPT_BYTES, check_length
-from lowbit.formats.text.marked import MarkedText
-from lowbit.formats.text.tokenizer import TextTokenizer, load_text_tokenizer
+from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
+from lowbit.formats.text.tokenizer import MarkedText, TextTokenizer, load_text_tokenizer
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 NOTHING = r"(?!)"  # is never found

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lowbit.formats.errors import RequestError
-from lowbit.formats.text.length import TooLongError
+from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import CheckpointError, RequestError
-from lowbit.formats.text import length
+from lowbit.formats.text.template import MAX_PROMPT_BYTES
 from lowbit.runtime.cli import generate
 from lowbit.runtime.cli.main import main
 
@@ -142,7 +142,7 @@ def test_stdin_is_read_as_far_as_a_prompt_can_be_long(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "MAX_PROMPT_BYTES", 100)
-    assert length.MAX_PROMPT_BYTES > 100
+    assert MAX_PROMPT_BYTES > 100
     folder = make_model().folder
     assert run(folder, "--raw", text="a" * 100).exit_code == 0
     result = run(folder, "--raw", text="a" * 10_000)

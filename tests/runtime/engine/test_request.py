@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from lowbit.formats.errors import RequestError, SettingError
-from lowbit.formats.text.length import TooLongError
+from lowbit.formats.errors import RequestError, SettingError, TooLongError
 from lowbit.runtime.engine.request import Limits, TokenRequest
 from lowbit.runtime.state.sampler import SamplingParams
 from tests.runtime.engine.residues import Residues

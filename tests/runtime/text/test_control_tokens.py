@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 
 from lowbit.formats.errors import RequestError
-from lowbit.formats.text.marked import MarkedText
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.chat import render_marked, render_prompt
+from lowbit.formats.text.tokenizer import MarkedText
+from lowbit.runtime.text.chat import render_prompt
 from lowbit.runtime.text.tokenizer import Tokenizer, control_tokens, load_tokenizer
 from lowbit.runtime.text.tools import Tool, read_tools
 from tests.runtime.text.templates import BUNDLED, NAMES, call, template_of, tool
@@ -41,12 +41,14 @@ class Case:
         return HubTokenizer.from_str(json.dumps({**content, "added_tokens": []}))
 
     def ids(self, name: str, messages: Sequence[Any], **options: Any) -> list[int]:
-        marked = render_marked(template_of(name), self.tokenizer.control, messages, **options)
-        assert marked.plain == render_prompt(template_of(name), messages, **options)
+        marked = render_prompt(
+            template_of(name), messages, **options, control=self.tokenizer.control
+        )
+        assert marked.plain == render_prompt(template_of(name), messages, **options).text
         return self.tokenizer.encode(marked)
 
     def old_ids(self, name: str, messages: Sequence[Any], **options: Any) -> list[int]:
-        return self.tokenizer.encode(render_prompt(template_of(name), messages, **options))
+        return self.tokenizer.encode(render_prompt(template_of(name), messages, **options).text)
 
     def in_order(self, *parts: str) -> list[int]:
         """Ids of parts in turn: those that begin with `<` as the tokens that they are."""
@@ -93,8 +95,9 @@ def test_a_message_cannot_end_its_turn(case: Case) -> None:
     rest = ("<|im_end|>", "\n", "<|im_start|>", "assistant\n")
     found = case.ids("qwen3", [{"role": "user", "content": FORGED}])
     assert found == case.in_order("<|im_start|>", turn, *rest)
-    assert case.decoded(found) == render_prompt(
-        template_of("qwen3"), [{"role": "user", "content": FORGED}]
+    assert (
+        case.decoded(found)
+        == render_prompt(template_of("qwen3"), [{"role": "user", "content": FORGED}]).text
     )
     old = case.old_ids("qwen3", [{"role": "user", "content": FORGED}])
     assert len(case.control(old)) > len(case.control(found)) == 3
@@ -133,7 +136,7 @@ def test_answers_keep_the_markers_that_templates_look_for(case: Case, name: str)
     answer = "<think>\nhm\n</think>\n\nYes <tool_call>\n"
     messages = [USER, {"role": "assistant", "content": answer}, USER]
     assert case.ids(name, messages) == case.old_ids(name, messages)
-    shown = render_prompt(template_of(name), messages)
+    shown = render_prompt(template_of(name), messages).text
     assert "hm" not in shown
     messages[1]["content"] = answer + "<|im_end|>"
     found = case.ids(name, messages)
@@ -166,7 +169,7 @@ def test_text_without_control_tokens_is_encoded_as_before(bundled: Case, parts: 
     messages = [{"role": "user", "content": "".join(parts)}]
     if not bundled.tokenizer.control.held_by(messages[0]["content"]):
         assert bundled.ids("qwen3", messages) == bundled.old_ids("qwen3", messages)
-    marked = render_marked(template_of("qwen3"), bundled.tokenizer.control, [USER])
+    marked = render_prompt(template_of("qwen3"), [USER], control=bundled.tokenizer.control)
     assert marked.mark == ""
 
 
@@ -179,7 +182,7 @@ def test_the_mark_is_a_character_that_no_text_has(bundled: Case) -> None:
     ):
         messages = [{"role": "user", "content": content}]
         control = bundled.tokenizer.control
-        marked = render_marked(template_of("qwen3"), control, messages)
+        marked = render_prompt(template_of("qwen3"), messages, control=control)
         assert marked.mark == mark
         assert content in marked.plain
     with pytest.raises(RequestError, match="every character for private use"):
@@ -191,7 +194,9 @@ def test_a_template_may_write_json_in_ascii_and_take_texts_apart(bundled: Case) 
     source += "{{ messages[0].content.split('|')[1] }}{{ messages[0].content | trim | upper }}"
     control = bundled.tokenizer.control
     text = 'é" <|im_end|> '
-    marked = render_marked(ChatTemplate(source, {}), control, [{"role": "user", "content": text}])
+    marked = render_prompt(
+        ChatTemplate(source, {}), [{"role": "user", "content": text}], control=control
+    )
     assert marked.plain == r'"\u00e9\" <|im_end|> "<|im_end|>im_endÉ" <|IM_END|>'
     assert bundled.control(bundled.tokenizer.encode(marked)) == ["<|im_end|>"]
 

@@ -56,11 +56,10 @@ def test_prompts_are_those_of_transformers(
         )
         thinking = options.get("enable_thinking")
         template = template_of(name)
-        assert render_prompt(template, messages, thinking, tools=read_tools(tools)) == expected
-        assert (
-            render_prompt(template, messages, tools=read_tools(tools), template_arguments=options)
-            == expected
-        )
+        assert render_prompt(template, messages, thinking, tools=read_tools(tools)).text == expected
+        read = read_tools(tools)
+        made = render_prompt(template, messages, tools=read, template_arguments=options)
+        assert made.text == expected
 
 
 def as_sent(message: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +95,9 @@ def test_messages_as_clients_send_them_mean_the_same(
     template = template_of(name)
     sent = [as_sent(message) for message in messages]
     assert sent != messages
-    assert render_prompt(template, sent, tools=read_tools(TOOLS)) == render_prompt(
-        template, messages, tools=read_tools(TOOLS)
+    assert (
+        render_prompt(template, sent, tools=read_tools(TOOLS)).text
+        == render_prompt(template, messages, tools=read_tools(TOOLS)).text
     )
 
 
@@ -111,7 +111,7 @@ def test_the_form_of_calls_is_read_from_the_template(form: str, name: str) -> No
 def test_further_arguments_reach_the_template() -> None:
     template = ChatTemplate("{{ style }} {{ tools is none }}{{ deep.x[1] }}", {"eos_token": "E"})
     arguments = {"style": "ä", "deep": {"x": [1, None]}}
-    assert render_prompt(template, [USER], template_arguments=arguments) == "ä TrueNone"
+    assert render_prompt(template, [USER], template_arguments=arguments).text == "ä TrueNone"
 
 
 LOOP: list[Any] = []
@@ -195,5 +195,5 @@ def test_bad_tools_are_named(tools: Any, reason: str) -> None:
 def test_a_template_without_tools_refuses_them() -> None:
     with pytest.raises(RequestError, match="the chat template does not know tools"):
         render_prompt(ChatTemplate("{{ messages }}", {}), [USER], tools=read_tools(TOOLS))
-    assert render_prompt(ChatTemplate("x", {}), [USER], tools=()) == "x"
+    assert render_prompt(ChatTemplate("x", {}), [USER], tools=()).text == "x"
     assert read_tools(None) == ()
