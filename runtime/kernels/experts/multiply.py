@@ -6,9 +6,14 @@ fragments of two products, as their k follow in a word. In odd rows of x neighbo
 changed places, so that lanes hit different banks.
 """
 
+from dataclasses import dataclass, replace
+from functools import cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.launch.experts import GemmTiles
+from lowbit.runtime.kernels.linear.program import Packed
 from lowbit.runtime.kernels.ptx.memory import (
     barrier,
     commit_copies,
@@ -33,176 +38,213 @@ from lowbit.runtime.kernels.ptx.mma import (
 )
 
 
-def stage_bytes(
-    bits: int, group_size: int, scale_bytes: int, rows: int, tiles: int, warps: int, steps: int
-) -> int:
-    """Shared memory of a turn: x, words, scales.
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Constants of a program that multiplies a block of tokens by tiles of an expert; made once.
+
+    A turn multiplies one stage, which lies in shared memory: some columns of x for every token,
+    then the words of every warp, then their scales.
+
+    Attributes:
+        W: weight of an expert.
+        LAUNCH: share of the program; its steps are those of a turn, and divide those of a row.
+        ROWS: tokens of the loop.
+        TURNS: of a row.
+        COLUMNS: of a turn.
+        UNIT: columns that surely share a scale.
+        UNITS: of a turn.
+        PARTS: words that hold the scales of two rows.
+        STRIDE: bytes from one token to the next.
+        WORDS_AT: bytes before the words of a stage.
+        SCALES_AT: bytes before its scales.
+        STAGE: bytes from one stage to the next.
+        SHORTER: of the loops over fewer tokens, the shortest first.
+    """
+
+    W: Packed
+    LAUNCH: GemmTiles
+    ROWS: int
+    TURNS: int
+    COLUMNS: int
+    UNIT: int
+    UNITS: int
+    PARTS: int
+    STRIDE: int
+    WORDS_AT: int
+    SCALES_AT: int
+    STAGE: int
+    SHORTER: tuple["Block", ...] = ()
+
+
+@cache
+def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) -> Block:
+    """Constants for blocks of up to `rows` tokens.
 
     Args:
-        bits: of a code.
-        group_size: weights that share a scale.
-        scale_bytes: of one.
-        rows: tokens.
-        tiles: of a warp.
-        warps: of a program.
-        steps: of a turn.
+        W: of an expert.
+        launch: share of a program; of its numbers those are kept that fit.
+        tiles: of an expert.
+        rows: a multiple of 8.
+        limit: bytes of shared memory on the GPU.
+
+    Raises:
+        ValueError: the launch does not fit.
     """
-    units = steps * scale_units(bits, group_size)
-    words = scale_words(scale_bytes)
-    return rows * steps * 1024 // bits + warps * tiles * (steps * 1024 + units * words * 128)
+    launch = replace(
+        launch,
+        tiles=min(launch.tiles, tiles),
+        steps=launch.steps if W.STEPS % launch.steps == 0 else 1,
+        least=min(launch.least, rows),
+    )
+    stage = _block(W, launch, rows).STAGE
+    if launch.warps * 32 % (launch.steps * 128 // W.BITS):
+        raise ValueError(f"{launch} copies no whole pairs of rows of x at a time")
+    launch = replace(launch, stages=min(launch.stages, limit // stage))
+    if launch.stages < 2:
+        raise ValueError(f"{launch} has no room for two stages of {stage} bytes")
+    fewer = (_block(W, launch, count) for count in range(launch.least, rows, launch.least))
+    shorter = tuple(replace(block, STAGE=stage) for block in fewer)
+    return replace(_block(W, launch, rows), SHORTER=shorter)
 
 
-def scale_units(bits: int, group_size: int) -> int:
-    """Parts of a step that surely share a scale each."""
-    step = 512 // bits
-    return step // min(step, group_size & -group_size)
+def _block(W: Packed, launch: GemmTiles, rows: int) -> Block:
+    step = 512 // W.BITS
+    columns, unit = launch.steps * step, min(step, W.G & -W.G)
+    parts = 2 if W.SCALES == "fp32" else 1
+    tiles = launch.warps * launch.tiles
+    words_at = rows * columns * 2
+    scales_at = words_at + tiles * launch.steps * 1024
+    return Block(
+        W,
+        launch,
+        ROWS=rows,
+        TURNS=W.STEPS // launch.steps,
+        COLUMNS=columns,
+        UNIT=unit,
+        UNITS=columns // unit,
+        PARTS=parts,
+        STRIDE=columns * 2,
+        WORDS_AT=words_at,
+        SCALES_AT=scales_at,
+        STAGE=scales_at + tiles * (columns // unit) * parts * 128,
+    )
 
 
-def scale_words(scale_bytes: int) -> int:
-    """Words that hold the scales of two rows."""
-    return 2 if scale_bytes == 4 else 1
+@gluon.constexpr_function
+def shorter(block, i):
+    """Constants of the i-th of the shorter loops."""
+    return block.SHORTER[i]
 
 
 @gluon.jit
-def tile_of(
-    turns, tiles, warp, TURNS: gl.constexpr, R: gl.constexpr, WARPS: gl.constexpr,
-    PASSES: gl.constexpr,
-):  # fmt: skip
+def tile_of(turns, tiles, warp, B: gl.constexpr):
     """The first tile that a warp multiplies after so many turns; the last tiles may be repeated."""
-    first = (gl.program_id(0) * PASSES + turns // TURNS) * WARPS
-    return gl.minimum((first + warp) * R, tiles - R)
+    first = (gl.program_id(0) * B.LAUNCH.passes + turns // B.TURNS) * B.LAUNCH.warps
+    return gl.minimum((first + warp) * B.LAUNCH.tiles, tiles - B.LAUNCH.tiles)
 
 
 @gluon.jit
-def begin(
-    words, scales, x, buffer, tiles, warp, lane,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
-    STAGES: gl.constexpr, STAGE: gl.constexpr,
-):  # fmt: skip
+def begin(weights, x, buffer, tiles, warp, lane, B: gl.constexpr):
     """Begin to copy the first turns; see `multiply`."""
-    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
-    for turn in gl.static_range(STAGES - 1):
-        if turn < TURNS * PASSES:
-            _copy_turn(
-                words, scales, x, buffer + turn * STAGE, turn, tiles, warp, lane,
-                K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
-            )  # fmt: skip
+    for turn in gl.static_range(B.LAUNCH.stages - 1):
+        if turn < B.TURNS * B.LAUNCH.passes:
+            _copy_turn(weights, x, buffer + turn * B.STAGE, turn, tiles, warp, lane, B)
         commit_copies()
 
 
 @gluon.jit
 def multiply(
-    words, scales, x, buffer, read_at, write_at, done, tiles, warp, lane, none,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
-    STAGES: gl.constexpr, STAGE: gl.constexpr,
+    weights, x, buffer, read_at, write_at, done, tiles, warp, lane, none, B: gl.constexpr
 ):  # fmt: skip
-    """Sums [ROWS / 8][R] of four: rows g and g + 8 of a tile, of tokens 2 * t and 2 * t + 1.
+    """Sums [ROWS / 8][tiles] of four: rows g and g + 8 of a tile, of tokens 2 * t and 2 * t + 1.
 
-    words, scales: addresses of this lane's first in the expert's first tile. x: for each copy of
-    this thread the address of a chunk in the first turn; see `chunk_row`. read_at, write_at: where
-    the stages of this turn and of the next to be copied begin. done: turns of earlier passes.
-    C: steps of a turn, which divide those of K. STAGE: bytes of a turn.
+    weights: addresses of this lane's first words and scales in the expert's first tile.
+    x: for each copy of this thread the address of a chunk in the first turn; see `chunk_row`.
+    read_at, write_at: where the stages of this turn and of the next to be copied begin.
+    done: turns of earlier passes.
     """
-    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
+    LAST: gl.constexpr = (B.LAUNCH.stages - 1) * B.STAGE
     acc = ()
-    for _i in gl.static_range(R * (ROWS // 8)):
+    for _i in gl.static_range(B.LAUNCH.tiles * (B.ROWS // 8)):
         acc = acc + ((none, none, none, none),)
-    for turn in range(0, TURNS):
-        wait_copies(STAGES - 2)
+    for turn in range(0, B.TURNS):
+        wait_copies(B.LAUNCH.stages - 2)
         barrier()
-        following = done + turn + (STAGES - 1)
-        if following < TURNS * PASSES:
-            _copy_turn(
-                words, scales, x, buffer + write_at, following, tiles, warp, lane,
-                K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES,
-            )  # fmt: skip
+        following = done + turn + (B.LAUNCH.stages - 1)
+        if following < B.TURNS * B.LAUNCH.passes:
+            _copy_turn(weights, x, buffer + write_at, following, tiles, warp, lane, B)
         commit_copies()
-        acc = _multiply_turn(
-            acc, buffer + read_at, warp, lane, G, BITS, SCALES, R, C, ROWS, WARPS
-        )  # fmt: skip
-        read_at = gl.where(read_at == (STAGES - 1) * STAGE, 0, read_at + STAGE)
-        write_at = gl.where(write_at == (STAGES - 1) * STAGE, 0, write_at + STAGE)
+        acc = _multiply_turn(acc, buffer + read_at, warp, lane, B)
+        read_at = gl.where(read_at == LAST, 0, read_at + B.STAGE)
+        write_at = gl.where(write_at == LAST, 0, write_at + B.STAGE)
     return acc, read_at, write_at
 
 
 @gluon.jit
-def chunk_row(thread, i: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def chunk_row(thread, i: gl.constexpr, B: gl.constexpr):
     """The row of the i-th chunk of 16 bytes that a thread copies."""
-    CHUNKS: gl.constexpr = C * 64 // BITS
-    return gl.minimum(thread // CHUNKS + i * (WARPS * 32 // CHUNKS), ROWS - 1)
+    CHUNKS: gl.constexpr = B.STRIDE // 16
+    return gl.minimum(thread // CHUNKS + i * (B.LAUNCH.warps * 32 // CHUNKS), B.ROWS - 1)
 
 
 @gluon.jit
-def _copy_turn(
-    words, scales, x, buffer, turns, tiles, warp, lane,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
-):  # fmt: skip
+def _copy_turn(weights, x, buffer, turns, tiles, warp, lane, B: gl.constexpr):
     """Begin to copy what is multiplied after so many turns."""
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
-    STEP_K: gl.constexpr = 512 // BITS
-    GROUPS: gl.constexpr = K // G
-    UNIT: gl.constexpr = min(STEP_K, G & -G)
-    UNITS: gl.constexpr = C * STEP_K // UNIT
-    PARTS: gl.constexpr = 2 if SCALES == "fp32" else 1
-    CHUNKS: gl.constexpr = C * STEP_K // 8
-    STRIDE: gl.constexpr = CHUNKS * 16
-    WORDS_AT: gl.constexpr = ROWS * STRIDE
-    SCALES_AT: gl.constexpr = WORDS_AT + WARPS * R * C * 1024
-    TURNS: gl.constexpr = STEPS // C
-    turn = turns % TURNS
-    tile = tile_of(turns, tiles, warp, TURNS, R, WARPS, PASSES).to(gl.int64)
+    W: gl.constexpr = B.W
+    R: gl.constexpr = B.LAUNCH.tiles
+    C: gl.constexpr = B.LAUNCH.steps
+    THREADS: gl.constexpr = B.LAUNCH.warps * 32
+    UNITS: gl.constexpr = B.UNITS
+    PARTS: gl.constexpr = B.PARTS
+    CHUNKS: gl.constexpr = B.STRIDE // 16
+    words, scales = weights
+    turn = turns % B.TURNS
+    tile = tile_of(turns, tiles, warp, B).to(gl.int64)
     thread = warp * 32 + lane
     own = buffer + warp * (R * C * 1024) + lane * 16
-    here = words + tile * (STEPS * 1024) + turn * (C * 1024)
+    here = words + tile * (W.STEPS * 1024) + turn * (C * 1024)
     for r in gl.static_range(R):
         for i in gl.static_range(2 * C):
-            copy16(own, here, r * (STEPS * 1024) + i * 512, WORDS_AT + r * (C * 1024) + i * 512)
+            copy16(own, here, r * (W.STEPS * 1024) + i * 512, B.WORDS_AT + r * (C * 1024) + i * 512)
     own = buffer + warp * (R * UNITS * PARTS * 128) + lane * 4
     for unit in gl.static_range(UNITS):
-        group = gl.minimum((turn * (C * STEP_K) + unit * UNIT) // G, GROUPS - 1)
-        here = scales + tile * (GROUPS * 32 * PARTS) + group * (32 * PARTS)
+        group = gl.minimum((turn * B.COLUMNS + unit * B.UNIT) // W.G, W.GROUPS - 1)
+        here = scales + tile * (W.GROUPS * 32 * PARTS) + group * (32 * PARTS)
         for r in gl.static_range(R):
             for part in gl.static_range(PARTS):
                 copy4(
-                    own, here, r * (GROUPS * 32 * PARTS) + part * 4,
-                    SCALES_AT + ((r * UNITS + unit) * PARTS + part) * 128,
+                    own, here, r * (W.GROUPS * 32 * PARTS) + part * 4,
+                    B.SCALES_AT + ((r * UNITS + unit) * PARTS + part) * 128,
                 )  # fmt: skip
-    k = turn * (C * STEP_K)
+    k = turn * B.COLUMNS
     chunk = thread % CHUNKS
-    FULL: gl.constexpr = ROWS * CHUNKS % (WARPS * 32) == 0  # no row is copied twice
+    FULL: gl.constexpr = B.ROWS * CHUNKS % THREADS == 0  # no row is copied twice
     for i in gl.static_range(len(x)):
-        row = chunk_row(thread, 0 if FULL else i, BITS, C, ROWS, WARPS)
-        target = buffer + row * STRIDE + (chunk ^ row % 2 * 4) * 16
-        if K % (C * STEP_K) == 0:
-            copy16(target, x[i] + k * 2, 0, i * WARPS * 512 if FULL else 0)
+        row = chunk_row(thread, 0 if FULL else i, B)
+        target = buffer + row * B.STRIDE + (chunk ^ row % 2 * 4) * 16
+        if W.K % B.COLUMNS == 0:
+            copy16(target, x[i] + k * 2, 0, i * THREADS * 16 if FULL else 0)
         else:
-            inside = k + chunk * 8 < K
+            inside = k + chunk * 8 < W.K
             source = x[i] + gl.where(inside, k * 2, chunk * -16)
-            copy16_or_zeros(target, source, inside, i * WARPS * 512 if FULL else 0)
+            copy16_or_zeros(target, source, inside, i * THREADS * 16 if FULL else 0)
 
 
 @gluon.jit
-def _multiply_turn(
-    acc, buffer, warp, lane, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
-    R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def _multiply_turn(acc, buffer, warp, lane, B: gl.constexpr):
     """Acc with what a turn adds."""
+    BITS: gl.constexpr = B.W.BITS
+    SCALES: gl.constexpr = B.W.SCALES  # Triton 3.6 takes no text from a record as an argument
     STEP_K: gl.constexpr = 512 // BITS
     Q: gl.constexpr = 16 // BITS
-    UNIT: gl.constexpr = min(STEP_K, G & -G)
-    UNITS: gl.constexpr = C * STEP_K // UNIT
-    PARTS: gl.constexpr = 2 if SCALES == "fp32" else 1
-    STRIDE: gl.constexpr = C * STEP_K * 2
-    WORDS_AT: gl.constexpr = ROWS * STRIDE
-    SCALES_AT: gl.constexpr = WORDS_AT + WARPS * R * C * 1024
-    NB: gl.constexpr = ROWS // 8
+    R: gl.constexpr = B.LAUNCH.tiles
+    C: gl.constexpr = B.LAUNCH.steps
+    UNIT: gl.constexpr = B.UNIT
+    UNITS: gl.constexpr = B.UNITS
+    STRIDE: gl.constexpr = B.STRIDE
+    WORDS_AT: gl.constexpr = B.WORDS_AT
     words_at = buffer + warp * (R * C * 1024) + lane * 16
-    scales_at = buffer + warp * (R * UNITS * PARTS * 128) + lane * 4
+    scales_at = buffer + warp * (R * UNITS * B.PARTS * 128) + lane * 4
     g = lane // 4
     even_at = buffer + g * STRIDE + g % 2 * 64 + lane % 4 * 16
     odd_at = buffer + g * STRIDE + (1 - g % 2) * 64 + lane % 4 * 16
@@ -220,7 +262,8 @@ def _multiply_turn(
                     scale = scale + (
                         _scales_of(
                             scales_at,
-                            SCALES_AT + (r * UNITS + (c * STEP_K + q * 32) // UNIT) * PARTS * 128,
+                            B.SCALES_AT
+                            + (r * UNITS + (c * STEP_K + q * 32) // UNIT) * B.PARTS * 128,
                             SCALES,
                         ),
                     )
@@ -230,7 +273,7 @@ def _multiply_turn(
                 second = _weights(high[r], q, scale[r][1], BITS, SCALES)
                 a = a + ((first, second),)
             new = ()
-            for nb in gl.static_range(NB):
+            for nb in gl.static_range(B.ROWS // 8):
                 b = load_shared16(
                     odd_at if q % 2 == 1 else even_at,
                     nb * 8 * STRIDE + c * STEP_K * 2 + q // 2 * 128,

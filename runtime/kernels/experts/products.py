@@ -17,131 +17,120 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lowbit.runtime.kernels.experts.multiply import begin, chunk_row, multiply, stage_bytes, tile_of
+from lowbit.runtime.kernels.experts.multiply import (
+    Block,
+    begin,
+    block_of,
+    chunk_row,
+    multiply,
+    shorter,
+    tile_of,
+)
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.launch.device import run, shared_limit
 from lowbit.runtime.kernels.launch.experts import GemmLaunch, GemmTiles
+from lowbit.runtime.kernels.linear.program import packed
 from lowbit.runtime.kernels.linear.tiles import SCALES
-from lowbit.runtime.kernels.ptx.memory import large_shared_buffer, large_size, recomputed, worth
+from lowbit.runtime.kernels.ptx.memory import large_shared_buffer, recomputed
 from lowbit.runtime.kernels.ptx.mma import threads
 
 
 @gluon.jit(do_not_specialize=["width", "tiles"])
 def _experts_gate_up_gemm_kernel(
     h_ptr, order_ptr, blocks_ptr, words_ptr, scales_ptr, act_ptr, width, tiles,
-    SLOTS: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    LEAST: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
-    STAGES: gl.constexpr, STAGE: gl.constexpr, SHARED: gl.constexpr,
+    SLOTS: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """LEAST: tokens of the shortest loop, lengths are its multiples. STAGE: bytes of a turn."""
-    warp, lane, zero, none = threads(WARPS)
-    block = blocks_ptr + gl.program_id(1) * 3
-    first = gl.load(block + 1)
-    end = gl.load(block + 2)
-    buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
-    if worth(first < end):
-        words, scales = _expert_at(
-            words_ptr, scales_ptr, gl.load(block), tiles, lane, K, G, BITS, SCALES
-        )  # fmt: skip
-        SHORTER: gl.constexpr = ROWS // LEAST - 1
-        if worth(end - first > SHORTER * LEAST):
-            _gate_up(
-                h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end, warp,
-                lane, none, SLOTS, K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-            )  # fmt: skip
-        else:
-            for i in gl.static_range(SHORTER):
-                if (end - first > i * LEAST) & (end - first <= (i + 1) * LEAST):
-                    _gate_up(
-                        h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end,
-                        warp, lane, none, SLOTS, K, G, BITS, SCALES, R, C, (i + 1) * LEAST, WARPS,
-                        PASSES, STAGES, STAGE,
-                    )  # fmt: skip
+    _multiply_expert(
+        h_ptr, order_ptr, blocks_ptr, None, words_ptr, scales_ptr, act_ptr, width, tiles, SLOTS,
+        BLOCK,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def _experts_down_gemm_kernel(
     act_ptr, order_ptr, blocks_ptr, shares_ptr, words_ptr, scales_ptr, out_ptr, N, tiles,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr, R: gl.constexpr,
-    C: gl.constexpr, ROWS: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr,
-    PASSES: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr, SHARED: gl.constexpr,
+    BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """LEAST, STAGE: see `_experts_gate_up_gemm_kernel`."""
-    warp, lane, zero, none = threads(WARPS)
+    _multiply_expert(
+        act_ptr, order_ptr, blocks_ptr, shares_ptr, words_ptr, scales_ptr, out_ptr, N, tiles, 0,
+        BLOCK,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_expert(
+    x_ptr, order_ptr, blocks_ptr, shares_ptr, words_ptr, scales_ptr, out_ptr, columns, tiles,
+    SLOTS: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """A block times its expert: gate and up where there are no shares, else down.
+
+    columns: of the result. SLOTS: pairs of a token, which have one row of x where no shares are.
+    """
+    LAUNCH: gl.constexpr = BLOCK.LAUNCH
+    W: gl.constexpr = BLOCK.W
+    SIZE: gl.constexpr = (LAUNCH.stages * BLOCK.STAGE + 1023) // 1024 * 1024
+    TILE_SCALES: gl.constexpr = W.GROUPS * 32 * BLOCK.PARTS
+    warp, lane, zero, none = threads(LAUNCH.warps)
     block = blocks_ptr + gl.program_id(1) * 3
     first = gl.load(block + 1)
     end = gl.load(block + 2)
-    buffer = large_shared_buffer(tiles < 0, SHARED, WARPS) + zero
-    if worth(first < end):
-        words, scales = _expert_at(
-            words_ptr, scales_ptr, gl.load(block), tiles, lane, K, G, BITS, SCALES
-        )  # fmt: skip
-        SHORTER: gl.constexpr = ROWS // LEAST - 1
-        if worth(end - first > SHORTER * LEAST):
-            _down(
-                act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer, first,
-                end, warp, lane, none, K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-            )  # fmt: skip
+    buffer = large_shared_buffer(tiles < 0, SIZE, LAUNCH.warps) + zero
+    if first < end:
+        expert = gl.load(block).to(gl.int64) * tiles
+        words = words_ptr.to(gl.int64, bitcast=True) + expert * (W.STEPS * 1024) + lane * 16
+        scales = scales_ptr.to(gl.int64, bitcast=True) + expert * TILE_SCALES
+        weights = words, scales + lane // 4 * (4 * BLOCK.PARTS)
+        given = x_ptr, order_ptr, shares_ptr, out_ptr
+        SHORTER: gl.constexpr = len(BLOCK.SHORTER)
+        if end - first > SHORTER * LAUNCH.least:
+            _multiply_block(
+                given, columns, weights, tiles, buffer, first, end, warp, lane, none, SLOTS, BLOCK
+            )
         else:
             for i in gl.static_range(SHORTER):
-                if (end - first > i * LEAST) & (end - first <= (i + 1) * LEAST):
-                    _down(
-                        act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer,
-                        first, end, warp, lane, none, K, G, BITS, SCALES, R, C, (i + 1) * LEAST,
-                        WARPS, PASSES, STAGES, STAGE,
+                if (end - first > i * LAUNCH.least) & (end - first <= (i + 1) * LAUNCH.least):
+                    _multiply_block(
+                        given, columns, weights, tiles, buffer, first, end, warp, lane, none,
+                        SLOTS, shorter(BLOCK, i),
                     )  # fmt: skip
 
 
 @gluon.jit
-def _expert_at(
-    words_ptr, scales_ptr, expert, tiles, lane,
-    K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
+def _multiply_block(
+    given, columns, weights, tiles, buffer, first, end, warp, lane, none,
+    SLOTS: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    """Addresses of a lane's first words and scales of an expert."""
-    STEPS: gl.constexpr = (K * BITS + 511) // 512
-    TILE_SCALES: gl.constexpr = K // G * (64 if SCALES == "fp32" else 32)
-    own = expert.to(gl.int64) * tiles
-    words = words_ptr.to(gl.int64, bitcast=True) + own * (STEPS * 1024) + lane * 16
-    scales = scales_ptr.to(gl.int64, bitcast=True) + own * TILE_SCALES
-    return words, scales + lane // 4 * (8 if SCALES == "fp32" else 4)
-
-
-@gluon.jit
-def _gate_up(
-    h_ptr, order_ptr, act_ptr, width, words, scales, tiles, buffer, first, end, warp, lane, none,
-    SLOTS: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr, PASSES: gl.constexpr, STAGES: gl.constexpr, STAGE: gl.constexpr,
-):  # fmt: skip
-    CHUNKS: gl.constexpr = C * 64 // BITS
+    """The places from `first` to `end` times this program's tiles of their expert."""
+    x_ptr, order_ptr, shares_ptr, out_ptr = given
+    CHUNKS: gl.constexpr = B.STRIDE // 16
+    THREADS: gl.constexpr = B.LAUNCH.warps * 32
     thread = warp * 32 + lane
     x = ()
-    for i in gl.static_range((ROWS * CHUNKS + WARPS * 32 - 1) // (WARPS * 32)):
-        place = gl.minimum(
-            first + chunk_row(thread, i, BITS, C, ROWS, WARPS), gl.maximum(end - 1, 0)
-        )
-        token = (gl.load(order_ptr + place) // SLOTS).to(gl.int64)
-        x = x + (h_ptr.to(gl.int64, bitcast=True) + token * (2 * K) + thread % CHUNKS * 16,)
-    begin(
-        words, scales, x, buffer, tiles, warp, lane,
-        K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-    )  # fmt: skip
-    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
+    for i in gl.static_range((B.ROWS * CHUNKS + THREADS - 1) // THREADS):
+        row = gl.minimum(first + chunk_row(thread, i, B), end - 1)
+        if shares_ptr is None:
+            row = gl.load(order_ptr + row) // SLOTS
+        at = row.to(gl.int64) * (2 * B.W.K) + thread % CHUNKS * 16
+        x = x + (x_ptr.to(gl.int64, bitcast=True) + at,)
+    begin(weights, x, buffer, tiles, warp, lane, B)
     read_at = lane * 0
-    write_at = lane * 0 + (STAGES - 1) * STAGE
-    for turn in range(0, PASSES * TURNS, TURNS):
+    write_at = lane * 0 + (B.LAUNCH.stages - 1) * B.STAGE
+    for turn in range(0, B.LAUNCH.passes * B.TURNS, B.TURNS):
         acc, read_at, write_at = multiply(
-            words, scales, x, buffer, read_at, write_at, turn, tiles, warp, lane, none,
-            K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-        )  # fmt: skip
-        tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
-        _store_act(acc, act_ptr, width, tile, first, end, recomputed(lane), R, ROWS)
+            weights, x, buffer, read_at, write_at, turn, tiles, warp, lane, none, B
+        )
+        tile = tile_of(turn, tiles, warp, B)
+        own = recomputed(lane)
+        if shares_ptr is None:
+            _store_act(acc, out_ptr, columns, tile, first, end, own, B)
+        else:
+            _store_out(acc, order_ptr, shares_ptr, out_ptr, columns, tile, first, end, own, B)
 
 
 @gluon.jit
-def _store_act(acc, act_ptr, width, tile, first, end, lane, R: gl.constexpr, ROWS: gl.constexpr):
-    for i in gl.static_range(ROWS // 8):
+def _store_act(acc, act_ptr, width, tile, first, end, lane, B: gl.constexpr):
+    R: gl.constexpr = B.LAUNCH.tiles
+    for i in gl.static_range(B.ROWS // 8):
         for e in gl.static_range(2):
             place = first + i * 8 + lane % 4 * 2 + e
             at = act_ptr + place.to(gl.int64) * width
@@ -154,48 +143,14 @@ def _store_act(acc, act_ptr, width, tile, first, end, lane, R: gl.constexpr, ROW
 
 
 @gluon.jit
-def _down(
-    act_ptr, order_ptr, shares_ptr, out_ptr, N, words, scales, tiles, buffer, first, end,
-    warp, lane, none, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, SCALES: gl.constexpr,
-    R: gl.constexpr, C: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PASSES: gl.constexpr,
-    STAGES: gl.constexpr, STAGE: gl.constexpr,
-):  # fmt: skip
-    CHUNKS: gl.constexpr = C * 64 // BITS
-    thread = warp * 32 + lane
-    x = ()
-    for i in gl.static_range((ROWS * CHUNKS + WARPS * 32 - 1) // (WARPS * 32)):
-        place = gl.minimum(
-            first + chunk_row(thread, i, BITS, C, ROWS, WARPS), gl.maximum(end - 1, 0)
-        )
-        at = place.to(gl.int64) * (2 * K) + thread % CHUNKS * 16
-        x = x + (act_ptr.to(gl.int64, bitcast=True) + at,)
-    begin(
-        words, scales, x, buffer, tiles, warp, lane,
-        K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-    )  # fmt: skip
-    TURNS: gl.constexpr = (K * BITS + 511) // 512 // C
-    read_at = lane * 0
-    write_at = lane * 0 + (STAGES - 1) * STAGE
-    for turn in range(0, PASSES * TURNS, TURNS):
-        acc, read_at, write_at = multiply(
-            words, scales, x, buffer, read_at, write_at, turn, tiles, warp, lane, none,
-            K, G, BITS, SCALES, R, C, ROWS, WARPS, PASSES, STAGES, STAGE,
-        )  # fmt: skip
-        tile = tile_of(turn, tiles, warp, TURNS, R, WARPS, PASSES)
-        _store_out(
-            acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, recomputed(lane), R, ROWS
-        )  # fmt: skip
-
-
-@gluon.jit
 def _store_out(
-    acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, lane,
-    R: gl.constexpr, ROWS: gl.constexpr,
+    acc, order_ptr, shares_ptr, out_ptr, N, tile, first, end, lane, B: gl.constexpr
 ):  # fmt: skip
-    for i in gl.static_range(ROWS // 8):
+    R: gl.constexpr = B.LAUNCH.tiles
+    for i in gl.static_range(B.ROWS // 8):
         for e in gl.static_range(2):
             place = first + i * 8 + lane % 4 * 2 + e
-            pair = gl.load(order_ptr + gl.minimum(place, gl.maximum(end - 1, 0)))
+            pair = gl.load(order_ptr + gl.minimum(place, end - 1))
             share = gl.load(shares_ptr + pair)
             at = out_ptr + pair * N
             for r in gl.static_range(R):
@@ -209,21 +164,21 @@ def gate_up_blocks(
     h: Tensor, order: Tensor, blocks: Tensor, w: TiledExperts, slots: int, launch: GemmLaunch
 ) -> Tensor:
     """The act of every pair in the order of experts: [P, I]."""
-    inner, tiles = w.N // 2, launch.gate_up
-    act = torch.empty((len(order), inner), dtype=h.dtype, device=h.device)
+    act = torch.empty((len(order), w.N // 2), dtype=h.dtype, device=h.device)
+    block = _block_for(w, launch.gate_up, launch.rows)
     run(
         _experts_gate_up_gemm_kernel,
-        (_programs(w, tiles), len(blocks)),
+        (_programs(w, block.LAUNCH), len(blocks)),
         h,
         order,
         blocks,
         w.words,
         w.scales.view(torch.int32),
         act,
-        inner,
+        w.N // 2,
         w.tiles,
         SLOTS=slots,
-        **_constants(w, launch.rows, tiles),
+        **_options(block),
     )
     return act
 
@@ -233,9 +188,10 @@ def down_blocks(
 ) -> Tensor:
     """Multiply the act of every pair by down and its share: [P, N] float32, by token and slot."""
     out = torch.empty((len(order), w.N), dtype=torch.float32, device=act.device)
+    block = _block_for(w, launch.down, launch.rows)
     run(
         _experts_down_gemm_kernel,
-        (_programs(w, launch.down), len(blocks)),
+        (_programs(w, block.LAUNCH), len(blocks)),
         act,
         order,
         blocks,
@@ -245,43 +201,27 @@ def down_blocks(
         out,
         w.N,
         w.tiles,
-        **_constants(w, launch.rows, launch.down),
+        **_options(block),
     )
     return out
 
 
 def _programs(w: TiledExperts, launch: GemmTiles) -> int:
     """Programs of a block; the last ones share tiles where they do not divide."""
-    return -(-w.tiles // (min(launch.tiles, w.tiles) * launch.warps * launch.passes))
+    return -(-w.tiles // (launch.tiles * launch.warps * launch.passes))
 
 
-def _constants(w: TiledExperts, rows: int, launch: GemmTiles) -> dict[str, Any]:
-    """Constants and options of both kernels."""
-    steps = launch.steps if w.steps % launch.steps == 0 else 1
-    if launch.warps * 32 % (2 * steps * 64 // w.bits):
-        raise ValueError(f"{launch} copies no whole pairs of rows of x at a time")
-    tiles = min(launch.tiles, w.tiles)
-    stage = stage_bytes(
-        w.bits, w.group_size, w.scales.element_size(), rows, tiles, launch.warps, steps
-    )
-    stages = min(launch.stages, shared_limit(w.words) // stage)
-    if stages < 2:
-        raise ValueError(f"{launch} has no room for two stages of {stage} bytes")
+def _options(block: Block) -> dict[str, Any]:
+    """The constants and options of both kernels."""
+    launch = block.LAUNCH
     return {
-        "K": w.K,
-        "G": w.group_size,
-        "BITS": w.bits,
-        "SCALES": SCALES[w.scales.dtype],
-        "R": tiles,
-        "C": steps,
-        "ROWS": rows,
-        "LEAST": min(launch.least, rows),
-        "WARPS": launch.warps,
-        "PASSES": launch.passes,
-        "STAGES": stages,
-        "STAGE": stage,
-        "SHARED": large_size(stages * stage),
+        "BLOCK": block,
         "num_warps": launch.warps,
         "maxnreg": launch.registers,
         "enable_fp_fusion": True,
     }
+
+
+def _block_for(w: TiledExperts, launch: GemmTiles, rows: int) -> Block:
+    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
+    return block_of(W, launch, w.tiles, rows, shared_limit(w.words))

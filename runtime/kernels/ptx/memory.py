@@ -378,12 +378,6 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 
 @gluon.jit
-def worth(condition):
-    """The condition of a branch that only skips work; the emulator takes it in any case."""
-    return condition
-
-
-@gluon.jit
 def recomputed(x):
     """X behind a move that the compiler does not see through.
 

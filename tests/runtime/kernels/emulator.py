@@ -1,13 +1,12 @@
 """Gluon kernels run in NumPy: what they compute, without a GPU.
 
 A kernel's Python code runs as it is written, on arrays [programs, warps, 32] of what every lane
-holds; so it must not branch on the number of its program, but where `worth` says that a branch only
-saves work: programs that run together all take it, one that runs alone follows its condition. Only
-what stands for one PTX instruction is done here by hand (the functions of `ptx` wrap no more than
-that). All lanes do one operation before any does the next, so barriers have nothing to do, and
-races between lanes are not seen; rounding is that of NumPy. Memory is checked: an address that no
-tensor given to the kernel holds is an error. Shared memory begins as NaN, and the target of a copy
-is NaN until the kernel has waited for the copy.
+holds. Where programs that run together branch apart, those of each branch run again from their
+beginning. Only what stands for one PTX instruction is done here by hand (the functions of `ptx`
+wrap no more than that). All lanes do one operation before any does the next, so barriers have
+nothing to do, and races between lanes are not seen; rounding is that of NumPy. Memory is checked:
+an address that no tensor given to the kernel holds is an error. Shared memory begins as NaN, and
+the target of a copy is NaN until the kernel has waited for the copy.
 """
 
 import re
@@ -23,8 +22,24 @@ TOGETHER = 256  # programs
 FLOAT, INT, LONG = np.float32, np.int32, np.int64
 
 
+class BranchApartError(Exception):
+    """Some programs take a branch and others do not."""
+
+    def __init__(self, taken: np.ndarray):
+        super().__init__("programs branch apart")
+        self.taken = taken  # [programs]
+
+
 class Lanes(np.ndarray):
     """Values of every lane."""
+
+    def __bool__(self) -> bool:
+        taken = np.asarray(self, bool)
+        if taken.all() or not taken.any():
+            return bool(taken.all())
+        each = taken.reshape(len(taken), -1)
+        assert (each == each[:, :1]).all(), "lanes of a program branch apart"
+        raise BranchApartError(each[:, 0])
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # NumPy changes what others name
         return self + other
@@ -116,21 +131,6 @@ class Memory:
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Run a kernel in place of `device.run`, many programs together."""
-    _run(kernel, grid, arguments, named, TOGETHER)
-
-
-def run_programs_alone(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Run a kernel as `run_kernel` does, but one program at a time: slow, with real branches."""
-    _run(kernel, grid, arguments, named, 1)
-
-
-def _run(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
-    together: int,
-) -> None:
     memory = Memory([x for x in arguments if isinstance(x, Tensor)])
     given = [
         Pointer(memory, x.data_ptr(), x.dtype)
@@ -140,10 +140,14 @@ def _run(
     ]
     constants = [named[name] for name in kernel.arg_names[len(arguments) :]]
     numbers = np.indices((*grid, 1)[:2]).reshape(2, -1, 1, 1).astype(INT)
+    groups = [numbers[:, n : n + TOGETHER] for n in range(0, numbers.shape[1], TOGETHER)]
     with np.errstate(all="ignore"):
-        for first in range(0, numbers.shape[1], together):
-            emulation = Emulation(memory, numbers[:, first : first + together])
-            emulation.function(kernel)(*given, *constants)
+        while groups:
+            programs = groups.pop()
+            try:
+                Emulation(memory, programs).function(kernel)(*given, *constants)
+            except BranchApartError as found:
+                groups += [programs[:, found.taken], programs[:, ~found.taken]]
 
 
 class Copies:
@@ -301,7 +305,6 @@ def leaves(memory: Memory, programs: int) -> dict[str, Callable[..., Any]]:
         "copy4": copying(1),
         "commit_copies": copies.commit,
         "wait_copies": copies.wait,
-        "worth": lambda condition: programs > 1 or bool(condition.all()),
         "recomputed": lambda x: x,
         "threads": lambda warps: threads(programs, warps),
         "mma": mma,

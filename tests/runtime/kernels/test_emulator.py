@@ -14,7 +14,7 @@ from lowbit.runtime.kernels.linear import gemv as gemv_module
 from lowbit.runtime.kernels.linear.dense import dense_gemv, dense_gemv_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from tests.runtime.kernels.emulator import Copies, Memory, lanes, leaves, run_kernel
+from tests.runtime.kernels.emulator import BranchApartError, Copies, Memory, lanes, run_kernel
 
 MakeTiled = Callable[..., TiledLinear]
 Randn = Callable[..., Tensor]
@@ -110,8 +110,12 @@ def test_copies_arrive_when_a_kernel_has_waited_for_them() -> None:
     assert held()[:3] == [[1] * 4, [2] * 4, [-1] * 4]
 
 
-def test_a_program_alone_follows_its_conditions() -> None:
-    no = lanes(np.zeros((1, 1, 1), bool))
-    assert leaves(Memory([]), 1)["worth"](no) is False
-    assert leaves(Memory([]), 1)["worth"](~no) is True
-    assert leaves(Memory([]), 2)["worth"](no) is True
+def test_programs_that_branch_apart_run_apart() -> None:
+    both = lanes(np.arange(6).reshape(3, 1, 2) // 2 == 1)
+    assert not both[:1]
+    assert both[1:2]
+    with pytest.raises(BranchApartError) as found:
+        bool(both)
+    assert found.value.taken.tolist() == [False, True, False]
+    with pytest.raises(AssertionError, match="lanes of a program"):
+        bool(both.reshape(1, 3, 2))

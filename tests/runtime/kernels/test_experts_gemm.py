@@ -16,7 +16,6 @@ from lowbit.runtime.kernels.experts import route as experts_route
 from lowbit.runtime.kernels.experts.gemm import experts_gemm
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.kernels.launch.experts import EXPERTS_GEMM, GemmLaunch, GemmTiles
-from tests.runtime.kernels.emulator import run_programs_alone
 from tests.runtime.kernels.expert_layers import (
     FP32_ERROR,
     REAL,
@@ -160,8 +159,6 @@ def test_shorter_loops_have_the_same_bits(
     expected = found()
     assert bool(expected.isfinite().all())
     launch(16)
-    if device == "cpu":
-        monkeypatch.setattr(experts_products, "run", run_programs_alone)
     assert torch.equal(found(), expected)
 
 
