@@ -15,13 +15,20 @@ LOWEST = gl.constexpr(-(1 << 31))  # an expert that is none, or has been chosen
 
 
 @gluon.jit
-def likeliest(scores, lane, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr):
-    """Numbers of the CHOSEN likeliest experts, the likeliest first, and their scores.
+def scores_of(scores_ptr, token, zero, CHOICE: gl.constexpr):
+    """Address of the first score of a token, in FP32; that of the shared expert is the last."""
+    scores = scores_ptr.to(gl.int64, bitcast=True) + zero
+    return scores + token.to(gl.int64) * (4 * (CHOICE.EXPERTS + CHOICE.SLOTS - CHOICE.CHOSEN))
 
-    Both are the same in every lane.
 
-    scores: address of the first of EXPERTS scores in FP32.
+@gluon.jit
+def likeliest(scores, lane, CHOICE: gl.constexpr):
+    """Numbers of the likeliest experts, the likeliest first, and their scores, in every lane.
+
+    scores: see `scores_of`.
     """
+    EXPERTS: gl.constexpr = CHOICE.EXPERTS
+    CHOSEN: gl.constexpr = CHOICE.CHOSEN
     SLOTS: gl.constexpr = (EXPERTS + 31) // 32  # experts of a lane
     keys = ()
     numbers = ()
@@ -84,10 +91,10 @@ def _without_first(keys, numbers, wanted, MOST: gl.constexpr, EXPERTS: gl.conste
 
 
 @gluon.jit
-def expert_of(slot, numbers, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr):
+def expert_of(slot, numbers, CHOICE: gl.constexpr):
     """Number of the expert in a slot; that of the shared one follows those of the others."""
-    number = gl.where(slot == CHOSEN, EXPERTS, numbers[0])
-    for i in gl.static_range(1, CHOSEN):
+    number = gl.where(slot == CHOICE.CHOSEN, CHOICE.EXPERTS, numbers[0])
+    for i in gl.static_range(1, len(numbers)):
         number = gl.where(slot == i, numbers[i], number)
     return number
 
@@ -99,13 +106,12 @@ def ordered(word):
 
 
 @gluon.jit
-def shares(
-    scores, found, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr
-):  # fmt: skip
+def shares(scores, found, CHOICE: gl.constexpr):
     """Softmax over the scores that were found, the largest first; the sigmoid of a shared one's.
 
-    scores: address of the first score; that of the shared expert follows those of the others.
+    scores: see `scores_of`.
     """
+    CHOSEN: gl.constexpr = CHOICE.CHOSEN
     parts = ()
     for i in gl.static_range(CHOSEN):
         parts = parts + (gl.exp(found[i] - found[0]),)
@@ -115,7 +121,7 @@ def shares(
     out = ()
     for i in gl.static_range(CHOSEN):
         out = out + (parts[i] / total,)
-    if SLOTS > CHOSEN:
-        gate = as_float(load4_l2(scores + 4 * EXPERTS))
+    if CHOICE.SLOTS > CHOSEN:
+        gate = as_float(load4_l2(scores + 4 * CHOICE.EXPERTS))
         out = out + (1.0 / (1.0 + gl.exp(-gate)),)
     return out

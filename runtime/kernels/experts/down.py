@@ -15,22 +15,24 @@ Plan    a program takes some tiles of rows for one token, in rounds of which the
         `experts_gate_up` lets this kernel start after it has waited itself
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, shares
-from lowbit.runtime.kernels.experts.gate_up import padded_width
+from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of, shares
+from lowbit.runtime.kernels.experts.program import (
+    Choice,
+    ExpertsPlan,
+    choice_of,
+    padded_width,
+)
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
-from lowbit.runtime.kernels.launch.device import (
-    STATIC_SHARED,
-    programmatic_launch,
-    register_cap,
-    run,
-)
+from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
 from lowbit.runtime.kernels.launch.experts import (
     ExpertsDownLaunch,
     experts_down_launch,
@@ -48,16 +50,9 @@ from lowbit.runtime.kernels.linear.products import (
     unit_of,
     zero_sums,
 )
-from lowbit.runtime.kernels.linear.program import BLOCK_K, packed, staged_digits
-from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
-from lowbit.runtime.kernels.ptx.memory import (
-    barrier,
-    declaration,
-    large_shared_buffer,
-    large_size,
-    load4_l2,
-    shared_buffer,
-)
+from lowbit.runtime.kernels.linear.program import BLOCK_K, Packed, staged_digits
+from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.ptx.memory import barrier, load4_l2, shared_memory
 from lowbit.runtime.kernels.ptx.mma import as_float, threads
 
 SUM_BYTES = gl.constexpr(64)  # of 16 rows
@@ -66,35 +61,36 @@ SUM_BYTES = gl.constexpr(64)  # of 16 rows
 @gluon.jit(do_not_specialize=["N", "tiles"])
 def _experts_down_kernel(
     act_ptr, scores_ptr, numbers_ptr, shares_ptr, words_ptr, scales_ptr, added_ptr, y_ptr, N, tiles,
-    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, WIDTH: gl.constexpr,
-    W: gl.constexpr, X: gl.constexpr, R: gl.constexpr, ROUNDS: gl.constexpr, WARPS: gl.constexpr,
-    SHARED: gl.constexpr, LARGE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
-    AHEAD: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """R: tiles of a round."""
+    """PLAN: an `ExpertsPlan`."""
+    CHOICE: gl.constexpr = PLAN.CHOICE
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    R: gl.constexpr = PLAN.LAUNCH.tiles  # of a round
+    ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    SLOTS: gl.constexpr = CHOICE.SLOTS
     STEPS: gl.constexpr = W.STEPS
     UNITS: gl.constexpr = SLOTS * STEPS
     OWN: gl.constexpr = (UNITS + WARPS - 1) // WARPS
     ITEMS: gl.constexpr = ROUNDS * R
-    if PDL and EARLY:
+    if PLAN.PDL and PLAN.LAUNCH.early:
         gdc_launch_dependents()
     warp, lane, zero, none = threads(WARPS)
-    if LARGE > 0:
-        buffer = large_shared_buffer(N < 0, LARGE, WARPS) + zero
-    else:
-        buffer = shared_buffer(SHARED) + zero
+    buffer = shared_memory(PLAN.SHARED, WARPS, N < 0) + zero
     g = lane // 4
     t = lane % 4
     token = gl.program_id(1)
     first_tile = gl.program_id(0) * ITEMS
-    if PDL and not AHEAD:
+    if PLAN.PDL and not PLAN.LAUNCH.ahead:
         gdc_wait()
     numbers = ()
     if numbers_ptr is not None:
         numbers_at = _address(numbers_ptr + token * SLOTS, zero)
     else:
-        scores = _address(scores_ptr + token * (EXPERTS + SLOTS - CHOSEN), zero)
-        numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
+        scores = scores_of(scores_ptr, token, zero, CHOICE)
+        numbers, found = likeliest(scores, lane, CHOICE)
     experts = ()
     loaded = ()
     for turn in gl.static_range(OWN):
@@ -102,7 +98,7 @@ def _experts_down_kernel(
         if numbers_ptr is not None:
             expert = load4_l2(numbers_at + (unit // STEPS).to(gl.int64) * 4)
         else:
-            expert = expert_of(unit // STEPS, numbers, EXPERTS, CHOSEN)
+            expert = expert_of(unit // STEPS, numbers, CHOICE)
         experts = experts + (expert,)
         loaded = loaded + (
             _load_unit(
@@ -114,11 +110,11 @@ def _experts_down_kernel(
         for slot in gl.static_range(SLOTS):
             share = share + (as_float(load4_l2(_address(shares_ptr + token * SLOTS + slot, zero))),)
     else:
-        share = shares(scores, found, EXPERTS, CHOSEN, SLOTS)
-    if PDL:
-        if AHEAD:
+        share = shares(scores, found, CHOICE)
+    if PLAN.PDL:
+        if PLAN.LAUNCH.ahead:
             gdc_wait()
-        if not EARLY:
+        if not PLAN.LAUNCH.early:
             gdc_launch_dependents()
     added = ()
     for first in gl.static_range(0, ITEMS, WARPS):
@@ -127,11 +123,11 @@ def _experts_down_kernel(
             n = gl.minimum(tile * 16 + half * 8 + g, N - 1)
             added = added + (gl.load(added_ptr + token.to(gl.int64) * N + n).to(gl.float32),)
     stage_tokens(
-        act_ptr + token.to(gl.int64) * (SLOTS * WIDTH), (), None, buffer, warp, lane, none, 1, 0.0,
-        0, W.BITS, WARPS, X,
+        act_ptr + token.to(gl.int64) * (SLOTS * PLAN.WIDTH), (), None, buffer, warp, lane, none, 1,
+        0.0, 0, W.BITS, WARPS, X,
     )  # fmt: skip
     barrier()
-    sums_at = buffer + X.SQUARES
+    sums_at = buffer + PLAN.SUMS
     for turn in gl.static_range(ROUNDS):
         next_loaded = ()
         for i in gl.static_range(OWN):
@@ -147,7 +143,7 @@ def _experts_down_kernel(
             _multiply_unit(
                 loaded[i], buffer, own_unit, lane, none,
                 sums_at + turn * (R * UNITS * SUM_BYTES) + (unit * 8 + g) * 8,
-                (t == 0) & (unit < UNITS), WIDTH, R, UNITS, W, X,
+                (t == 0) & (unit < UNITS), PLAN,
             )  # fmt: skip
         loaded = next_loaded
     barrier()
@@ -188,21 +184,25 @@ def _address(pointer, zero):
 @gluon.jit
 def _multiply_unit(
     loaded, buffer, unit, lane, none, sums_at, held,
-    WIDTH: gl.constexpr, R: gl.constexpr, UNITS: gl.constexpr, W: gl.constexpr, X: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One step of one expert times its slot, for all tiles; leaves their sums UNITS apart."""
+    """One step of one expert times its slot, for all tiles; leaves their sums side by side."""
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    R: gl.constexpr = PLAN.LAUNCH.tiles
     STEPS: gl.constexpr = W.STEPS
+    TILE_BYTES: gl.constexpr = PLAN.CHOICE.SLOTS * W.STEPS * SUM_BYTES
     slot = unit // STEPS
     step = unit % STEPS
     digits = buffer + column_of(lane, X)
-    digits += slot * WIDTH + step * (8 // W.BITS * 64)  # 64 k are 64 bytes of a plane
-    units = buffer + X.UNITS + slot * (WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
+    digits += slot * PLAN.WIDTH + step * (8 // W.BITS * 64)  # 64 k are 64 bytes of a plane
+    units = buffer + X.UNITS + slot * (PLAN.WIDTH // BLOCK_K * 4) + unit_of(lane, 1)
     mixed = gl.where(lane % 2 == 0, 256, 0)
     acc = multiply_steps(
         zero_sums(none, R, 1), loaded, digits, units, step, mixed, 0, 1, STEPS, W, X
     )
     for r in gl.static_range(R):
-        store_sums(acc[r], sums_at + r * (UNITS * SUM_BYTES), held, True)
+        store_sums(acc[r], sums_at + r * TILE_BYTES, held, True)
 
 
 def experts_down(
@@ -228,11 +228,9 @@ def experts_down(
     Returns:
         [M, N] in x's dtype.
     """
-    M, slots, width = act.shape
+    M = x.shape[0]
     launch = experts_down_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
-    needed = _needed(w.K, slots, w.steps, launch)
-    size = max(launch.shared << 10 if pdl else 0, needed)
     y = torch.empty_like(x)
     run(
         _experts_down_kernel,
@@ -247,26 +245,30 @@ def experts_down(
         y,
         w.N,
         w.tiles,
-        EXPERTS=len(w) - shared,
-        CHOSEN=chosen,
-        SLOTS=slots,
-        WIDTH=width,
-        W=packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
-        X=staged_digits(slots * width),
-        R=launch.tiles,
-        ROUNDS=launch.rounds,
-        WARPS=launch.warps,
-        SHARED=declaration(size) if size <= STATIC_SHARED else "",
-        LARGE=0 if size <= STATIC_SHARED else large_size(size),
-        PDL=pdl,
-        EARLY=launch.early,
-        AHEAD=launch.ahead,
+        PLAN=_plan(choice_of(len(w), chosen, shared), w.constants, launch, pdl),
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
     return y
+
+
+@cache
+def _plan(choice: Choice, W: Packed, launch: ExpertsDownLaunch, pdl: bool) -> ExpertsPlan:
+    width = padded_width(W.K)
+    X = staged_digits(choice.SLOTS * width)
+    return ExpertsPlan(
+        choice,
+        W,
+        X,
+        LAUNCH=launch,
+        INNER=W.K,
+        WIDTH=width,
+        SUMS=X.SQUARES,
+        SHARED=max(launch.shared << 10 if pdl else 0, _needed(W.K, choice.SLOTS, W.STEPS, launch)),
+        PDL=pdl,
+    )
 
 
 def experts_down_bytes(bits: int, inner: int, hidden: int, slots: int) -> int:

@@ -11,13 +11,21 @@ Plan    a program takes tiles of one expert for one token, as a program of `gemv
         which it relies on (`experts_down`): so never earlier
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.experts.choice import expert_of, likeliest
+from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of
+from lowbit.runtime.kernels.experts.program import (
+    Choice,
+    ExpertsPlan,
+    choice_of,
+    padded_width,
+)
 from lowbit.runtime.kernels.experts.route import Routes
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.launch.device import programmatic_launch, register_cap, run
@@ -25,6 +33,7 @@ from lowbit.runtime.kernels.launch.experts import (
     experts_gate_up_launch,
     experts_gate_up_launches,
 )
+from lowbit.runtime.kernels.launch.linear import GemvLaunch
 from lowbit.runtime.kernels.linear.digits import stage_tokens
 from lowbit.runtime.kernels.linear.gemv import shared_bytes, staged_bytes
 from lowbit.runtime.kernels.linear.norm import load_gains, norm_factor, total_of
@@ -36,53 +45,48 @@ from lowbit.runtime.kernels.linear.products import (
     tile_addresses,
     unit_of,
 )
-from lowbit.runtime.kernels.linear.program import gain_turns, packed, staged_digits
-from lowbit.runtime.kernels.linear.tiles import SCALES, TILE
-from lowbit.runtime.kernels.ptx.memory import barrier, declaration, shared_buffer
+from lowbit.runtime.kernels.linear.program import Packed, gain_turns, staged_digits
+from lowbit.runtime.kernels.linear.tiles import TILE
+from lowbit.runtime.kernels.ptx.memory import barrier, shared_memory
 from lowbit.runtime.kernels.ptx.mma import threads
 
 HELD = gl.constexpr(8)  # lanes with results
 
 
-def padded_width(inner: int) -> int:
-    """Columns of `act` for experts of a width: whole blocks, so that slots share no unit."""
-    return -(-inner // 256) * 256
-
-
 @gluon.jit(do_not_specialize=["tiles"])
 def _experts_gate_up_kernel(
     x_ptr, gain_ptr, scores_ptr, numbers_ptr, words_ptr, scales_ptr, act_ptr, tiles, eps,
-    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, INNER: gl.constexpr,
-    WIDTH: gl.constexpr, W: gl.constexpr, X: gl.constexpr, LAUNCH: gl.constexpr,
-    SHARED: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """SUMS: to the sums of warps in shared memory."""
-    TILES: gl.constexpr = LAUNCH.tiles
-    WARPS: gl.constexpr = LAUNCH.warps
-    ABREAST: gl.constexpr = LAUNCH.abreast
-    ROUNDS: gl.constexpr = LAUNCH.rounds
+    """PLAN: an `ExpertsPlan`."""
+    CHOICE: gl.constexpr = PLAN.CHOICE
+    W: gl.constexpr = PLAN.W
+    X: gl.constexpr = PLAN.X
+    TILES: gl.constexpr = PLAN.LAUNCH.tiles
+    WARPS: gl.constexpr = PLAN.LAUNCH.warps
+    ABREAST: gl.constexpr = PLAN.LAUNCH.abreast
+    ROUNDS: gl.constexpr = PLAN.LAUNCH.rounds
+    SUMS: gl.constexpr = PLAN.SUMS
     PARTS: gl.constexpr = WARPS // ABREAST  # warps that share a tile
-    AHEAD: gl.constexpr = min(LAUNCH.steps, (W.STEPS + PARTS - 1) // PARTS)
+    AHEAD: gl.constexpr = min(PLAN.LAUNCH.steps, (W.STEPS + PARTS - 1) // PARTS)
     ITEMS: gl.constexpr = ROUNDS * ABREAST * TILES
     warp, lane, zero, none = threads(WARPS)
-    buffer = shared_buffer(SHARED) + zero
+    buffer = shared_memory(PLAN.SHARED, WARPS, tiles < 0) + zero
     g = lane // 4
     t = lane % 4
     part = warp % PARTS
-    token = gl.program_id(1) // SLOTS
-    slot = gl.program_id(1) % SLOTS
+    token = gl.program_id(1) // CHOICE.SLOTS
+    slot = gl.program_id(1) % CHOICE.SLOTS
     first_tile = gl.program_id(0) * ITEMS
     gains = load_gains(gain_ptr, warp, lane, gain_turns(X.BLOCKS, 1, WARPS), WARPS, X)
-    if PDL:
+    if PLAN.PDL:
         gdc_wait()
         gdc_launch_dependents()
     if numbers_ptr is not None:
         expert = gl.load(numbers_ptr + gl.program_id(1)) + zero
     else:
-        scores = scores_ptr.to(gl.int64, bitcast=True)
-        scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
-        numbers, _ = likeliest(scores, lane, EXPERTS, CHOSEN)
-        expert = expert_of(slot + zero, numbers, EXPERTS, CHOSEN)
+        numbers, _ = likeliest(scores_of(scores_ptr, token, zero, CHOICE), lane, CHOICE)
+        expert = expert_of(slot + zero, numbers, CHOICE)
     own_tile = expert * tiles + first_tile + warp // PARTS * TILES
     at = tile_addresses(words_ptr, scales_ptr, own_tile, (expert + 1) * tiles, part, lane, TILES, W)
     loaded = load_steps(at, part, 0, AHEAD, PARTS, W)
@@ -114,9 +118,9 @@ def _experts_gate_up_kernel(
         gate = y[0] * factor
         act = gate * (y[1] * factor) / (1.0 + gl.exp(-gate))
         n = (first_tile + item) * 8 + g
-        act = gl.where(n < INNER, act, 0.0)
-        act_at = act_ptr + gl.program_id(1).to(gl.int64) * WIDTH + n
-        stored = (t == 0) & (item < ITEMS) & (n < WIDTH)
+        act = gl.where(n < PLAN.INNER, act, 0.0)
+        act_at = act_ptr + gl.program_id(1).to(gl.int64) * PLAN.WIDTH + n
+        stored = (t == 0) & (item < ITEMS) & (n < PLAN.WIDTH)
         gl.store(act_at, act.to(act_ptr.dtype.element_ty), mask=stored)
 
 
@@ -156,7 +160,6 @@ def experts_gate_up(
     slots, width = chosen + shared, padded_width(inner)
     launch = experts_gate_up_launch(w.bits, w.tiles, w.steps, M)
     pdl = programmatic_launch(x)
-    needed = shared_bytes(w.K, launch, 1, True)
     act = torch.empty((M, slots, width), dtype=x.dtype, device=x.device)
     run(
         _experts_gate_up_kernel,
@@ -170,20 +173,25 @@ def experts_gate_up(
         act,
         w.tiles,
         eps,
-        EXPERTS=len(w) - shared,
-        CHOSEN=chosen,
-        SLOTS=slots,
-        INNER=inner,
-        WIDTH=width,
-        W=packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype]),
-        X=staged_digits(w.K),
-        LAUNCH=launch,
-        SHARED=declaration(max(launch.shared << 10 if pdl else 0, needed)),
-        SUMS=staged_bytes(w.K, 1, True),
-        PDL=pdl,
+        PLAN=_plan(choice_of(len(w), chosen, shared), w.constants, launch, inner, pdl),
         num_warps=launch.warps,
         maxnreg=register_cap(x, launch.registers),
         launch_pdl=pdl,
         enable_fp_fusion=True,
     )
     return act
+
+
+@cache
+def _plan(choice: Choice, W: Packed, launch: GemvLaunch, inner: int, pdl: bool) -> ExpertsPlan:
+    return ExpertsPlan(
+        choice,
+        W,
+        X=staged_digits(W.K),
+        LAUNCH=launch,
+        INNER=inner,
+        WIDTH=padded_width(inner),
+        SUMS=staged_bytes(W.K, 1, True),
+        SHARED=max(launch.shared << 10 if pdl else 0, shared_bytes(W.K, launch, 1, True)),
+        PDL=pdl,
+    )

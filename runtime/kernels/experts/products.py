@@ -29,8 +29,6 @@ from lowbit.runtime.kernels.experts.multiply import (
 from lowbit.runtime.kernels.experts.tiled import TiledExperts
 from lowbit.runtime.kernels.launch.device import run, shared_limit
 from lowbit.runtime.kernels.launch.experts import GemmLaunch, GemmTiles
-from lowbit.runtime.kernels.linear.program import packed
-from lowbit.runtime.kernels.linear.tiles import SCALES
 from lowbit.runtime.kernels.ptx.memory import large_shared_buffer, recomputed
 from lowbit.runtime.kernels.ptx.mma import threads
 
@@ -223,5 +221,4 @@ def _options(block: Block) -> dict[str, Any]:
 
 
 def _block_for(w: TiledExperts, launch: GemmTiles, rows: int) -> Block:
-    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
-    return block_of(W, launch, w.tiles, rows, shared_limit(w.words))
+    return block_of(w.constants, launch, w.tiles, rows, shared_limit(w.words))

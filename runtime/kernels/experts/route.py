@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, shares
+from lowbit.runtime.kernels.experts.choice import expert_of, likeliest, scores_of, shares
+from lowbit.runtime.kernels.experts.program import choice_of
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.ptx.mma import threads
 
@@ -35,24 +36,22 @@ class Routes:
 
 @gluon.jit
 def _experts_route_kernel(
-    scores_ptr, numbers_ptr, shares_ptr,
-    EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+    scores_ptr, numbers_ptr, shares_ptr, CHOICE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """SLOTS: CHOSEN, and one of a shared expert."""
+    SLOTS: gl.constexpr = CHOICE.SLOTS
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     _, lane, zero, _ = threads(1)
     token = gl.program_id(0)
-    scores = scores_ptr.to(gl.int64, bitcast=True) + zero
-    scores += token.to(gl.int64) * (4 * (EXPERTS + SLOTS - CHOSEN))
-    numbers, found = likeliest(scores, lane, EXPERTS, CHOSEN)
-    share = shares(scores, found, EXPERTS, CHOSEN, SLOTS)
+    scores = scores_of(scores_ptr, token, zero, CHOICE)
+    numbers, found = likeliest(scores, lane, CHOICE)
+    share = shares(scores, found, CHOICE)
     own = share[0]
     for slot in gl.static_range(1, SLOTS):
         own = gl.where(lane == slot, share[slot], own)
     at = token * SLOTS + lane
-    number = expert_of(lane, numbers, EXPERTS, CHOSEN)
+    number = expert_of(lane, numbers, CHOICE)
     gl.store(numbers_ptr + at, number, mask=lane < SLOTS)
     gl.store(shares_ptr + at, own, mask=lane < SLOTS)
 
@@ -79,9 +78,7 @@ def experts_route(scores: Tensor, chosen: int, shared: bool) -> Routes:
         scores,
         numbers,
         found,
-        EXPERTS=experts - shared,
-        CHOSEN=chosen,
-        SLOTS=slots,
+        CHOICE=choice_of(experts, chosen, shared),
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

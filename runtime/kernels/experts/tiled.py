@@ -7,7 +7,8 @@ from typing import overload
 from torch import Tensor
 
 from lowbit.formats.errors import UnsupportedModelError
-from lowbit.runtime.kernels.linear.tiles import TILE, GpuLinear, TiledLinear
+from lowbit.runtime.kernels.linear.program import Packed, packed
+from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, GpuLinear, TiledLinear
 
 BLOCK_BYTES = 64 << 20  # of packed weights that are read and rearranged at a time
 
@@ -43,6 +44,11 @@ class TiledExperts(Sequence[TiledLinear]):
     def steps(self) -> int:
         """Blocks of 512 / bits columns."""
         return self.words.shape[2]
+
+    @property
+    def constants(self) -> Packed:
+        """An expert as kernels know it."""
+        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype])
 
     def __len__(self) -> int:
         """Experts."""

@@ -43,10 +43,9 @@ from lowbit.runtime.kernels.linear.program import (
     Digits,
     Packed,
     global_digits,
-    packed,
     staged_digits,
 )
-from lowbit.runtime.kernels.linear.tiles import SCALES, TiledLinear, dequantized
+from lowbit.runtime.kernels.linear.tiles import TiledLinear, dequantized
 from lowbit.runtime.kernels.linear.wgmma import WgmmaPlan, wgmma, wgmma_plan
 from lowbit.runtime.thresholds import GEMV_TOKENS, WGMMA_TOKENS
 
@@ -282,16 +281,14 @@ def _plan_on_hopper(x: Tensor, w: TiledLinear, added: Tensor | None) -> WgmmaPla
     launch = _launch_on_hopper(x, w, tokens)
     if launch is None:
         return None
-    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
     parts = gemv_launch(w.bits, w.tiles, w.steps, 1, w.paired).parts
     added_rows = added is not None and added.shape[0] > 1
-    return wgmma_plan(W, launch, parts, tokens, w.paired, added_rows)
+    return wgmma_plan(w.constants, launch, parts, tokens, w.paired, added_rows)
 
 
 def _plan_for(w: TiledLinear, tokens: int, fused: Fused, pdl: bool, limit: int) -> GemvPlan:
-    W = packed(w.K, w.group_size, w.bits, SCALES[w.scales.dtype])
     launch = gemv_launch(w.bits, w.tiles, w.steps, tokens, w.paired)
-    plan = _plan(W, launch, tokens, w.paired, fused, pdl, limit)
+    plan = _plan(w.constants, launch, tokens, w.paired, fused, pdl, limit)
     if tokens == 1 and not plan.X.STAGED:  # the kernel for one token has no other way
         return _plan_for(w, 2, fused, pdl, limit)
     return plan

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.errors import FormatError
+from lowbit.runtime.kernels.linear.program import Packed, packed
 from lowbit.runtime.weights.linear import DenseLinear, PackedLinear
 
 TILE = 16  # rows
@@ -64,6 +65,11 @@ class TiledLinear:
     def size_bytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return self.words.nbytes + self.scales.nbytes
+
+    @property
+    def constants(self) -> Packed:
+        """The weight as kernels know it."""
+        return packed(self.K, self.group_size, self.bits, SCALES[self.scales.dtype])
 
 
 GpuLinear = TiledLinear | DenseLinear

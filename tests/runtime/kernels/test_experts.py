@@ -18,6 +18,7 @@ from lowbit.runtime.kernels.experts import down as experts_down
 from lowbit.runtime.kernels.experts import gate_up as experts_gate_up
 from lowbit.runtime.kernels.experts import order as experts_order
 from lowbit.runtime.kernels.experts import route as experts_route
+from lowbit.runtime.kernels.experts.program import padded_width
 from lowbit.runtime.kernels.experts.tiled import stacked
 from lowbit.runtime.thresholds import EXPERTS_CHUNK, EXPERTS_TOKENS
 from tests.runtime.kernels.expert_layers import (
@@ -83,7 +84,7 @@ def test_down(size: Size, given: bool, device: str, randn: Randn) -> None:
     """Sums are rounded once, here not at all: the residual is FP32."""
     w, M, slots = random_experts(size, device), 3, size.chosen + size.shared
     x, scores = torch.randn(M, size.h, device=device), scores_of(M, size, device)
-    act = torch.zeros(M, slots, experts_gate_up.padded_width(size.inner), device=device)
+    act = torch.zeros(M, slots, padded_width(size.inner), device=device)
     act = act.bfloat16()
     act[..., : size.inner] = randn(M, slots, size.inner)
     found = experts_down.experts_down(
