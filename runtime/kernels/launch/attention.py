@@ -13,7 +13,7 @@ from lowbit.runtime.thresholds import EXACT_TOKENS
 class KeySplit:
     """The order in which the keys before a token are added up; it decides every bit of the result.
 
-    Follows from the sizes of heads alone, so it is the same for a token in any step and on any GPU.
+    It follows from the sizes of heads alone, so a token has the same in any step and on any GPU.
     Up to `whole` keys there are `groups` splits that take turns; more keys are divided into splits
     of whole turns, as few turns as leave no more than `most` splits. In a turn each warp of a split
     takes its blocks, one warp after another. Warps are added up in order, then splits.
@@ -78,7 +78,7 @@ FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token
 
 
 def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
-    """The order of keys for so many query heads that share a kv head."""
+    """The order of keys for `shared` query heads on each of `kv_heads` kv heads."""
     wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, MOST_OF_ONE) <= STATIC_SHARED
     most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
     return KeySplit(
@@ -93,10 +93,10 @@ def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
 def attention_launch(
     kv_heads: int, shared: int, head_dim: int, reach: int, tokens: int
 ) -> AttentionLaunch:
-    """The programs for positions below `reach` of so many tokens.
+    """The programs of a step of `tokens` tokens at positions below `reach`.
 
-    More than EXACT_TOKENS are programs enough without splits of their keys, which is faster; from
-    KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
+    More than EXACT_TOKENS tokens make programs enough without splits of their keys, which is
+    faster; with KEYS_OF_ONE to FAST_WHOLE keys their bits then differ from those of a token alone.
     """
     keys = key_split(kv_heads, shared, head_dim)
     if tokens > EXACT_TOKENS:

@@ -1,4 +1,4 @@
-"""Limits of the tensor's device, and quick launches of kernels that ran before.
+"""Limits of a tensor's device, and launches of kernels, quick from the second on.
 
 Nothing is queried at import.
 """
@@ -27,7 +27,7 @@ def programmatic_launch(x: Tensor) -> bool:
 
 
 def register_cap(x: Tensor, measured: int | None) -> int | None:
-    """The most registers of a thread, for what is best on Hopper; None leaves it to the compiler.
+    """Most registers of a thread, given the best on Hopper; None leaves them to the compiler.
 
     Before Hopper the compiler spills more often without a cap, after Hopper with one.
     """
@@ -37,7 +37,7 @@ def register_cap(x: Tensor, measured: int | None) -> int | None:
 
 
 def hopper_registers(x: Tensor, measured: int | None) -> int | None:
-    """The most registers of a thread that a launch names, where it was measured."""
+    """Most registers of a thread on Hopper, where they were measured; elsewhere None."""
     return measured if capability(x)[0] == 9 else None
 
 
@@ -55,7 +55,7 @@ def shared_limit(x: Tensor) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n: kernels are compiled for these counts."""
+    """Round n up to a power of two: kernels are compiled for these counts."""
     return 1 << (n - 1).bit_length()
 
 
@@ -64,7 +64,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# Compiled code, its constants, and the kernel, which keeps its id; by all that Triton looks at.
+# By all that Triton specializes for: compiled code, its constants, and the kernel, to keep its id.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 
 

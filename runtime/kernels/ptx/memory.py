@@ -1,7 +1,7 @@
 """Device functions for memory that lanes address themselves: loads, stores, copies, barriers.
 
-Values are those of `mma`: what each lane holds, tensors of one element a thread. Order is as
-written, since none of them is pure.
+Values are those of `mma`: what each lane holds, tensors of one element a thread. All run in the
+order in which they are written, since none of them is pure.
 """
 
 from triton.experimental import gluon
@@ -17,8 +17,8 @@ STATIC_SHARED = gl.constexpr(STATIC)
 def load16(address, OFFSET: gl.constexpr = 0):
     """16 bytes at an address of each lane, as four words.
 
-    A weak load: what a kernel writes may be read after it; the compiler keeps it on its side of a
-    programmatic wait.
+    A weak load: it may read what this kernel has written, and the compiler does not move it across
+    a programmatic wait.
 
     OFFSET: bytes beyond the address, which costs no instruction.
     """
@@ -27,13 +27,13 @@ def load16(address, OFFSET: gl.constexpr = 0):
 
 @gluon.jit
 def reload16(address, OFFSET: gl.constexpr = 0):
-    """`load16` of what a loop reads in every turn: the compiler keeps no copy in registers."""
+    """`load16` for a loop that reads the same in every turn: no copy is kept in registers."""
     return _load_words4(address, OFFSET, "ld.relaxed.cta.global", "l")
 
 
 @gluon.jit
 def stream16(address, OFFSET: gl.constexpr = 0):
-    """`load16` of what is read once: it takes no room in L1."""
+    """`load16` for values that are read once: they take no room in L1."""
     return _load_words4(address, OFFSET, "ld.global.L1::no_allocate", "l")
 
 
@@ -87,7 +87,7 @@ def load4(address, OFFSET: gl.constexpr = 0):
 
 @gluon.jit
 def load4_l2(address):
-    """`load4` from L2, where what a kernel left that has ended is seen without a wait for it."""
+    """`load4` from L2: sees what a kernel that has ended wrote, without a wait for it."""
     return _load_word(address, 0, "ld.global.cg")
 
 
@@ -100,9 +100,9 @@ def _load_word(address, OFFSET: gl.constexpr, LOAD: gl.constexpr):
 
 @gluon.jit
 def stream16_if(address, wanted):
-    """`stream16` of the lanes that want it, zeros in others.
+    """`stream16` in lanes where `wanted` holds, zeros in the others.
 
-    A load that nobody needs still costs its latency: registers are awaited in the order of loads.
+    A load that nobody needs would cost its latency: registers are awaited in the order of loads.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -124,13 +124,13 @@ def stream16_if(address, wanted):
 
 @gluon.jit
 def shared_buffer(DECLARATION: gl.constexpr):
-    """The address of shared memory that lanes address themselves; see `declaration`."""
+    """The address of the shared memory that DECLARATION declares; see `declaration`."""
     return gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def declaration(size_bytes):
-    """Declaration of shared memory for `shared_buffer`, at most 48 KB; once a kernel."""
+    """PTX that declares shared memory, at most 48 KB, once per kernel; for `shared_buffer`."""
     return f".shared .align 16 .b8 staged[{size_bytes}]; mov.b32 $0, staged;"
 
 
@@ -176,13 +176,13 @@ def large_size(size_bytes: int) -> int:
 
 @gluon.jit
 def store16(address, words, inside):
-    """Four words of each lane that is inside, to global memory."""
+    """Store four words of each lane that is inside to global memory."""
     _store_words4(address, words, inside, "st.global", "l")
 
 
 @gluon.jit
 def store_shared16(address, words, inside):
-    """Four words of each lane that is inside, to shared memory."""
+    """Store four words of each lane that is inside to shared memory."""
     _store_words4(address, words, inside, "st.shared", "r")
 
 
@@ -201,13 +201,13 @@ def _store_words4(address, words, inside, STORE: gl.constexpr, POINTER: gl.const
 
 @gluon.jit
 def store8(address, words, inside):
-    """Two words of each lane that is inside, to global memory."""
+    """Store two words of each lane that is inside to global memory."""
     _store_words2(address, words, inside, "st.global", "l")
 
 
 @gluon.jit
 def store_shared8(address, words, inside):
-    """Two words of each lane that is inside, to shared memory."""
+    """Store two words of each lane that is inside to shared memory."""
     _store_words2(address, words, inside, "st.shared", "r")
 
 
@@ -226,7 +226,7 @@ def _store_words2(address, words, inside, STORE: gl.constexpr, POINTER: gl.const
 
 @gluon.jit
 def store_shared4(address, x, inside):
-    """An FP32 of each lane that is inside, to shared memory."""
+    """Store an FP32 of each lane that is inside to shared memory."""
     gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0;}",
         "=r,r,f,r",
@@ -254,8 +254,6 @@ def load_shared4(address, OFFSET: gl.constexpr = 0):
 def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
     """Begin to copy 16 bytes of each lane from global to shared memory; see `wait_copies`.
 
-    The program goes on meanwhile.
-
     OFFSET, AT: bytes beyond source and target, which cost no instruction.
     """
     gl.inline_asm_elementwise(
@@ -272,7 +270,7 @@ def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
 def copy16_or_zeros(
     target, source, inside, AT: gl.constexpr = 0, OFFSET: gl.constexpr = 0
 ):  # fmt: skip
-    """`copy16` of lanes that are inside; the others store zeros."""
+    """`copy16` in lanes that are inside; the others store zeros."""
     gl.inline_asm_elementwise(
         f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16, $3; mov.b32 $0, 0;",
         "=r,r,l,r",
@@ -319,7 +317,7 @@ def wait_copies(OPEN: gl.constexpr):
 
 @gluon.jit
 def floats(at, COUNT: gl.constexpr):
-    """COUNT FP32 side by side in shared memory, a multiple of 4."""
+    """COUNT consecutive FP32 of shared memory; COUNT: a multiple of 4."""
     loaded = ()
     for i in gl.static_range(COUNT // 4):
         w = load_shared16(at + i * 16)
@@ -329,7 +327,7 @@ def floats(at, COUNT: gl.constexpr):
 
 @gluon.jit
 def barrier():
-    """Every thread of the program waits for the others."""
+    """Wait for every thread of the program."""
     gl.inline_asm_elementwise(
         "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -337,7 +335,7 @@ def barrier():
 
 @gluon.jit
 def warp_barrier():
-    """Every lane of the warp waits for the others, and sees what they have put in shared memory."""
+    """Wait for every lane of the warp, and for what it has stored in shared memory."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -345,7 +343,7 @@ def warp_barrier():
 
 @gluon.jit
 def store_floats(pointer, values, inside):
-    """FP32 side by side of each lane that is inside, to global memory; aligned like all of them."""
+    """Store consecutive FP32 of each lane inside to global memory, aligned to their size."""
     if len(values) % 4 == 0:
         address = pointer.to(gl.int64, bitcast=True)
         for i in gl.static_range(0, len(values), 4):
@@ -360,11 +358,11 @@ def store_floats(pointer, values, inside):
 
 @gluon.jit
 def count_round(address, LAST: gl.constexpr, inside):
-    """Count at an address for each lane that is inside, from 0 to LAST and then 0 again.
+    """Add one to a counter for each lane that is inside; after LAST it is 0 again.
 
-    Returns what the counter was before. Relaxed: a lane's loads have returned before it counts if
-    their values have been used, but what it has stored may be seen later. Unlike `add`, which the
-    compiler gathers over the warp, this does not wait for the counter before its value is used.
+    Returns the counter before. Relaxed: loads whose values the lane has used are done before it
+    counts, but others may see its stores later. Unlike `add`, which the compiler gathers over the
+    warp, this does not wait for the counter before its value is used.
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; "
@@ -379,7 +377,7 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 @gluon.jit
 def recomputed(x):
-    """X behind a move that the compiler does not see through.
+    """The same x, of which the compiler knows nothing.
 
     So addresses that follow from it are computed where they are needed, instead of being kept in
     registers through a loop.

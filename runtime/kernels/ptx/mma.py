@@ -1,4 +1,4 @@
-"""Device functions for tensor cores: products, codes to BF16 pairs, what lanes exchange.
+"""Device functions for tensor cores: products, codes as BF16 pairs, exchange between lanes.
 
 Values are what the lanes of a warp hold in registers: tensors [warps, 32] in a layout of one
 element a thread, so that inline PTX sees exactly the fragments that the PTX manual lays out for
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def threads(WARPS: gl.constexpr):
-    """The number of each thread's warp and of its lane, and zeros: int32, int32, int32, float32."""
+    """Warp and lane of each thread, and zeros: int32, int32, int32, float32."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     zero = gl.full([WARPS, 32], 0, gl.int32, layout=L)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, L))[:, None] + zero
@@ -51,8 +51,9 @@ def integer_mma(c, a0, a1, a2, a3, b0, b1):
 def pairs(word, BITS: gl.constexpr):
     """The nibbles of a word as four pairs of BF16: (0, 4), (1, 5), (2, 6), (3, 7).
 
-    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n. Signed ones, all of 4-bit codes
-    and the upper of 8-bit codes, have their sign turned and 136 taken away; the others 128.
+    A nibble n in the low mantissa bits of 128.0 is exactly 128 + n. From signed nibbles (all of
+    4-bit codes, the upper ones of 8-bit codes), whose sign bit is flipped, 136 is taken away; from
+    the others 128.
     """
     EVEN: gl.constexpr = 0x43084308 if BITS == 4 else 0x43004300
     return gl.inline_asm_elementwise(
@@ -160,7 +161,7 @@ def unpacked_scales(raw, KIND: gl.constexpr):
 
 @gluon.jit
 def across(x, DISTANCE: gl.constexpr):
-    """The value of the lane whose number differs in one bit, 1, 2, 4..."""
+    """The x of the lane whose number differs in the bit DISTANCE: 1, 2, 4, 8 or 16."""
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
         "=f,f,r",
@@ -173,7 +174,7 @@ def across(x, DISTANCE: gl.constexpr):
 
 @gluon.jit
 def largest(x):
-    """The largest int32 of the warp's lanes, for none below zero."""
+    """The largest int32 of the warp's lanes, none of which is negative."""
     return _over_warp(x, "max.u32")
 
 
@@ -209,7 +210,7 @@ def _over_warp(x, OPERATION: gl.constexpr):
 
 @gluon.jit
 def from_lane(x, lane):
-    """The value of some lane for each."""
+    """The x of the lane that each lane names."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
         "=f,f,r",
@@ -222,7 +223,11 @@ def from_lane(x, lane):
 
 @gluon.jit
 def bytes_of(first, second, SELECTOR: gl.constexpr):
-    """Four bytes of two words, a hexadecimal digit each from the lowest: 0 to 3 are the first's."""
+    """A word of four bytes of two words.
+
+    SELECTOR: a hexadecimal digit for each byte, the lowest first: 0 to 3 for bytes of the first
+    word, 4 to 7 for those of the second.
+    """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -246,11 +251,11 @@ def words_where(condition, words):
 
 @gluon.jit
 def as_word(x):
-    """The bits of an FP32."""
+    """The bits of an FP32 as an int32."""
     return x.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def as_float(word):
-    """The FP32 of a word."""
+    """The FP32 with the bits of an int32."""
     return word.to(gl.float32, bitcast=True)

@@ -16,18 +16,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime.kernels.launch.device import programmatic_launch, run
 from lowbit.runtime.kernels.sampling.keys import BLOCK
-from lowbit.runtime.kernels.sampling.row import (
-    BIASES,
-    FREQUENCY,
-    KNOBS,
-    MASKED,
-    PRESENCE,
-    REPETITION,
-    WHOLE,
-)
+from lowbit.runtime.kernels.sampling.row import KNOBS, WHOLE
+from lowbit.runtime.state import sampler as sampler_module
 from lowbit.runtime.state.sampler import SamplerRows
 
 WIDTH = tl.constexpr(MOST_BIASES)
+REPETITION = tl.constexpr(sampler_module.REPETITION)
+PRESENCE = tl.constexpr(sampler_module.PRESENCE)
+FREQUENCY = tl.constexpr(sampler_module.FREQUENCY)
+BIASES = tl.constexpr(sampler_module.BIASES)
+MASKED = tl.constexpr(sampler_module.MASKED)
 
 
 @triton.jit

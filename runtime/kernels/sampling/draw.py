@@ -254,17 +254,9 @@ def draw_rows(
     token: Tensor,
     ring: Tensor,
 ) -> None:
-    """The rest of `choose`, where tokens are drawn.
+    """Draw and settle the next token of every row, from 2 to 64 candidates; see `Ops.choose`.
 
-    Args:
-        logits: [M, V or more] float32, adjusted.
-        keys: [M, groups] int64, the best of each group, as `choose` finds it.
-        blocks: [M, blocks] int64, the best of each block.
-        sampler: of a shape with 2 to 64 candidates.
-        rows: [M] int32.
-        positions: [M] int32, moved on.
-        token: [M] int64, written.
-        ring: [RING, R] int64, written.
+    Logits are adjusted; keys and blocks are what `best_rows` finds for groups of GROUP logits.
     """
     M, count = keys.shape
     K, stride, V = sampler.shape.candidates, logits.stride(0), sampler.vocabulary

@@ -133,16 +133,7 @@ def draw_sorted(
     token: Tensor,
     ring: Tensor,
 ) -> None:
-    """Draw and settle the next token of every row, see `Ops.choose`.
-
-    Args:
-        logits: [M, V or more] float32, adjusted.
-        sampler: of R rows; a row may draw from any number of tokens.
-        rows: [M] int32.
-        positions: [M] int32, moved on.
-        token: [M] int64, written.
-        ring: [RING, R] int64, written.
-    """
+    """Draw and settle the next token of every row, from any number; see `Ops.choose`."""
     M, V = logits.shape[0], sampler.vocabulary
     scores = logits[:, :V] + 0.0  # -0 becomes 0, which may order after it otherwise
     best = scores.sort(dim=1, descending=True, stable=True)

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from lowbit.runtime.backends import cuda
 from lowbit.runtime.kernels.delta.decode import delta_decode
-from lowbit.runtime.kernels.delta.out import norm_heads
 from lowbit.runtime.kernels.delta.reference import norm_heads_ref
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
-from lowbit.runtime.kernels.linear.norm import SQUARES
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.state.step import NO_SLOT
 from tests.runtime.kernels.delta.layers import (
@@ -82,7 +80,9 @@ def test_decode_by_parts(make_layer: MakeLayer, bf16_error: float, sizes: Sizes)
 
 @GPU
 @FEW
-def test_many_sequences(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) -> None:
+def test_many_sequences_match_each_alone(
+    make_layer: MakeLayer, bf16_error: float, sizes: Sizes
+) -> None:
     """So many that a head is one program and normed there: the bits of each sequence alone."""
     layer = make_layer(sizes, count=20)
     sequences: list[Tokens] = [(b, [b]) for b in range(18)] + [(18, [19, NO_SLOT])]
@@ -102,15 +102,6 @@ def test_many_sequences(make_layer: MakeLayer, bf16_error: float, sizes: Sizes) 
         assert torch.equal(out[m], alone)
     for slot in range(20):
         assert same(layer.state(slot), apart.state(slot))
-
-
-@pytest.mark.parametrize("M", [1, 5])
-def test_norm_of_heads(device: str, bf16_error: float, M: int) -> None:
-    parts = torch.randn(M, 6 * 32, device=device)
-    squares = torch.rand(M, 6, SQUARES, device=device)
-    expected = norm_heads_ref(parts, squares, EPS)
-    out = norm_heads(parts, squares, EPS, torch.bfloat16)
-    assert relative_error(out, expected) < bf16_error
 
 
 @GPU
@@ -171,7 +162,7 @@ def test_k_tokens_as_k_steps(make_layer: MakeLayer, sizes: Sizes, k: int) -> Non
 
 @GPU
 @FEW
-def test_graph(make_layer: MakeLayer, sizes: Sizes) -> None:
+def test_decode_in_a_graph(make_layer: MakeLayer, sizes: Sizes) -> None:
     """Replays follow the numbers of slots on the device; counters come back to zero each time."""
     layer = make_layer(sizes)
     apart = layer.copy()
@@ -206,7 +197,7 @@ def test_graph(make_layer: MakeLayer, sizes: Sizes) -> None:
 @GPU
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("sizes", REAL, ids=str)
-def test_with_its_linear(
+def test_delta_linear(
     make_layer: MakeLayer, make_tiled: MakeTiled, randn: Randn, sizes: Sizes, bits: int
 ) -> None:
     """No further from FP64 than the same with a rounded result in between."""
@@ -227,7 +218,7 @@ def test_with_its_linear(
 
 @GPU
 @pytest.mark.parametrize("sizes", REAL, ids=str)
-def test_parts_give_the_same_bytes(make_layer: MakeLayer, sizes: Sizes) -> None:
+def test_parts_repeat_bitwise(make_layer: MakeLayer, sizes: Sizes) -> None:
     layer, first = make_layer(sizes), None
     qkvz, ba = layer.inputs(int(sum(len(writes) for _, writes in MIXED)))
     for _ in range(20):

@@ -68,7 +68,7 @@ def check_prefill(layer: Layer, bf16_error: float, M: int, target: int) -> None:
         pytest.param((1, 1, 1, 1, 1, 65), marks=GPU),
     ],
 )
-def test_pieces(
+def test_prefill_in_pieces(
     make_layer: MakeLayer, bf16_error: float, sizes: Sizes, pieces: tuple[int, ...]
 ) -> None:
     """However a sequence is cut, and whichever kernels its pieces take, it comes out the same."""
@@ -83,7 +83,7 @@ def test_pieces(
 
 
 @pytest.mark.parametrize("decay", [0.0, -20.0, -1e4])
-def test_decay(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
+def test_extreme_decays(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
     """No forgetting, strong forgetting, and forgetting all at once between tokens that keep all."""
     layer = make_layer(SMALL[1], decay)
     qkvz, ba = layer.inputs(70)
@@ -123,7 +123,7 @@ def test_repeated_keys(make_layer: MakeLayer, bf16_error: float) -> None:
 
 
 @pytest.mark.parametrize("M", [ONE, 5, 64])
-def test_nothing_written_keeps_every_bit(make_layer: MakeLayer, M: int) -> None:
+def test_zero_beta_keeps_memory_bitwise(make_layer: MakeLayer, M: int) -> None:
     """With beta 0 and no decay the memory is carried, not recomputed."""
     layer = make_layer(SMALL[1])
     before, (qkvz, ba) = layer.copy(), layer.inputs(M)
@@ -133,7 +133,7 @@ def test_nothing_written_keeps_every_bit(make_layer: MakeLayer, M: int) -> None:
 
 
 @pytest.mark.parametrize("M", [ONE, 3, 65])
-def test_zeros(make_layer: MakeLayer, M: int) -> None:
+def test_zero_inputs(make_layer: MakeLayer, M: int) -> None:
     """From the empty state zeros stay zero: no division by a norm of zero."""
     layer = make_layer(SMALL[2])
     layer.slots.clear(HOME)
@@ -160,7 +160,7 @@ def test_gates_in_fp32(make_layer: MakeLayer, M: int) -> None:
 @GPU
 @pytest.mark.parametrize("sizes", REAL, ids=str)
 @pytest.mark.parametrize("M", [1, 300])
-def test_same_bytes_twice(make_layer: MakeLayer, sizes: Sizes, M: int) -> None:
+def test_runs_repeat_bitwise(make_layer: MakeLayer, sizes: Sizes, M: int) -> None:
     layer = make_layer(sizes)
     qkvz, ba = layer.inputs(M)
     runs = []
@@ -174,7 +174,7 @@ def test_same_bytes_twice(make_layer: MakeLayer, sizes: Sizes, M: int) -> None:
 @GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [(8192,), (512,) * 16, (8000, *(1,) * 192)], ids=len)
-def test_long(make_layer: MakeLayer, bf16_error: float, pieces: tuple[int, ...]) -> None:
+def test_long_sequence(make_layer: MakeLayer, bf16_error: float, pieces: tuple[int, ...]) -> None:
     """8192 tokens: whole, in the engine's pieces, and with a decoded end."""
     layer = make_layer(REAL[1])
     qkvz, ba = layer.inputs(8192)

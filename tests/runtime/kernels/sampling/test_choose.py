@@ -10,23 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.formats.sampling_ranges import MOST_LOGPROBS
 from lowbit.runtime.backends import cpu, cuda
-from lowbit.runtime.backends.cpu_sampling import adjusted, best_ids
-from lowbit.runtime.kernels.sampling.adjust import adjust
-from lowbit.runtime.kernels.sampling.logprobs import likeliest
-from lowbit.runtime.state.host_rings import RING, new_log_probabilities, new_ring
+from lowbit.runtime.state.host_rings import RING, new_ring
 from lowbit.runtime.state.sampler import SCRATCH, ChoiceShape, SamplerRows, SamplingParams
+from tests.runtime.kernels.sampling.logits import PADDED, STRICT, VOCABULARY, some_logits
 from tests.runtime.rows_of_tokens import Asked, configured, run, some_requests, words_of
 
-VOCABULARY = 3001  # three blocks, no multiple of 32; the logits have padding beyond
-PADDED = 3100
-STRICT = SamplingParams(
-    repetition_penalty=1.3,
-    presence_penalty=-0.7,
-    frequency_penalty=0.3,
-    logit_bias=((0, 3.0), (1023, -2.5), (1024, 0.1), (VOCABULARY - 1, 100.0)),
-)
 PARAMS = (
     SamplingParams(),
     SamplingParams(0.7, 20, 0.8, seed=1),
@@ -50,49 +39,14 @@ EVERY = [
 ]
 
 
-def some_logits(seed: int, M: int, steps: int = 1, V: int = VOCABULARY) -> list[Tensor]:
-    """Logits with ties, zeros of both signs and padding that would always win."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(steps):
-        logits = torch.randn(M, V + 99, generator=generator) * 3
-        logits[:, ::7] = (logits[:, ::7] * 2).round() / 2  # of either sign, zeros too
-        logits[:, V:] = 1e9
-        made.append(logits)
-    return made
-
-
 def check(device: str, asked: list[Asked], logits: list[Tensor], V: int = VOCABULARY) -> None:
     """The kernels choose the tokens that the CPU chooses."""
     ours = run(cuda, [each.to(device) for each in logits], asked, V)
     assert ours == run(cpu, logits, asked, V)
 
 
-def test_adjusted_logits_have_the_same_bits(device: str) -> None:
-    logits = some_logits(0, 6)[0]
-    logits[1, 77], logits[2, 78], logits[3, 79] = torch.inf, -torch.inf, 3e38
-    allowed = tuple(range(0, VOCABULARY, 3))
-    many = tuple((id, id / 100 - 10) for id in range(900, 1200))
-    asked = [
-        Asked(STRICT, (3, 77, 77, VOCABULARY - 1)),
-        Asked(SamplingParams()),
-        Asked(STRICT, allowed=allowed),
-        Asked(SamplingParams(logit_bias=many), allowed=allowed),
-        Asked(SamplingParams(repetition_penalty=0.6), (78, 79)),
-        Asked(SamplingParams(frequency_penalty=-1.1), allowed=()),
-    ]
-    samplers = [configured(asked, VOCABULARY, each) for each in ("cpu", device)]
-    counts = torch.randint(-3, 3, (7, VOCABULARY), dtype=torch.int32).clamp(min=0)
-    for sampler in samplers:
-        sampler.counts.copy_(counts)
-    rows = torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int32)
-    expected = adjusted(logits, samplers[0], rows)
-    got = adjust(logits.to(device), samplers[1], rows.to(device))[:, :VOCABULARY].cpu()
-    assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("params", [EVERY[0], EVERY[5], EVERY[1]], ids=["greedy", "drawn", "few"])
-def test_tokens_of_a_sequence_have_masks_of_their_own(device: str, params: SamplingParams) -> None:
+def test_masks_of_each_token(device: str, params: SamplingParams) -> None:
     """A row that is not masked takes any token, and one that is penalized ignores its own mask."""
     asked = [
         Asked(params, allowed=(7,)),
@@ -128,7 +82,7 @@ def test_tokens_of_a_sequence_have_masks_of_their_own(device: str, params: Sampl
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("params", EVERY, ids=NAMES)
-def test_tokens_of_the_cpu(device: str, params: SamplingParams, strict: bool) -> None:
+def test_choose_matches_cpu(device: str, params: SamplingParams, strict: bool) -> None:
     if strict:
         params = replace(
             STRICT, **{n: getattr(params, n) for n in ("temperature", "top_k", "top_p", "seed")}
@@ -151,9 +105,7 @@ def test_signs_of_zero_and_small_numbers(device: str) -> None:
 @on_gpu
 @given(seed=st.integers(0, 1000), asked=some_requests(VOCABULARY))
 @ANYWHERE
-def test_any_company_gives_the_tokens_of_the_cpu(
-    device: str, seed: int, asked: list[Asked]
-) -> None:
+def test_choose_in_company_matches_cpu(device: str, seed: int, asked: list[Asked]) -> None:
     logits = some_logits(seed, len(asked), steps=2)
     together = run(cuda, [each.to(device) for each in logits], asked, VOCABULARY)
     assert together == run(cpu, logits, asked, VOCABULARY)
@@ -164,7 +116,7 @@ def test_any_company_gives_the_tokens_of_the_cpu(
 
 @on_gpu
 @pytest.mark.parametrize("vocabulary", [1, 2, 40, 300, 1024, 1025, 1500, 151669, 248077])
-def test_vocabularies(device: str, vocabulary: int) -> None:
+def test_vocabulary_sizes(device: str, vocabulary: int) -> None:
     """Fewer tokens or groups than top_k, half of the tokens impossible, likely ones in a row."""
     asked = [Asked(replace(params, seed=m)) for m, params in enumerate(PARAMS)]
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +131,7 @@ def test_vocabularies(device: str, vocabulary: int) -> None:
 @pytest.mark.parametrize("params", EVERY, ids=NAMES)
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [slice(3000, 3001), slice(0, VOCABULARY)], ids=["one", "all"])
-def test_logits_that_are_not_finite_spoil_their_row_only(
+def test_nonfinite_logits_mark_their_row(
     device: str, params: SamplingParams, value: float, where: slice
 ) -> None:
     logits = some_logits(2, 3)
@@ -200,43 +152,6 @@ def test_masks(device: str, params: SamplingParams) -> None:
     assert got[:2] == [[-1], [VOCABULARY - 1]]
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY, 1030, 7])
-def test_log_probabilities(device: str, vocabulary: int) -> None:
-    logits = some_logits(4, 3)[0][:, : vocabulary + 50]
-    logits[2, 3:6] = -torch.inf
-    rows = torch.tensor([2, 1, 3], dtype=torch.int32, device=device)
-    positions = torch.tensor([3, 4, 5], dtype=torch.int32, device=device)
-    token = torch.tensor([3, 6, 4], device=device)
-    ours, theirs = (new_log_probabilities(4, pinned=device == "cuda") for _ in range(2))
-    cuda.log_probabilities(logits.to(device), vocabulary, rows, positions, token, ours)
-    cpu.log_probabilities(logits, vocabulary, rows.cpu(), positions.cpu(), token.cpu(), theirs)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(ours.ids, theirs.ids)
-    assert torch.allclose(ours.values, theirs.values, rtol=0, atol=1e-5)
-    if device == "cuda":  # the same bits alone
-        for m in range(3):
-            one = new_log_probabilities(4, pinned=True)
-            alone = slice(m, m + 1)
-            cuda.log_probabilities(
-                logits[alone].to(device),
-                vocabulary,
-                rows[alone],
-                positions[alone],
-                token[alone],
-                one,
-            )
-            torch.cuda.synchronize()
-            at = int(positions[m]) % RING, int(rows[m])
-            assert torch.equal(one.values[at], ours.values[at])
-
-
-def test_the_likeliest_in_their_order(device: str) -> None:
-    logits = some_logits(5, 4)[0]
-    expected = best_ids(logits[:, :VOCABULARY], MOST_LOGPROBS)
-    assert torch.equal(likeliest(logits.to(device), VOCABULARY, MOST_LOGPROBS).cpu(), expected)
-
-
 @contextmanager
 def captured(graph: "torch.cuda.CUDAGraph") -> Iterator[None]:
     """Record what is launched; kernels have run before, so nothing is compiled."""
@@ -248,9 +163,7 @@ def captured(graph: "torch.cuda.CUDAGraph") -> Iterator[None]:
 @on_gpu
 @pytest.mark.parametrize("most", PARAMS, ids=NAMES)
 @pytest.mark.parametrize("adjusting", [False, True])
-def test_a_graph_serves_rows_that_come_and_go(
-    device: str, most: SamplingParams, adjusting: bool
-) -> None:
+def test_choose_in_a_graph(device: str, most: SamplingParams, adjusting: bool) -> None:
     """Captured over the scratch row alone, replayed for other rows in every step."""
     strict = replace(most, logit_bias=((9, 1.0),), frequency_penalty=0.5) if adjusting else most
     easy = replace(most, temperature=min(0.6, most.temperature), seed=8)
