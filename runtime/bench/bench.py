@@ -1,4 +1,4 @@
-"""How fast a model runs here, and how far that is from what the memory allows."""
+"""Speed and memory of a model on this machine, against the bandwidth of its memory."""
 
 import statistics
 import sys
@@ -66,7 +66,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one decode step must move, without drafts and what makes them.
+    """Bytes that one decode step must move, without drafts and their model.
 
     Attributes:
         weights: read; an untied embedding is read one row at a time and not counted.
@@ -207,7 +207,7 @@ def check_fits(model: Model, settings: BenchSettings) -> None:
 
 
 def arbitrary_prompt(model: Model, tokens: int, first: int = 0) -> list[int]:
-    """`tokens` ids without a meaning, the same every time; other ones for another `first`."""
+    """`tokens` arbitrary ids, the same every time; another `first` gives others."""
     return [(7 * index + first) % model.engine.runner.sampler.vocabulary for index in range(tokens)]
 
 
@@ -261,7 +261,7 @@ def forget_peak(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Most memory this process has used: of the GPU's allocator, or resident on a CPU."""
+    """Peak memory of this process: of the GPU's allocator, or resident on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_reserved()
     import resource
@@ -290,7 +290,7 @@ def summed(found: Iterable[Speculated | None]) -> Speculated | None:
 
 
 def tokens_before(batch: int, speculation: bool) -> int:
-    """Tokens that a sequence of a batch may get while the prompts of others run, at most.
+    """Most tokens that a sequence of a batch may get while the prompts of others run.
 
     With speculation a step of n sequences gives each EXACT_TOKENS / n tokens or one.
     """
@@ -300,7 +300,7 @@ def tokens_before(batch: int, speculation: bool) -> int:
 
 
 def _trunk(opened: OpenedModel) -> OpenedModel:
-    """The model without its head for multi-token prediction, and without a drafter."""
+    """The model without MTP head and drafter."""
     config = opened.checkpoint.config
     specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
     return replace(opened, specs=specs, head=False, draft=None, drafter=None)

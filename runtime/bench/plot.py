@@ -67,7 +67,7 @@ def line_plot(title: str, x_label: str, y_label: str, lines: Sequence[NamedLine]
 
 
 def write_plot(path: Path, svg: str) -> None:
-    """Write the plot so that a reader of the file sees the old content or all of the new.
+    """Write the plot whole or not at all.
 
     Raises:
         ResourceError: the place cannot be written to.

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: every kernel, as PyTorch's profiler sees it.
+"""Time of every kernel in a decode step, by PyTorch's profiler.
 
 On a GPU these are the kernels that a graph's replay runs. With programmatic dependent launch a
 kernel begins while the one before still runs, and waits; so a kernel is charged with the time by
@@ -30,7 +30,7 @@ Reads = Literal["weights", "kv", "states", "other"]
 
 STEPS = 32  # profiled, where so many tokens are asked for
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
-# What a kernel reads is told by its name, the first part that fits.
+# Kind of bytes by a part of the kernel's name; the first that fits counts.
 READERS: tuple[tuple[str, Reads], ...] = (
     ("gemv", "weights"),
     ("experts_gate_up", "weights"),
@@ -52,7 +52,7 @@ class KernelTime:
     Attributes:
         name: as the profiler has it.
         grid: programs along x, y and z, which tell calls of different sizes apart; None on a CPU.
-        reads: what most of the bytes are that it moves.
+        reads: kind of most of the bytes that it moves.
         share: of the time of all kernels.
     """
 
@@ -67,10 +67,10 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class ReadTime:
-    """All kernels that move the same kind of bytes.
+    """Sum over all kernels that move the same kind of bytes.
 
     Attributes:
-        bytes_per_token: what they must move; None where that is not known.
+        bytes_per_token: that must be moved; None where unknown.
         bytes_per_s: over their time.
     """
 
@@ -87,10 +87,10 @@ class Profile:
 
     Attributes:
         steps: profiled.
-        kernel_us_per_token: time of all kernels; what is missing to the time of a token is waiting
-            between them, and what the profiler itself costs is in it.
+        kernel_us_per_token: time of all kernels, with the cost of the profiler, without the waits
+            between kernels.
         kernels: the longest first.
-        reads: the same by what they read.
+        reads: sums by kind of bytes.
     """
 
     steps: int

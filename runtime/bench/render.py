@@ -93,7 +93,7 @@ def show_sweep(name: str, sweep: Sweep) -> None:
 
 
 def show_profile(profile: Profile, result: BenchResult) -> None:
-    """A row for each kernel, then for what they read, then for the whole step."""
+    """A row for each kernel, then for each kind of bytes, then for the whole step."""
     console = results()
     title = f"{profile.steps} decode steps under the profiler"
     figures = ("calls", "us/call", "us/token", "share", "bandwidth")
@@ -121,7 +121,7 @@ def show_profile(profile: Profile, result: BenchResult) -> None:
 
 
 def _label(kernel: KernelTime, width: int) -> str:
-    """The name, cut where it is too long, and the grid."""
+    """Name, cut to the width, and grid."""
     name = kernel.name.removeprefix("void ")
     grid = "" if kernel.grid is None else " " + "x".join(map(str, kernel.grid))
     room = width - len(grid)
@@ -137,7 +137,7 @@ def _percent(share: float) -> str:
 
 
 def _rounds(found: Speculated) -> str:
-    """Tokens a round, and how many rounds there were."""
+    """Tokens a round, and the number of rounds."""
     if found.tokens_a_round is None:
         return "no rounds"
     return f"{found.tokens_a_round:.2f} in {found.rounds:,} round{'s' if found.rounds > 1 else ''}"

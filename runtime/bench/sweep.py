@@ -128,10 +128,10 @@ def over_group_sizes(
 
 
 def check_group_sizes(folder: Path, base: Base, group_sizes: Sequence[int]) -> None:
-    """Refuse group sizes that a checkpoint cannot be quantized in, by its headers alone.
+    """Refuse group sizes that do not divide the rows of a checkpoint, by its headers alone.
 
     Raises:
-        QuantizationError: a size does not divide a row, which would get smaller groups.
+        QuantizationError: a size does not divide a row.
         LowbitError: as `open_model`.
     """
     for size in group_sizes:
@@ -162,7 +162,7 @@ def over_batches(model: Model, batches: Sequence[int], settings: BenchSettings) 
 
 
 def plotted(name: str, sweep: Sweep) -> str:
-    """The SVG text of tokens per second along the axis, beside what the memory would allow."""
+    """SVG text: tokens per second along the axis, measured and allowed by the bandwidth."""
     measured = tuple((float(each.at), each.tokens_per_s) for each in sweep.points)
     allowed = tuple((float(p.at), p.tokens_per_s / p.roofline_share) for p in sweep.points)
     lines = [NamedLine("measured", measured, marked=True)]

@@ -11,12 +11,13 @@ from click.core import ParameterSource
 from lowbit.formats.layout.recipes import Base
 from lowbit.formats.layout.scheme import GROUP_SIZES
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, json_option, output_file, with_options
+from lowbit.formats.shell.options import json_option, output_file, with_options
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.options import (
     SECTIONS,
+    count_option,
     load_model,
     machine_options,
     model_argument,
@@ -67,22 +68,17 @@ def svg_path(context: click.Context, parameter: click.Parameter, value: Path | N
 
 
 measure_options = with_options(
-    click.option(
+    count_option(
         "--prompt-tokens",
-        type=Count(),
-        metavar="N",
         default=DEFAULTS.prompt_tokens,
-        show_default=True,
         help="Length of the prompt.",
     ),
-    click.option(
+    count_option(
         "--new-tokens",
         "-n",
-        type=Count(2),
-        metavar="N",
         default=DEFAULTS.new_tokens,
-        show_default=True,
         help="Tokens to decode after it.",
+        least=2,
     ),
     click.option(
         "--runs",
@@ -215,7 +211,7 @@ def _check_profile(asked: list[str], settings: BenchSettings, options: LoadOptio
 
 
 def _given(parameter: str) -> bool:
-    """True if the command line, or the environment, has the parameter."""
+    """True if the command line or the environment sets the parameter."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is not ParameterSource.DEFAULT
 

@@ -15,7 +15,6 @@ from lowbit.formats.shell.options import folders, json_option, model_name
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.template import MAX_PROMPT_BYTES
-from lowbit.runtime.cli.answer import new_printer, summary
 from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
@@ -172,6 +171,7 @@ def _converse(talk: "Chat", ask: Ask, view: "View") -> "tuple[Chat, BaseExceptio
 
 def _view(interactive: bool, quiet: bool, made: "list[Generation]") -> "View":
     """Show answers on stdout, all else on stderr; every finished answer is added to `made`."""
+    from lowbit.runtime.cli.answer import new_printer, summary
     from lowbit.runtime.conversation.keyboard import unseen
     from lowbit.runtime.conversation.respond import View
 

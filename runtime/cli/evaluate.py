@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import click
 
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, folders, json_option
+from lowbit.formats.shell.options import folders, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.runtime.cli.options import (
+    count_option,
     load_model,
     machine_options,
     model_argument,
@@ -39,15 +40,12 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Where further tasks are described, as YAML; their files are relative to DIR.",
 )
-@click.option(
-    "--limit", type=Count(), metavar="N", show_default="all", help="Samples of each task."
-)
-@click.option(
+@count_option("--limit", shown="all", help="Samples of each task.")
+@count_option(
     "--num-fewshot",
-    type=Count(0),
-    metavar="N",
-    show_default="the task's",
+    shown="the task's",
     help="Examples before each question.",
+    least=0,
 )
 @click.option(
     "--chat/--raw",

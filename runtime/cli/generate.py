@@ -9,16 +9,16 @@ import click
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, check_command, json_option
+from lowbit.formats.shell.options import check_command, json_option
 from lowbit.formats.shell.output import note, print_json
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, check_length
-from lowbit.runtime.cli.answer import show, summary
 from lowbit.runtime.cli.chat import chat
 from lowbit.runtime.cli.options import (
     SECTIONS,
     check_model,
     control_option,
+    count_option,
     load_model,
     machine_options,
     model_argument,
@@ -68,13 +68,11 @@ if TYPE_CHECKING:
     "max_new_tokens, stop, thinking, max_thinking_tokens, json_schema (an object), raw and "
     "sampling settings of its own. A line that fails is answered by its `error`.",
 )
-@click.option(
+@count_option(
     "--max-sequences",
-    type=Count(1, MOST_SEQUENCES),
-    metavar="N",
     default=SEQUENCES,
-    show_default=True,
     help="With --prompts: lines that are answered together.",
+    most=MOST_SEQUENCES,
 )
 @click.option(
     "--out",
@@ -129,6 +127,8 @@ def _load(name: str, options: "LoadOptions", sequences: int) -> "Model":
 
 def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bool) -> None:
     """Answer one prompt."""
+    from lowbit.runtime.cli.answer import show, summary
+
     stream = model.stream(
         settings.prompt(prompt), thinking=settings.thinking, **settings.keywords(model)
     )
@@ -143,7 +143,7 @@ def _answer(model: "Model", prompt: str, settings: "AnswerSettings", as_json: bo
 
 
 def _in_terminal() -> bool:
-    """Tell if somebody types and reads."""
+    """True if somebody types and reads."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

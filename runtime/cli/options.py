@@ -18,6 +18,7 @@ from lowbit.formats.sampling_ranges import SETTINGS
 from lowbit.formats.shell.failure import Command
 from lowbit.formats.shell.options import (
     AUTO,
+    MOST,
     Count,
     at_most_cores,
     device_choice,
@@ -58,13 +59,26 @@ def whole_number(
     return None if value is None else int(value)
 
 
+def count_option(
+    *names: str,
+    help: str,
+    shown: str | bool = True,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MOST,
+) -> Decorator:
+    """An option for a whole number from `least` to `most`; `shown` describes a missing default."""
+    kind = Count(least, most)
+    return click.option(
+        *names, type=kind, metavar="N", default=default, show_default=shown, help=help
+    )
+
+
 machine_options = with_options(
-    click.option(
+    count_option(
         "--context",
         "-c",
-        type=Count(),
-        metavar="N",
-        show_default="the model's, 8192, or what fits",
+        shown="the model's, 8192, or what fits",
         help="Tokens of prompt and output together.",
     ),
     device_choice(named_device),
@@ -98,12 +112,10 @@ def _sampling_option(name: str, metavar: str, help: str, shown: str = "the model
 
 
 sampling_options = with_options(
-    click.option(
+    count_option(
         "--max-new-tokens",
         "-n",
-        type=Count(),
-        metavar="N",
-        show_default="until the context is full",
+        shown="until the context is full",
         help="Stop after N tokens.",
     ),
     _sampling_option("temperature", "T", "0 takes the likeliest token."),
@@ -137,12 +149,11 @@ talk_options = with_options(
         show_default="the model's",
         help="Switch thinking on or off.",
     ),
-    click.option(
+    count_option(
         "--max-thinking-tokens",
-        type=Count(0),
-        metavar="N",
-        show_default="no limit",
+        shown="no limit",
         help="End the reasoning after N tokens, so that the answer begins.",
+        least=0,
     ),
     click.option(
         "--json-schema",
@@ -287,7 +298,7 @@ def _read_schema(path: Path) -> dict[str, Any]:
 
 
 def load_model(name: str, options: LoadOptions) -> "Model":
-    """The model of a folder or Hub id; stderr says what was not asked for in so many words."""
+    """Load the model of a folder or Hub id; notes on stderr name choices made for the user."""
     from lowbit.runtime.engine.load import load
 
     if options.measures_inputs:
@@ -302,7 +313,7 @@ def load_model(name: str, options: LoadOptions) -> "Model":
 
 
 def note_plain(model: "Model") -> None:
-    """Say on stderr how weights that are not quantized would be, where there are such."""
+    """Point to --quantize on stderr where no weight is quantized."""
     if not any(model.opened.schemes.values()):
         note("the weights are not quantized: --quantize int4 makes them smaller and faster")
 

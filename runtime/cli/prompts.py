@@ -127,7 +127,7 @@ def _show(answer: dict[str, Any]) -> None:
 
 
 def _identity(model: "Model", system: str | None) -> str:
-    """Identify what answers depend on beside their lines, wherever the folder lies."""
+    """Text that changes with model, options and system message; the folder may move."""
     parts = [str(model.options.quantize), str(model.dtype), str(system)]
     for name in (CONFIG_FILE, MANIFEST_FILE):
         path = model.folder / name

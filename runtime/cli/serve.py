@@ -12,12 +12,13 @@ import click
 
 from lowbit.formats.errors import LowbitError, ResourceError
 from lowbit.formats.shell.failure import reported
-from lowbit.formats.shell.options import Count, finite
+from lowbit.formats.shell.options import finite
 from lowbit.formats.shell.output import note
 from lowbit.formats.shell.sections import Sectioned
 from lowbit.runtime.cli.options import (
     SECTIONS,
     control_option,
+    count_option,
     load_model,
     machine_options,
     model_argument,
@@ -69,21 +70,18 @@ MOST_QUEUE = 65_536
     help="Key that requests must show; the variable keeps it out of the list of processes.",
 )
 @click.option("--no-auth", is_flag=True, help="Let other machines use the server without a key.")
-@click.option(
+@count_option(
     "--max-sequences",
-    type=Count(1, MOST_SEQUENCES),
-    metavar="N",
     default=SEQUENCES,
-    show_default=True,
     help="Answers that are made together.",
+    most=MOST_SEQUENCES,
 )
-@click.option(
+@count_option(
     "--queue",
-    type=Count(0, MOST_QUEUE),
-    metavar="N",
     default=QUEUE,
-    show_default=True,
     help="Answers that may wait; more are refused with 429.",
+    least=0,
+    most=MOST_QUEUE,
 )
 @click.option(
     "--request-timeout",
@@ -101,12 +99,11 @@ MOST_QUEUE = 65_536
     show_default="the folder's",
     help="Name of the model in requests and answers; repeat it for others.",
 )
-@click.option(
+@count_option(
     "--max-thinking-tokens",
-    type=Count(0),
-    metavar="N",
-    show_default="no limit",
+    shown="no limit",
     help="Tokens of reasoning before the answer must begin, where a request names none.",
+    least=0,
 )
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @click.option(

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lowbit.formats.errors import LowbitError, RequestError
@@ -184,14 +185,19 @@ def set_sampling(chat: Chat, argument: str) -> Outcome:
     return Outcome(changed, (_sampling_line(changed),))
 
 
-def save(chat: Chat, argument: str) -> Outcome:
-    """Save the conversation, where nothing else is replaced."""
-    return _save(chat, argument, overwrite=False)
-
-
-def save_over(chat: Chat, argument: str) -> Outcome:
-    """Save the conversation whatever the file is now."""
-    return _save(chat, argument, overwrite=True)
+def save(chat: Chat, argument: str, overwrite: bool = False) -> Outcome:
+    """Save the conversation; `overwrite` replaces any file, else a saved conversation alone."""
+    path = _file(chat, argument)
+    saved.save(
+        path,
+        chat.conversation,
+        model=chat.name,
+        sampling=chat.sampling,
+        thinking=chat.settings.thinking,
+        overwrite=overwrite,
+    )
+    count = _turns(len(chat.conversation.turns))
+    return Outcome(replace(chat, file=path), (f"saved {count} to `{path}`",))
 
 
 def load(chat: Chat, argument: str) -> Outcome:
@@ -266,22 +272,8 @@ def leave(chat: Chat, argument: str) -> Outcome:
     return Outcome(chat, done=True)
 
 
-def _save(chat: Chat, argument: str, overwrite: bool) -> Outcome:
-    path = _file(chat, argument)
-    saved.save(
-        path,
-        chat.conversation,
-        model=chat.name,
-        sampling=chat.sampling,
-        thinking=chat.settings.thinking,
-        overwrite=overwrite,
-    )
-    count = _turns(len(chat.conversation.turns))
-    return Outcome(replace(chat, file=path), (f"saved {count} to `{path}`",))
-
-
 def _file(chat: Chat, argument: str) -> Path:
-    """The file that is named, or else the one of last time."""
+    """The named file, or the one of last time."""
     if argument:
         return saved.path_of(argument)
     if chat.file is None:
@@ -344,7 +336,9 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "undo": SlashCommand(undo, "take back the last question and answer"),
     "stats": SlashCommand(stats, "context in use, speed, sampling"),
     "save": SlashCommand(save, "save the conversation (again)", "[FILE]", takes_file=True),
-    "save!": SlashCommand(save_over, "the same, whatever FILE is now", "[FILE]", takes_file=True),
+    "save!": SlashCommand(
+        partial(save, overwrite=True), "the same, whatever FILE is now", "[FILE]", takes_file=True
+    ),
     "load": SlashCommand(load, "go on with a saved conversation", "[FILE]", takes_file=True),
     "reset": SlashCommand(reset, "forget all turns, keep the system message; also /clear"),
     "exit": SlashCommand(leave, "end; also /quit"),

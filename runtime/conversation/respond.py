@@ -1,7 +1,7 @@
 """One step of a chat: carry out a command, or have a message answered."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,13 +31,10 @@ class AnswerView(Protocol):
 @contextmanager
 def showing(stream: "AnswerStream", view: AnswerView) -> Iterator[None]:
     """Close the stream and end the view after an answer, an error, or Ctrl-C."""
-    try:
+    with ExitStack() as last:
+        last.callback(view.end)
+        last.callback(stream.close)
         yield
-    finally:
-        try:
-            stream.close()
-        finally:
-            view.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +150,14 @@ def _listen(
 
 
 def _without_answer(chat: Chat, why: str) -> str:
-    """Say what is left of a question that got no answer."""
+    """Note on a question without an answer."""
     if chat.conversation.unanswered is None:
         return f"{why}; the earlier one stays"
     return f"{why}; /retry asks again, /undo takes the question back"
 
 
 def _explain_end(chat: Chat, made: "Generation", view: View) -> None:
-    """Say why an answer was cut, and what can be done."""
+    """Note why an answer was cut."""
     if made.finish_reason != "length":
         return
     most = chat.settings.max_new_tokens

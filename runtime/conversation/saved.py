@@ -62,7 +62,7 @@ def save(
         model: name of the model that answered.
         sampling: settings of the newest answer.
         thinking: the thinking switch; None where the template decides.
-        overwrite: replace a file that is no saved conversation, too.
+        overwrite: replace any file.
 
     Raises:
         RequestError: the file is something else.
@@ -155,7 +155,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_saved(path: Path) -> None:
-    """Refuse to replace what is not a saved conversation."""
+    """Refuse to replace any other file than a saved conversation."""
     try:
         load(path)
     except RequestError:

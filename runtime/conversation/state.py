@@ -59,7 +59,7 @@ def check_model(chat: Chat) -> None:
 
 
 def check_thinking(chat: Chat, thinking: bool | None) -> None:
-    """Render a question, to refuse before the first one what the template cannot do.
+    """Render a question, so that the template refuses before the first one.
 
     Raises:
         RequestError: the template has no thinking switch, or refuses the system message.

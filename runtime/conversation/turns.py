@@ -26,7 +26,7 @@ class Conversation:
     Attributes:
         system: system message; None for none.
         turns: oldest first.
-        dropped: number of oldest turns that the model no longer sees; they are saved all the same.
+        dropped: number of oldest turns that the model no longer sees; they are still saved.
         unanswered: last question, where its answer failed or was stopped before it began.
     """
 
@@ -100,8 +100,8 @@ def fitted(
     the rest again. The newest turn goes only if a quarter is not free otherwise.
 
     Args:
-        conversation: what was said before the question.
-        question: what is asked; it is never dropped, nor is the system message.
+        conversation: before the question.
+        question: never dropped, nor is the system message.
         count_tokens: length of a prompt.
         context: tokens of prompt and answer together.
         max_new_tokens: longest answer; None for no limit of its own.

@@ -40,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Settings by which a task lets a text go on.
+    """Settings by which a task continues a text.
 
     Attributes:
         stops: strings that end it.
@@ -60,7 +60,7 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
     shares with the last one is not run again.
 
     Args:
-        model: loaded; what its cache holds of another conversation is dropped.
+        model: loaded; another conversation in its cache is dropped.
         context: token ids, at least one.
         continuation: token ids, at least one and at most `model.context`.
 
@@ -94,7 +94,7 @@ def score(model: Model, context: Sequence[int], continuation: Sequence[int]) -> 
 
 
 def _score_rows(logits: Tensor, ids: Sequence[int]) -> tuple[float, bool]:
-    """Log-likelihood of ids [M] under logits [M, V], and whether they are the likeliest."""
+    """Log-likelihood of ids [M] under logits [M, V]; True if they are the likeliest."""
     targets = torch.tensor(ids, device=logits.device)
     chosen = logits.gather(1, targets[:, None])[:, 0]
     likelihoods = (chosen - logits.logsumexp(-1)).double()
@@ -153,12 +153,12 @@ def carry_on(
 
     Args:
         model: loaded.
-        prompt: token ids; those that leave no room for the text are left out at its beginning.
+        prompt: token ids; its beginning is left out where the text needs the room.
         continuation: how it ends and how its tokens are chosen.
         chat: the prompt came from the chat template; reasoning is then left out.
 
     Returns:
-        The text, and whether the beginning of the prompt was left out.
+        The text, and True if the beginning of the prompt was left out.
 
     Raises:
         RequestError: an empty prompt, or a context that has no room for one.

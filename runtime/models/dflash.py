@@ -52,7 +52,7 @@ class DFlash(Generic[W]):
 
     @property
     def blocks(self) -> BlockDrafts:
-        """What it takes from its target, and drafts."""
+        """Layers of the target that are read, and the size of a block."""
         return self.config.blocks
 
     def read(self, hidden_taps: Tensor, pages: KVPages, step: Step) -> None:

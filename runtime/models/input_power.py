@@ -1,8 +1,8 @@
-"""Power of every linear's input channels, measured by running the original model over a text.
+"""Mean square of every linear's input channels, measured by the original model over a text.
 
-The search of scales weights a column's error by it. One prompt of at most MOST_TOKENS tokens runs
-through the dense model once; each weight is read when it is used and dropped after, so that memory
-holds one of them at a time.
+The search of scales weights the error of a column by it. One prompt of at most MOST_TOKENS tokens
+runs through the dense model once; each weight is read when it is used and dropped after, so that
+memory holds one of them at a time.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class _WatchedWeights(Weights[WatchedLinear]):
     def stack(
         self, experts: Sequence[Sequence[str]], paired: bool = False
     ) -> Sequence[WatchedLinear]:
-        """Linears of experts; those that see few tokens say too little, the shared one sees all."""
+        """Linears of experts; all but the shared one count from FEWEST_TOKENS tokens on."""
         linears = [self.linear(*modules, paired=paired) for modules in experts]
         return tuple(
             linear if expert_of(linear.modules[0]) is None else replace(linear, least=FEWEST_TOKENS)

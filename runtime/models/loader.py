@@ -50,7 +50,7 @@ class OpenedModel:
         schemes: of every linear module; None where it is dense.
         head: read the head for multi-token prediction too.
         draft: rows that its drafts are chosen from; None for all of the vocabulary.
-        drafter: that is loaded beside it; None without one.
+        drafter: its drafter; None without one.
     """
 
     checkpoint: Checkpoint
@@ -68,7 +68,7 @@ class OpenedModel:
         return size + sum(self._bytes_of(spec, device, dtype) for spec in self.specs)
 
     def expert_bytes(self, device: str, dtype: torch.dtype) -> int:
-        """Memory that the experts of the decoder will take, of which a token needs some alone."""
+        """Memory that the experts of the decoder will take."""
         experts = (spec for spec in self.specs if spec.role == "expert")
         return sum(self._bytes_of(spec, device, dtype) for spec in experts)
 
@@ -246,7 +246,7 @@ def _cpu_weights(opened: OpenedModel, dtype: torch.dtype) -> Weights[CpuLinear]:
 
 
 def check_shared_experts(opened: OpenedModel) -> None:
-    """Refuse a shared expert that cannot lie beside the others of its layer, in one buffer.
+    """Refuse a shared expert that does not fit into one buffer with the others of its layer.
 
     Raises:
         UnsupportedModelError: another width, scheme or dtype of scales.
@@ -264,7 +264,7 @@ def check_shared_experts(opened: OpenedModel) -> None:
 
 
 def _kind(opened: OpenedModel, module: str) -> tuple[object, ...]:
-    """What a linear must have in common with another that lies beside it in one buffer."""
+    """Scheme, shapes and dtypes, which linears in one buffer must share."""
     scheme, tensors = opened.schemes[module], opened.checkpoint.tensors
     names = ["weight"] if scheme is None else [PACKED, SCALE]
     infos = [tensors[f"{module}.{name}"] for name in names]

@@ -123,7 +123,7 @@ class Qwen35(Generic[W]):
         state: DeviceState,
         step: Step,
     ) -> Tensor:
-        """`x` plus what a mixer adds to it: [M, h]."""
+        """Add the output of a mixer to x: [M, h]."""
         ops, eps = self.ops, self.config.rms_norm_eps
         if isinstance(mixer, DeltaNet):
             qkvz, ba = ops.two_products(x, mixer.qkvz, mixer.ba, norm, eps)

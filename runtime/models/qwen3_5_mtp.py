@@ -1,4 +1,4 @@
-"""The head for multi-token prediction of Qwen3.5: one layer that drafts behind the trunk.
+"""Head for multi-token prediction (MTP) of Qwen3.5: one layer that drafts after the trunk.
 
 At position t it takes the trunk's hidden state after the final norm, H_t, and the embedding of
 token t + 1, and predicts token t + 2 through the trunk's head. Drafts further on take its own
@@ -67,7 +67,7 @@ class MtpHead(Generic[W]):
         """Run M positions through the head; its keys and values are written.
 
         Args:
-            ids: [M], the token behind each position.
+            ids: [M], the token after each position.
             x: [M, h], hidden state of each position before its norm.
             state: of the model.
             step: sequence and position of every token.
@@ -90,7 +90,7 @@ class MtpHead(Generic[W]):
         token: Tensor,
         ring: Tensor,
     ) -> None:
-        """Choose a draft behind each of B positions; see `Ops.choose`.
+        """Choose a draft after each of B positions; see `Ops.choose`.
 
         Args:
             hidden: [B, h], of the head.

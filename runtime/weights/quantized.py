@@ -1,4 +1,4 @@
-"""A float checkpoint seen as the packed one it would become: codes are made as they are asked for.
+"""A float checkpoint as a packed one whose codes are made when they are read.
 
 The result holds the names, shapes and config.json that lowbit-convert would write, so everything
 that reads a packed folder reads it unchanged. Rows are read, moved to the device, quantized and
@@ -96,10 +96,12 @@ def _check_plain(source: Checkpoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One weight of the source, quantized as its rows are asked for.
+    """One weight of the source, quantized as its rows are read.
 
-    Codes and scales come out of one search, so the scales of a block of codes wait here until they
-    are asked for. Its errors are weighted by the power of the input, [K] float32, if there is one.
+    Attributes:
+        power: of the input, [K] float32, which weights the errors of the search; None for none.
+        found: scales by first row: one search gives the codes and scales of a block, and the
+            scales wait here until they are read.
     """
 
     source: Checkpoint
@@ -107,7 +109,7 @@ class _Linear:
     scheme: Scheme
     rule: ScaleRule
     power: Tensor | None
-    found: dict[int, Tensor] = field(default_factory=dict)  # scales by first row
+    found: dict[int, Tensor] = field(default_factory=dict)
 
     def packed(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Rows of `weight_packed`."""
@@ -143,6 +145,6 @@ def _shape(N: int, K: int, start: int, stop: int, device: torch.device) -> Tenso
 
 
 def _derived_info(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
-    """Of a tensor that lies in no file."""
+    """Header of a tensor that is in no file."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return TensorInfo(name, dtype, shape, file="", offset=0, nbytes=nbytes)

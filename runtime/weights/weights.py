@@ -42,7 +42,7 @@ def served(scheme: Scheme) -> Scheme:
 
 
 def one_by_one(read: Callable[[int, int], W], count: int) -> Sequence[W]:
-    """Linears of so many experts, each in buffers of its own."""
+    """Linears of `count` experts, each in buffers of its own."""
     return tuple(read(number, number + 1) for number in range(count))
 
 
@@ -55,9 +55,9 @@ class Weights(Generic[W]):
         schemes: of every linear module; None, or no entry, where its weight is dense.
         device: where the model lives.
         dtype: of its dense tensors and activations.
-        prepare: what the backend makes of a linear, and of one whose two halves are paired.
-        gather: makes the linears of all experts of a layer; it is given a function that reads those
-            from one number up to another, their rows below each other, and the number of experts.
+        prepare: makes the backend's form of a linear; the flag says that its two halves are paired.
+        gather: makes the linears of all experts of a layer, from a function that reads a range of
+            them, their rows below each other, and the number of experts.
         extremes: least and largest value of every dense tensor read so far, on its device.
     """
 
@@ -91,7 +91,7 @@ class Weights(Generic[W]):
                 )
 
     def dense(self, weight: Tensor) -> W:
-        """A linear over a tensor already read, such as a tied embedding; shares it."""
+        """A linear that shares a tensor already read, for example a tied embedding."""
         return self.prepare(DenseLinear(weight), False)
 
     def linear(self, *modules: str, paired: bool = False) -> W:
@@ -216,7 +216,7 @@ class Weights(Generic[W]):
 
 
 def _blocks(rows: int, row_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """First row and end of blocks of so many bytes, of one row at least."""
+    """Ranges of rows of at most `block_bytes`, one row at least."""
     step = max(1, block_bytes // max(row_bytes, 1))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.runtime.cli import chat
+from lowbit.runtime.cli.answer import Wrapper
 from lowbit.runtime.cli.main import main
-from lowbit.runtime.conversation.wrap import Wrapper
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3")
 GREEDY = ("--temperature", "0", "--device", "cpu", "--max-new-tokens", "40")

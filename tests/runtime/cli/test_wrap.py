@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wcwidth import wcswidth
 
-from lowbit.runtime.conversation.wrap import Wrapper
+from lowbit.runtime.cli.answer import Wrapper
 
 LATIN = st.sampled_from(["a", "story", "of,", "some-one", "naïve", "e\u0301tude", "x" * 12])
 EMOJI = ("👩\u200d👩\u200d👧", "🇩🇪", "👍🏽", "\u2764\ufe0f")
