@@ -1,4 +1,4 @@
-"""The Python API: a loaded model that generates, streams and gives logits."""
+"""The Python API: a loaded model generates text, streams it and returns logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +37,9 @@ class Options(TypedDict, total=False):
         max_new_tokens: None for as many as the context holds.
         stop: strings that end the text and are left out of it.
         raw: see `Model.encode`.
-        max_thinking_tokens: reasoning is ended behind so many tokens, and the answer begins; None
-            leaves it to the model. A model without reasoning has none to end.
-        grammar: of the answer, not of the reasoning; see `Model.grammars`.
+        max_thinking_tokens: most tokens of reasoning before the answer begins; None for any number.
+            Ignored by models that do not reason.
+        grammar: restricts the answer, not the reasoning; see `Model.grammars`.
     """
 
     sampling: SamplingParams | None
@@ -55,11 +55,11 @@ class Model:
     """A loaded model; its requests may come from several threads and run together.
 
     Attributes:
-        bounds: makes the constraints of its requests.
-        cache: what there is room for.
+        bounds: factory of constraints.
+        cache: size of the cache.
         defaults: sampling parameters of the model's generation_config.json.
         stop_ids: tokens that end a text.
-        options: that it was loaded with; `device` and `dtype` are those that were chosen.
+        options: that it was loaded with; `device` and `dtype` below are the chosen ones.
         load_s: seconds that loading took.
     """
 
@@ -79,17 +79,17 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and output may have together."""
+        """Most tokens of prompt and output together."""
         return self.engine.limits.context
 
     @property
     def control(self) -> ControlTokens | None:
-        """Tokens that are text where a message spells them; None for a model that allows them."""
+        """Control tokens that messages cannot contain; None if they may."""
         return None if self.options.allow_control_tokens else self.tokenizer.control
 
     @property
     def grammars(self) -> Grammars:
-        """Makes grammars, for `grammar` of a request."""
+        """Factory of grammars, for `grammar` of a request."""
         return self.bounds.grammars
 
     def encode(

@@ -22,17 +22,17 @@ FinishReason = Literal["stop", "length"]
 
 
 class Handle(Iterator[int], AsyncIterator[int]):
-    """Token ids of one request as they are chosen; iterate it, or `async for` over it.
+    """Token ids of one request as they are chosen, for `for` and `async for`.
 
-    A handle that nobody holds any more cancels its request.
+    Deleting the handle cancels the request.
     """
 
     def __init__(self, engine: "Engine", sequence: TokenSequence) -> None:
-        """Give the tokens of a sequence that the engine knows."""
+        """Read the tokens of a sequence that the engine has queued."""
         self._engine, self._sequence = engine, sequence
 
     def __next__(self) -> int:
-        """The next token; waits for it.
+        """Next token; runs steps until it is there.
 
         Raises:
             StopIteration: the request has ended.
@@ -44,10 +44,10 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return token
 
     async def __anext__(self) -> int:
-        """The next token, without blocking the event loop; see `__next__`.
+        """Next token, without blocking the event loop; see `__next__`.
 
-        The driver runs a step at a time, so that a request that waits for room does not hold up
-        those that run; a task that is cancelled meanwhile takes no token with it.
+        The driver runs one step at a time, so a request that waits for room does not hold up those
+        that run; a task that is cancelled meanwhile loses no token.
         """
         engine, sequence = self._engine, self._sequence
         loop = asyncio.get_running_loop()
@@ -61,9 +61,9 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return self
 
     def poll(self) -> list[int]:
-        """Tokens that are there, without waiting for others.
+        """Tokens that are ready now, without waiting.
 
-        Several threads may ask: each token goes to one of them.
+        Each token goes to one of the threads that ask.
 
         Raises:
             LowbitError: the request has failed, and its tokens have been taken.
@@ -81,7 +81,7 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return sequence.phase == "ended" and not sequence.unread and sequence.error is None
 
     def result(self) -> tuple[int, ...]:
-        """All tokens of the request, those that have been taken included; waits for the end.
+        """All tokens of the request, taken ones included; waits for its end.
 
         Raises:
             LowbitError: the request has failed.
@@ -91,18 +91,18 @@ class Handle(Iterator[int], AsyncIterator[int]):
         return self.output
 
     def cancel(self) -> None:
-        """End the request before the next step; what it holds is free then."""
+        """End the request, and free its memory, before the next step."""
         self._sequence.cancelled = True
 
     def __del__(self) -> None:
-        """Cancel what nobody waits for."""
+        """Cancel a request that nobody waits for."""
         self.cancel()
 
     @property
     def finish_reason(self) -> Finish | None:
-        """`stop` for a stop id, `length` for the last token that fits or was asked for.
+        """`stop` for a stop id, `length` for the last token, or `cancelled`.
 
-        `cancelled` where the request was; None before its end, and where an error ended it.
+        None before the end, and if an error ended the request.
         """
         return self._sequence.finish
 
@@ -118,14 +118,14 @@ class Handle(Iterator[int], AsyncIterator[int]):
 
     @property
     def log_probabilities(self) -> Sequence[TokenLogProbabilities]:
-        """Those of the tokens so far; empty where the request does not want them."""
+        """Log-probabilities of the tokens so far; empty unless the request asks for them."""
         return self._sequence.log_probabilities
 
     @property
     def prompt_log_probabilities(self) -> tuple[TokenLogProbabilities | None, ...]:
-        """Those of the prompt's tokens, None for the first, where the request wants them.
+        """Log-probabilities of the prompt's tokens, None for the first.
 
-        Empty before the first new token, or the end of a request for none.
+        Empty unless the request asks for them, and before its first new token or its end.
         """
         return self._sequence.prompt_log_probabilities
 
@@ -136,30 +136,30 @@ class Handle(Iterator[int], AsyncIterator[int]):
 
     @property
     def tally(self) -> Tally:
-        """Drafts of the request that have been checked."""
+        """Counts of checked drafts."""
         return self._sequence.drafts.tally
 
     @property
     def speculation(self) -> Speculated | None:
-        """Drafts of the request so far; None where the engine does not speculate."""
+        """Results of speculation so far; None without speculation."""
         return None if self._engine.drafting is None else self._sequence.drafts.tally.speculated
 
     @property
     def reused(self) -> int:
-        """Tokens of the prompt that were in the cache; 0 before the first token."""
+        """Tokens of the prompt that came from the prefix cache; 0 before the first token."""
         return self._sequence.reused
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a request went, in seconds.
+    """Times of a request, in seconds.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        reused_tokens: of them, those the cache held from earlier turns.
+        reused_tokens: tokens of the prompt that came from the prefix cache.
         first_token_s: from the start of the request to the first token.
         decode_s: from the first to the last token.
-        decode_tokens_per_s: over the tokens after the first; None where there is none.
+        decode_tokens_per_s: over the tokens after the first; None if there are none.
     """
 
     prompt_tokens: int
@@ -171,17 +171,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request produced.
+    """Result of a request.
 
     Attributes:
-        token_ids: every new token, the stop token included.
-        reasoning: what a reasoning model thought before it answered; empty where it did not.
+        token_ids: all new tokens, the stop token included.
+        reasoning: reasoning before the answer; empty without.
         text: the answer without special tokens, cut before a stop string.
         finish_reason: `stop` for a stop id or string, `length` for a full context or
             `max_new_tokens`.
-        seed: that makes a sampled text again.
-        log_probabilities: of every new token; empty unless `SamplingParams.logprobs` asks for them.
-        speculation: drafts that were verified and accepted; None where speculation is off.
+        seed: reproduces a sampled text.
+        log_probabilities: of every new token; empty unless `SamplingParams.logprobs` is given.
+        speculation: counts of checked drafts; None without speculation.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -339,7 +339,7 @@ class Stream(Iterator[str]):
     """
 
     def __init__(self, engine: "Engine", tokenizer: Tokenizer, request: TextRequest) -> None:
-        """Set up the request; nothing runs before the first `next`."""
+        """Prepare the request, which is submitted at the first `next`."""
         self._made: list[Generation] = []  # empty until the end
         self.pieces = _pieces(engine, tokenizer, request, self._made)
 
@@ -350,7 +350,7 @@ class Stream(Iterator[str]):
         return piece.text
 
     def close(self) -> None:
-        """Stop early; what the request holds is free then."""
+        """Cancel the request."""
         self.pieces.close()
 
     @property

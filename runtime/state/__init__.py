@@ -1,1 +1,1 @@
-"""Everything a sequence leaves on the device between two steps."""
+"""The state of sequences between two steps: pages, recurrent states, sampler rows, host rings."""

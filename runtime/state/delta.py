@@ -1,4 +1,4 @@
-"""What a gated DeltaNet layer needs beside its linears: small weights, and a state per sequence."""
+"""Gated DeltaNet: small weights of a layer, and the recurrent states of all sequences."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ L2_EPS = 1e-6  # added to the sum of squares of each head of q and k, whatever t
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """The weights around the recurrence, in FP32 whatever the checkpoint stored.
+    """Weights around the recurrence of a layer, in FP32 whatever the checkpoint stores.
 
     Attributes:
         conv: [C, W] taps of the causal depthwise convolution, the last one for the current token;
@@ -61,7 +61,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSlots:
-    """States of linear layers; a step reads one slot and writes another or the same.
+    """Recurrent states by slot; a step reads one slot and writes another or the same.
 
     Attributes:
         conv: [L, S, W - 1, C] the last inputs of the convolution, oldest first, before it and SiLU.
@@ -76,7 +76,7 @@ class DeltaSlots:
 
     @property
     def count(self) -> int:
-        """Slots; none where the model has no linear layer."""
+        """Number of slots; 0 without linear layers."""
         return self.memory.shape[1] if self.memory.dim() > 1 else 0
 
     @property
@@ -94,7 +94,7 @@ class DeltaSlots:
         return LayerStates(self.conv[index], self.memory[index], self.arrived)
 
     def clear(self, slot: int) -> None:
-        """Put the state before the first token into a slot."""
+        """Reset a slot to the state before the first token."""
         self.conv[:, slot].zero_()
         self.memory[:, slot].zero_()
 

@@ -1,4 +1,4 @@
-"""Rotations by position, as tables."""
+"""Rotary position embedding: tables of cosines and sines."""
 
 import math
 from dataclasses import dataclass

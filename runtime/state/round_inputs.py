@@ -1,4 +1,4 @@
-"""Inputs of rounds with drafts: each round leaves in them where the next one begins."""
+"""Inputs of rounds with drafts, which a round updates for the next one."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ TRAIL = 128  # positions of a row whose hidden states are kept
 
 
 def trail_of(row: int, position: int) -> int:
-    """Where the hidden state of a position is, in trails of TRAIL positions a row."""
+    """Index of a position's hidden state in the trails, of TRAIL positions a row."""
     return row * TRAIL + position % TRAIL
 
 

@@ -87,7 +87,7 @@ class SamplingParams:
 
 
 def sampling_defaults(config: GenerationConfig) -> SamplingParams:
-    """The parameters that a generation_config.json asks for, with a random seed."""
+    """Parameters of a generation_config.json, with a random seed."""
     return SamplingParams(
         temperature=config.temperature,
         top_k=config.top_k,
@@ -100,7 +100,7 @@ def sampling_defaults(config: GenerationConfig) -> SamplingParams:
 
 
 def random_seed() -> int:
-    """A seed that nobody has chosen."""
+    """A random seed."""
     return torch.Generator().seed() % SEEDS
 
 
@@ -167,7 +167,7 @@ class SamplerRows:
     def configure_row(
         self, row: int, params: SamplingParams, prompt: Sequence[int], masked: bool = False
     ) -> int:
-        """Begin a request in a row, behind the steps already under way, without waiting.
+        """Write the parameters of a request to a row, behind the steps under way, without waiting.
 
         Args:
             row: from 1 to R - 1.
@@ -194,13 +194,13 @@ class SamplerRows:
         return seed
 
     def clear_row(self, row: int) -> None:
-        """End the request in a row: it takes the likeliest token again."""
+        """Reset a row to take the likeliest token."""
         if self._working.pop(row, None) is not None:
             self._write_row(row, SamplingParams(), 0, False)
             self.shape = shape_of(self._working.values())
 
     def allow(self, row: int, words: Tensor | None) -> None:
-        """Set the tokens that a masked row may choose from here on.
+        """Set the tokens that a masked row may choose from now on.
 
         The device reads the mask where the host writes it, so the last token that the row chose
         under another one must have been read.
@@ -212,7 +212,7 @@ class SamplerRows:
         self.mask[row] = -1 if words is None else words
 
     def uncount(self, rows: Tensor, tokens: Tensor) -> None:
-        """Take back tokens that were chosen and do not belong to the output, for penalties.
+        """Remove tokens that do not belong to the output from the counts of penalties.
 
         Args:
             rows: [M] int32 of the tokens.
@@ -242,7 +242,7 @@ class SamplerRows:
 
 
 def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
-    """Rows that all take the likeliest token; row 0 is the scratch row."""
+    """Rows that take the likeliest token; row 0 is the scratch row."""
     on_gpu = torch.device(device).type == "cuda"
     neutral = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64, device=device)
     return SamplerRows(
@@ -264,7 +264,7 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
 
 
 def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:
-    """The shape that is right for all of these rows.
+    """Shape that serves all of these rows.
 
     Args:
         working: parameters of each row, and whether it is masked.
@@ -279,7 +279,7 @@ def shape_of(working: Iterable[tuple[SamplingParams, bool]]) -> ChoiceShape:
 
 
 def _candidates(params: SamplingParams) -> int:
-    """The smallest class that holds the tokens a row draws from, or ALL."""
+    """Smallest class with room for the tokens that a row draws from, or ALL."""
     if params.temperature == 0.0:
         return 1
     if params.top_k == 0:

@@ -1,4 +1,4 @@
-"""One step: tokens of one or several sequences that pass the layers together."""
+"""A step: tokens of one or several sequences that pass the layers together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
 
-NO_SLOT = -1  # in `Step.write`: the state after this token is not kept
+NO_SLOT = -1  # in `Step.write`: the state after this token is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Step:
 
 
 def lone_step(count: int, device: str | torch.device, first: int = 0, prompt: bool = True) -> Step:
-    """The step that runs `count` tokens of one sequence from position `first` on.
+    """Step of `count` tokens of one sequence from position `first` on.
 
     Its pages are 1, 2, 3 and so on, its recurrent state is in slot 1.
     """
@@ -99,5 +99,5 @@ def rows_and_positions(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
 
 
 def starts_of(spans: Sequence[Span]) -> list[int]:
-    """The first token of each span, then the number of all tokens."""
+    """Index of the first token of each span, then the number of all tokens."""
     return [0, *accumulate(span.count for span in spans)]
