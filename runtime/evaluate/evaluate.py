@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from lowbit.formats.errors import RequestError, ResourceError
@@ -103,7 +104,8 @@ def evaluate(
 
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints now and then
         random.seed(SEEDS[0])
-        _seed_numpy_and_torch(SEEDS[1])
+        numpy.random.seed(SEEDS[1])
+        torch.manual_seed(SEEDS[1])
         loaded = _load_tasks(settings, manager)
         lm = LanguageModel(model, chat, settings.thinking, progress)
         started = time.perf_counter()
@@ -115,12 +117,8 @@ def evaluate(
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
-    common = {
-        "limit": settings.limit,
-        "chat": chat,
-        "context": model.context,
-        "device": model.device,
-    }
+    put = {"limit": settings.limit, "chat": chat}
+    common = {**put, "context": model.context, "device": model.device}
     report = TaskReport(
         lowbit_version=version("lowbit"),
         harness=harness,
@@ -217,10 +215,3 @@ def _load_tasks(settings: TaskSettings, manager: Any) -> Any:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(SEEDS[2])
     return loaded
-
-
-def _seed_numpy_and_torch(seed: int) -> None:
-    import numpy
-
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
