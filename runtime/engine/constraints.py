@@ -14,7 +14,7 @@ from lowbit.formats.errors import LowbitError, RequestError
 from lowbit.formats.text.template import ChatTemplate
 from lowbit.runtime.engine.sequence import Ended, Sequence
 from lowbit.runtime.state.sampler import SamplerRows
-from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
+from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.call_grammar import StrictCalls
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
@@ -70,7 +70,7 @@ class Bounds:
     def constraint(
         self,
         ids: Ids[int],
-        begin: Begin,
+        begin: OutputStart,
         budget: int | None,
         grammar: Grammar | StrictCalls | None,
     ) -> Constraint | None:

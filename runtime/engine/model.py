@@ -20,8 +20,8 @@ from lowbit.runtime.engine.stream import Generation, Stream, TextRequest, answer
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.text.answer import Begin
-from lowbit.runtime.text.chat import Message, begin_of, render_prompt
+from lowbit.runtime.text.answer import OutputStart
+from lowbit.runtime.text.chat import Message, output_start, render_prompt
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import Grammar, Grammars
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
@@ -198,8 +198,8 @@ class Model:
     ) -> TextRequest:
         """A checked request; arguments and errors as in `stream_ids`.
 
-        constraint: of the whole output, in place of a grammar and a limit of the reasoning; made
-        for this request alone.
+        constraint: limits the whole output, in place of a grammar and a limit of the reasoning;
+        made for this request alone.
         """
         if constraint is not None and (grammar is not None or max_thinking_tokens is not None):
             raise RequestError("`constraint` excludes `grammar` and `max_thinking_tokens`")
@@ -214,7 +214,7 @@ class Model:
                 message_ends=self.stop_ids,
             )
         )
-        begin: Begin = "raw" if raw else begin_of(ids, self.tokenizer)
+        begin: OutputStart = "raw" if raw else output_start(ids, self.tokenizer)
         if constraint is None:
             constraint = self.bounds.constraint(ids, begin, max_thinking_tokens, grammar)
         return TextRequest(tokens.answer(constraint), tuple(stop), begin)
@@ -274,8 +274,8 @@ class Model:
         Others run beside it, and memory for logits does not grow with the sequence.
 
         Args:
-            ids: of the sequence.
-            top: likeliest tokens to report in each place.
+            ids: token ids of the sequence.
+            top: number of likeliest tokens to report in each place.
 
         Returns:
             As many as there are ids; None for the first, which follows nothing.

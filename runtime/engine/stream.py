@@ -11,7 +11,7 @@ from lowbit.runtime.engine.request import CheckedRequest
 from lowbit.runtime.engine.sequence import Finish, TokenLogProbabilities
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
 from lowbit.runtime.engine.stats import Speculated, Tally
-from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Begin, Event, Piece
+from lowbit.runtime.text.answer import CLOSE, AnswerSplitter, Event, OutputStart, Piece
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CallForm, Tool
 
@@ -202,7 +202,7 @@ class TextRequest:
     Attributes:
         tokens: request to the engine.
         stops: strings that end the text and are left out of it.
-        begin: how the output begins, see `Begin`.
+        begin: start of the output, see `OutputStart`.
         tools: tools that may be called; without any, nothing is taken for a call.
         form: form of calls.
         parallel: an answer may have several calls.
@@ -211,7 +211,7 @@ class TextRequest:
 
     tokens: CheckedRequest
     stops: tuple[str, ...]
-    begin: Begin
+    begin: OutputStart
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None
     parallel: bool = True
@@ -402,9 +402,9 @@ def answer_all(
 
     Args:
         engine: runs them.
-        tokenizer: of the model.
-        requests: in the order in which they begin; an error stands for a request that could not
-            be made. They are asked for when there is room.
+        tokenizer: tokenizer of the model.
+        requests: requests in the order in which they begin; an error stands for a request that
+            could not be made. They are asked for when there is room.
 
     Yields:
         The number of a request and its result or the error that ended it, in the order in which

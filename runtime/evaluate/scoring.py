@@ -14,7 +14,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.results import nonfinite_error
 from lowbit.runtime.engine.stream import Stream, TextRequest
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.text.chat import begin_of
+from lowbit.runtime.text.chat import output_start
 
 ROWS = 256  # of logits at a time: 150 MB with a vocabulary of 150,000
 NEW_TOKENS = 256  # where a task does not say, as in lm-evaluation-harness
@@ -180,6 +180,6 @@ def carry_on(
         stop_ids=model.stop_ids | {id for id in special if id is not None},
         message_ends=model.stop_ids,
     )
-    begin = begin_of(kept, tokenizer) if chat else "raw"
+    begin = output_start(kept, tokenizer) if chat else "raw"
     request = TextRequest(model.engine.limits.check(tokens), continuation.stops, begin)
     return "".join(Stream(model.engine, tokenizer, request)), len(kept) < len(prompt)

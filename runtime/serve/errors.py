@@ -34,7 +34,7 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
-        message: what is wrong with the request.
+        message: description of the error, for the client.
         type: OpenAI's type of error.
         param: field that is wrong, such as `messages[0].role`.
         code: OpenAI's code, where it has one.

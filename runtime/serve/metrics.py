@@ -74,7 +74,7 @@ class Metrics:
 
     Attributes:
         prompt_tokens: prompt tokens of answers that have begun.
-        cached_tokens: of these, tokens that the cache held.
+        cached_tokens: prompt tokens that the cache held.
         new_tokens: tokens of all answers.
         first_token: seconds from a request to its first token.
         between_tokens: seconds between tokens of an answer.

@@ -61,7 +61,8 @@ class Mailbox:
 class Worker:
     """Runs jobs together and hands their updates to the event loop after each step.
 
-    An exception, of any type, ends the jobs that it concerns with an error, and is logged.
+    An exception ends the jobs that it concerns with an error, and is logged. Any type is caught:
+    panics of libraries in Rust are no `Exception`, and nobody would hear of one in this thread.
 
     Attributes:
         loop: event loop of the server.

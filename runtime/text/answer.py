@@ -21,9 +21,9 @@ from lowbit.runtime.text.tools import CallForm, Tool
 
 OPEN, CLOSE = "<think>", "</think>"
 
-# How an output begins. raw: all of it is text; answer: a block may open with the first token;
-# reasoning: the prompt has opened it.
-Begin = Literal["raw", "answer", "reasoning"]
+# Start of an output. raw: all of it is text; answer: a block of reasoning may open with the first
+# token; reasoning: the prompt has opened it.
+OutputStart = Literal["raw", "answer", "reasoning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class ToolCallStart:
 
     Attributes:
         index: 0 for the first call of an answer.
-        id: by which the tool's result refers to the call.
-        name: of the function.
+        id: id by which the tool's result refers to the call.
+        name: name of the function.
     """
 
     index: int
@@ -54,7 +54,7 @@ class ToolArguments:
     """Some text of a call's arguments; the fragments of a complete call join to a JSON object.
 
     Attributes:
-        index: of the call.
+        index: number of the call.
         fragment: text.
         last: the call is complete.
     """
@@ -120,7 +120,7 @@ class Splitter:
     """
 
     tokenizer: Tokenizer
-    begin: Begin
+    begin: OutputStart
     stops: tuple[str, ...] = ()
     _fresh: bool = True  # nothing has come yet
     _trim: bool = False  # blank text is left out until the part has begun
@@ -142,7 +142,7 @@ class Splitter:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended the answer."""
+        """The stop string that has ended the answer, if one has."""
         return self._stops.found
 
     @property
@@ -227,14 +227,14 @@ class AnswerSplitter:
     never the reasoning; text inside a call is no content.
 
     Attributes:
-        tools: that may be called; without any, nothing is taken for a call.
-        form: of calls.
-        parallel: whether an answer may have several calls; else it ends with the first.
+        tools: tools that may be called; without any, nothing is taken for a call.
+        form: form of calls.
+        parallel: an answer may have several calls; else it ends with the first.
         in_pieces: calls are begun before they are complete.
     """
 
     tokenizer: Tokenizer
-    begin: Begin
+    begin: OutputStart
     stops: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     form: CallForm | None = None

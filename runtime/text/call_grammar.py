@@ -42,11 +42,11 @@ def grammar_of(
     """Lark text of an answer that is one call or several, without other content.
 
     Args:
-        form: of calls.
-        tools: that may be called.
+        form: form of calls.
+        tools: tools that may be called.
         choice: `required` for any of the tools, or the name of the only one.
-        tokenizer: of the model.
-        parallel: whether several calls are allowed.
+        tokenizer: tokenizer of the model.
+        parallel: several calls are allowed.
 
     Raises:
         RequestError: no tool has the name.
@@ -289,7 +289,7 @@ class StrictCalls:
     Attributes:
         opening: id of `<tool_call>`.
         closing: id of `</tool_call>`.
-        grammar: of what follows the first, up to the second.
+        grammar: grammar from behind the first up to the second.
     """
 
     opening: int
@@ -309,7 +309,7 @@ class StrictCallsConstraint:
     """
 
     def __init__(self, calls: StrictCalls) -> None:
-        """Nothing is written yet."""
+        """Start before the first token."""
         self._calls = calls
         self._call: GrammarConstraint | None = None  # that is being written
         self._begins = False  # its first token comes next

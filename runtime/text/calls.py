@@ -42,7 +42,7 @@ class Call:
     """A complete call.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         arguments: a JSON object.
     """
 
@@ -123,6 +123,6 @@ def _read_xml(body: str, tools: Mapping[str, Tool]) -> Call | Unfinished | None:
 
 
 def _holds_another_call(value: str) -> bool:
-    """Tell if a value runs on into the next call, because its own closing tag is missing."""
+    """True if a value runs on into the next call, because its own closing tag is missing."""
     closed = value.find(CLOSE_CALL)
     return 0 <= closed < value.find(OPEN_CALL)

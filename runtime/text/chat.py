@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import MAX_PROMPT_BYTES, REASONING, THINKING, ChatTemplate
 from lowbit.formats.text.tokenizer import MarkedText
-from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
+from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.tokenizer import ControlTokens, Tokenizer
 from lowbit.runtime.text.tools import CLOSE_CALL, OPEN_CALL, Tool, is_plain, read_json
 
@@ -284,8 +284,8 @@ def texts_of(value: Any) -> Iterator[str]:
             left += each
 
 
-def begin_of(prompt: Sequence[int], tokenizer: Tokenizer) -> Begin:
-    """How the answer to a prompt begins that a chat template made."""
+def output_start(prompt: Sequence[int], tokenizer: Tokenizer) -> OutputStart:
+    """Start of the answer to a prompt that a chat template made."""
     for id in reversed(prompt):
         if tokenizer.token_bytes(id).strip() or id in tokenizer.special_ids:
             return "reasoning" if id == tokenizer.token_id(OPEN) else "answer"

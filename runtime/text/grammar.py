@@ -55,12 +55,12 @@ class GrammarConstraint:
     """Follows one answer; a stop id may come where the grammar is complete."""
 
     def __init__(self, matcher: Any, words: int, time: MaskTime) -> None:
-        """Nothing is written yet.
+        """Start before the first token.
 
         Args:
             matcher: an `LLMatcher`, of this answer alone.
-            words: of a mask.
-            time: of the masks of this answer.
+            words: words of a mask.
+            time: time limit of this answer's masks.
         """
         self._matcher, self._time = matcher, time
         self._words = torch.zeros(words, dtype=torch.int32)
@@ -135,7 +135,7 @@ class Grammars:
         """Tokens are prepared, within a second, when the first grammar is asked for.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             vocab_size: V, tokens that can be chosen.
             stop_ids: tokens that end an answer.
         """
@@ -191,8 +191,8 @@ class Grammars:
         There `<name>` is the added token of that name, such as `<think>`.
 
         Args:
-            text: of the grammar.
-            limits: of the library; `SCHEMA_LIMITS` where lowbit wrote the rules itself.
+            text: text of the grammar.
+            limits: limits of the library; `SCHEMA_LIMITS` where lowbit wrote the rules itself.
 
         Raises:
             RequestError: no such grammar, or one that is too large, too deep or too costly.

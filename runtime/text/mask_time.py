@@ -28,7 +28,7 @@ class MaskTime:
     Attributes:
         watch: runs the masks of a grammar so large that one alone may take too long; None for
             others.
-        left_s: that they may still take.
+        left_s: seconds that they may still take.
     """
 
     watch: "Watch | None"
@@ -72,7 +72,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """No thread is started yet."""
+        """Start without a thread."""
         self.late = 0
         self._lock = Lock()
         self._idle: list[SimpleQueue[tuple[Work, Answer]]] = []  # threads that wait for work

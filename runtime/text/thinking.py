@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.answer import CLOSE, OPEN, Begin
+from lowbit.runtime.text.answer import CLOSE, OPEN, OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ class ThinkingTokens:
     """Tokens around the reasoning of one model.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         open: id that begins a block.
         close: id that ends it.
         line: ids of a line feed.
@@ -94,7 +94,7 @@ def _closing(template: ChatTemplate | None) -> str:
 
 
 def shows_thinking(template: ChatTemplate) -> bool:
-    """Tell if a template has a place for reasoning: it writes it, takes it out, or begins it.
+    """True if a template has a place for reasoning: it writes it, takes it out, or begins it.
 
     One that only writes an empty block where thinking is switched off has none: its model may
     answer at once. A template that cannot be asked has a place if it names the tags.
@@ -118,17 +118,17 @@ class ThinkingConstraint:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: OutputStart,
         tokens: ThinkingTokens,
         budget: int | None,
         then: Constraint | None,
         opened: bytes = b"",
     ) -> None:
-        """Nothing is written yet.
+        """Start before the first token.
 
         Args:
-            begin: how the output begins; see `Begin`. `raw` has no reasoning.
-            tokens: around the reasoning.
+            begin: start of the output; `raw` has no reasoning.
+            tokens: tokens around the reasoning.
             budget: tokens of reasoning, those around it not counted, behind which it is ended;
                 None never ends it.
             then: applies to the answer; where it limits the first token, a stop id does not come
@@ -137,7 +137,11 @@ class ThinkingConstraint:
         """
         self._tokens, self._budget, self._then = tokens, budget, then
         self._holds_start = then is not None and then.unbound == 0  # of the answer
-        places: dict[Begin, Place] = {"raw": "answer", "answer": "first", "reasoning": "reasoning"}
+        places: dict[OutputStart, Place] = {
+            "raw": "answer",
+            "answer": "first",
+            "reasoning": "reasoning",
+        }
         self._place: Place = places[begin]
         self._last = b""  # byte of the block
         self._blank = True  # so far

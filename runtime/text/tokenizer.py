@@ -32,7 +32,7 @@ class ControlTokens:
     """Tokens of one tokenizer that control a model where they stand in its prompt.
 
     Attributes:
-        texts: of the tokens.
+        texts: texts of the tokens.
         shaped: matches those in angle brackets, and other words in them.
         others: matches the others.
     """
@@ -42,7 +42,7 @@ class ControlTokens:
     others: re.Pattern[str]
 
     def held_by(self, text: str) -> bool:
-        """Tell if a text spells one."""
+        """True if a text spells one of them."""
         if self.others.search(text) is not None:
             return True
         return any(found[0] in self.texts for found in self.shaped.finditer(text))
@@ -52,7 +52,7 @@ class ControlTokens:
 
         Args:
             value: texts, and lists and objects of them; others stay as they are.
-            mark: to be put there.
+            mark: one character.
             but: texts of tokens that are left alone.
 
         Raises:
@@ -137,7 +137,7 @@ class Tokenizer:
         """Ids of a text; added tokens spelled out in it become single ids, but not marked ones.
 
         Args:
-            text: of a whole prompt.
+            text: text of a whole prompt.
             framed: add what the tokenizer puts around a text, such as Llama's first token; a chat
                 template writes that itself.
             context: tokens that are of use; a text that is much too long for them is refused

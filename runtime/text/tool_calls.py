@@ -50,7 +50,7 @@ class CallPiece:
     """Some text of the arguments of a begun call.
 
     Attributes:
-        text: of a JSON object.
+        text: part of a JSON object.
         last: the call is complete. A begun call is broken where text or another call follows
             without it.
     """
@@ -66,7 +66,7 @@ class PartialCall(Protocol):
     """A call that is being written.
 
     Attributes:
-        name: of the function; None as long as the beginning is not certain.
+        name: name of the function; None as long as the beginning is not certain.
         sent: characters of the body that the pieces so far stand for.
     """
 
@@ -85,7 +85,7 @@ class PartialCall(Protocol):
 
         Args:
             body: text between the tags.
-            call: that it is as a whole.
+            call: the whole call.
 
         Returns:
             None if the pieces do not join to the arguments of the call.
@@ -150,9 +150,9 @@ class OpenValue:
     """A value whose end has not come.
 
     Attributes:
-        key: of the argument, with what stands before the value.
-        begin: of the value in the body.
-        schema: of the value.
+        key: name of the argument, with what stands before the value.
+        begin: start of the value in the body.
+        schema: schema of the value.
         is_text: it can only be a string, so that it is sent as it comes.
     """
 
@@ -372,7 +372,7 @@ class CallReader:
 
 
 def _same(one: str, other: str) -> bool:
-    """Tell if two JSON texts have the same content."""
+    """True if two JSON texts have the same content."""
     try:
         return bool(read_json(one) == read_json(other))
     except ValueError:

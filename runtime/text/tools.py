@@ -44,7 +44,7 @@ class ArgumentTypes:
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        """Nothing is read yet.
+        """Read no part yet.
 
         Args:
             root: schema to whose parts `$ref` points.
@@ -96,12 +96,12 @@ class Tool:
     """A function that a model may call.
 
     Attributes:
-        name: by which it is called.
+        name: name of the function.
         schema: JSON schema of the object of its arguments.
         strict: arguments that are made under the schema must follow all of it; else keywords that
             cannot be enforced are left out.
         given: the object of the request, which chat templates take.
-        types: that the parts of the schema allow.
+        types: types that the parts of the schema allow.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Tool:
     types: ArgumentTypes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Read types when they are asked for."""
+        """Prepare to read types when they are asked for."""
         object.__setattr__(self, "types", ArgumentTypes(self.schema))
 
 
@@ -177,8 +177,8 @@ def typed_value(text: str, schema: Any, types: ArgumentTypes) -> Any:
 
     Args:
         text: without the line breaks that the form puts around it.
-        schema: of the value.
-        types: of the schema that it is part of.
+        schema: schema of the value.
+        types: types of the schema that it is part of.
     """
     allowed = types.of(schema)
     if allowed == {"string"} or (isinstance(schema, Mapping) and text in choices_of(schema)):
@@ -256,7 +256,7 @@ def write_json(value: Any) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Tell if UTF-8 can hold a text: it has no half of a surrogate pair."""
+    """True if UTF-8 can hold a text: it has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -265,7 +265,7 @@ def is_unicode(text: str) -> bool:
 
 
 def is_plain(value: Any, depth: int) -> bool:
-    """Tell if a value is made of what JSON has, with at most `depth` objects and lists nested."""
+    """True if a value is made of what JSON has, with at most `depth` objects and lists nested."""
     if isinstance(value, list | dict) and depth == 0:
         return False
     if isinstance(value, float):

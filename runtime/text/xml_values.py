@@ -73,7 +73,7 @@ class UnheldError(Exception):
     """A keyword that the grammar of a text cannot hold.
 
     Attributes:
-        keyword: of the schema, and its value where that matters.
+        keyword: keyword of the schema, and its value where that matters.
     """
 
     def __init__(self, keyword: str) -> None:
@@ -92,7 +92,7 @@ class Steps:
     left: int = MOST_STEPS
 
     def spend(self, count: int) -> None:
-        """Take some of it.
+        """Use up some of it.
 
         Raises:
             UnheldError: there is too little.
@@ -106,9 +106,9 @@ def terminal_of(schema: Any, types: ArgumentTypes, steps: Steps) -> tuple[str, l
     """The lexeme of a value that may be a string, and what else the value may be.
 
     Args:
-        schema: of the value.
-        types: of the schema that it is part of.
-        steps: that may be taken.
+        schema: schema of the value.
+        types: types of the schema that it is part of.
+        steps: work that is left.
 
     Returns:
         An expression up to the closing tag; objects and lists that the value may be instead. None
@@ -248,7 +248,7 @@ def _check_once(schema: Any, types: ArgumentTypes, by_type: Mapping[str, list[Le
 
 
 def _has_one_of(schema: Any, types: ArgumentTypes) -> bool:
-    """Tell if a schema or what it refers to has `oneOf`."""
+    """True if a schema or what it refers to has `oneOf`."""
     for _ in range(MOST_STEPS):
         if not isinstance(schema, Mapping) or "oneOf" in schema:
             break
@@ -301,7 +301,7 @@ def _of_string(leaf: Leaf) -> Iterator[str]:
 
 
 def _fits(word: str, leaf: Leaf) -> bool:
-    """Tell if a choice has the length that stands beside it."""
+    """True if a choice has the length that stands beside it."""
     for key in ("pattern", "format"):
         if key in leaf:
             raise UnheldError(f"{key}` beside `enum")
@@ -383,7 +383,7 @@ def _alternatives(parts: list[str]) -> list[list[str]]:
 
 
 def _is_beyond(part: str) -> bool:
-    """Tell if no grammar can follow a part."""
+    """True if no grammar can follow a part."""
     if part[0] == "\\":
         return part[1] in "bBAZzGkKpPuUxNcQE" or part[1].isdigit()
     return part in ("^", "$") or (part[:2] == "(?" and part != "(?:")

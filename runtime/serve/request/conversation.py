@@ -9,14 +9,14 @@ from lowbit.formats.errors import RequestError, TooLongError
 from lowbit.formats.text.template import THINKING
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.serve.errors import invalid
-from lowbit.runtime.text.answer import Begin
+from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.call_grammar import (
     StrictCalls,
     grammar_of,
     grammar_of_rest,
     grammar_of_text,
 )
-from lowbit.runtime.text.chat import begin_of
+from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.grammar import JSON_NOTATION, SCHEMA_LIMITS, Grammar
 from lowbit.runtime.text.tools import (
@@ -131,13 +131,13 @@ class Prompt:
 
     Attributes:
         ids: token ids.
-        begin: beginning of the output, see `Begin`.
+        begin: beginning of the output, see `OutputStart`.
         tools: tools that the prompt tells the model of.
         form: form of their calls; None without tools, and where the template teaches none.
     """
 
     ids: list[int]
-    begin: Begin
+    begin: OutputStart
     tools: tuple[Tool, ...]
     form: CallForm | None
 
@@ -162,7 +162,7 @@ def encode(model: Model, conversation: Conversation) -> Prompt:
     except TooLongError as error:
         raise TooLongError(str(error), hint=f"the context is {model.context} tokens") from None
     form = form_of(model.template) if tools else None
-    return Prompt(ids, begin_of(ids, model.tokenizer), tools, form)
+    return Prompt(ids, output_start(ids, model.tokenizer), tools, form)
 
 
 def can_switch_thinking(model: Model) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-from lowbit.runtime.text.answer import AnswerSplitter, Begin, Event, Piece, ToolCallStart
+from lowbit.runtime.text.answer import AnswerSplitter, Event, OutputStart, Piece, ToolCallStart
 from lowbit.runtime.text.tokenizer import Tokenizer
 from lowbit.runtime.text.tools import CallForm, Tool, read_tools
 from tests.runtime.text.templates import tool
@@ -49,7 +49,7 @@ def parsed(
     pieces: Iterable[bytes],
     form: CallForm | None,
     *,
-    begin: Begin = "answer",
+    begin: OutputStart = "answer",
     stops: tuple[str, ...] = (),
     tools: tuple[Tool, ...] = TOOLS,
     **options: Any,
@@ -72,7 +72,7 @@ def events_of(pieces: Iterable[bytes], form: CallForm | None, **options: Any) ->
 def splitter_of(
     pieces: Iterable[bytes],
     form: CallForm | None,
-    begin: Begin,
+    begin: OutputStart,
     stops: tuple[str, ...],
     tools: tuple[Tool, ...],
     **options: Any,

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as HubTokenizer
 
 import lowbit.runtime as lowbit
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.answer import Begin, Splitter, StopStrings
-from lowbit.runtime.text.chat import begin_of
+from lowbit.runtime.text.answer import OutputStart, Splitter, StopStrings
+from lowbit.runtime.text.chat import output_start
 from lowbit.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def tokenizer(byte_tokenizer: HubTokenizer, tmp_path: Path) -> Tokenizer:
     return load_tokenizer(tmp_path)
 
 
-def split(tokenizer: Tokenizer, text: str, begin: Begin, *stops: str) -> tuple[str, str]:
+def split(tokenizer: Tokenizer, text: str, begin: OutputStart, *stops: str) -> tuple[str, str]:
     """Reasoning and answer of a text, token by token."""
     splitter = Splitter(tokenizer, begin, stops)
     pieces = []
@@ -80,7 +80,7 @@ def split(tokenizer: Tokenizer, text: str, begin: Begin, *stops: str) -> tuple[s
     ],
 )
 def test_parts_of_an_output(
-    tokenizer: Tokenizer, text: str, begin: Begin, expected: tuple[str, str]
+    tokenizer: Tokenizer, text: str, begin: OutputStart, expected: tuple[str, str]
 ) -> None:
     assert split(tokenizer, text, begin) == expected
 
@@ -116,12 +116,12 @@ def test_stop_strings_end_the_answer_only(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_the_default_is_the_template_s(
-    tokenizer: Tokenizer, source: str, begins: tuple[Begin, ...]
+    tokenizer: Tokenizer, source: str, begins: tuple[OutputStart, ...]
 ) -> None:
     template = ChatTemplate(source, {})
     for thinking, begin in zip((None, True, False), begins, strict=True):
         text = template.render([{"role": "user", "content": "<think>"}], thinking)
-        assert begin_of(tokenizer.encode(text), tokenizer) == begin
+        assert output_start(tokenizer.encode(text), tokenizer) == begin
 
 
 Make = Callable[..., "PackedModel"]

@@ -10,7 +10,7 @@ import torch
 import lowbit.runtime as lowbit
 from lowbit.formats.errors import RequestError
 from lowbit.formats.text.template import ChatTemplate
-from lowbit.runtime.text.answer import Begin
+from lowbit.runtime.text.answer import OutputStart
 from lowbit.runtime.text.constraint import Constraint
 from lowbit.runtime.text.thinking import ThinkingConstraint, ThinkingTokens, thinking_tokens
 
@@ -69,7 +69,7 @@ def forced(constraint: ThinkingConstraint, model: lowbit.Model) -> str:
 def test_the_end_of_the_budget_reads_as_the_template_has_it(
     model: lowbit.Model,
     tokens: ThinkingTokens,
-    begin: Begin,
+    begin: OutputStart,
     budget: int,
     opened: bytes,
     said: str,
@@ -84,7 +84,7 @@ def test_the_end_of_the_budget_reads_as_the_template_has_it(
 
 @pytest.mark.parametrize("begin", ["answer", "reasoning"])
 def test_a_budget_alone_binds_only_the_end(
-    model: lowbit.Model, tokens: ThinkingTokens, begin: Begin
+    model: lowbit.Model, tokens: ThinkingTokens, begin: OutputStart
 ) -> None:
     """So many tokens come without a mask, whatever they are."""
     for said in ("<think>", "<think>a b", "<think>a</think>c", "a b"):
