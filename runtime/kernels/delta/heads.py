@@ -22,7 +22,7 @@ from lowbit.runtime.kernels.ptx.mma import across, as_float, as_word
 
 @triton.jit
 def gates(b, a, decay, dt_bias):
-    """Beta, the share of a token's news that is written, and g, the log decay: FP32.
+    """Beta, the share of v's new part that is written, and g, the log decay, in FP32.
 
     beta = sigmoid(b), g = decay * softplus(a + dt_bias), of scalars or a block of tokens.
     """

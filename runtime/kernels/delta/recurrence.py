@@ -175,7 +175,7 @@ def later_tokens(x_at, write_at, count, is_key, PLAN: gl.constexpr):
 
 @gluon.jit
 def count_reader(arrived, slot, targets, zero, thread, PLAN: gl.constexpr):
-    """Programs that have read the window before this one, where a state goes back to its slot."""
+    """Number of programs that read the window before this one, if a state goes back to its slot."""
     TURN: gl.constexpr = PLAN.turn
     in_place = targets[0] == slot
     for t in gl.static_range(1, TURN):
@@ -214,7 +214,7 @@ def store_factors(places, token, b, a, decay, dt_bias, thread, PLAN: gl.constexp
 
 @gluon.jit
 def after_token(S, t, places, before, first_row, own, thread, PLAN: gl.constexpr):
-    """S after token t of a turn; what it and its predecessor give for q and k is left in `places`.
+    """S after token t of a turn; S^T q and S^T k of the S before it are left in `places`.
 
     first_row, own: first of the thread's rows and columns; before: see `count_reader`.
     """
@@ -243,7 +243,7 @@ def after_token(S, t, places, before, first_row, own, thread, PLAN: gl.constexpr
 
 @gluon.jit
 def written(v, Sk, factors):
-    """Beta times what is new in v, before the norm of k."""
+    """Beta times the difference of v and the memory's answer to k, before the norm of k."""
     return factors[0] * (v - factors[1] * factors[2] * Sk)
 
 
