@@ -1,7 +1,6 @@
 """Conversations in files: one JSON object with the messages, the model's name, the sampling."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,40 +117,32 @@ def _parsed(content: Any, path: Path) -> Saved:
     model, messages = content["model"], content["messages"]
     if not isinstance(model, str) or not isinstance(messages, list):
         raise RequestError(f"`{path}`: `model` must be text and `messages` a list")
+    return Saved(_conversation(messages, path), model)
+
+
+def _conversation(messages: list[Any], path: Path) -> Conversation:
+    """A conversation of messages: perhaps a system message, then questions and answers in turn."""
+    system, said = None, list[str]()
     for number, message in enumerate(messages, start=1):
-        _check_message(message, f"`{path}`: message {number}")
-    roles = [message["role"] for message in messages]
-    has_system = roles[:1] == ["system"]
-    texts = [message["content"] for message in messages]
-    return Saved(_conversation(texts, roles, has_system, path), model)
-
-
-def _conversation(
-    texts: Sequence[str], roles: Sequence[str], has_system: bool, path: Path
-) -> Conversation:
-    """Turns from messages that begin with a question and take turns."""
-    said, speakers = texts[has_system:], roles[has_system:]
-    for index, role in enumerate(speakers):
-        expected = ("user", "assistant")[index % 2]
-        if role != expected:
-            raise RequestError(
-                f"`{path}`: message {index + has_system + 1} is of role `{role}`, "
-                f"expected `{expected}`"
-            )
+        where = f"`{path}`: message {number}"
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise RequestError(f"{where} is not an object of `role` and `content`")
+        role, text = message["role"], message["content"]
+        if not (isinstance(role, str) and isinstance(text, str)):
+            raise RequestError(f"{where}: `role` and `content` must be text")
+        expected = ("user", "assistant")[len(said) % 2]
+        if number == 1 and role == "system":
+            system = text
+        elif role == expected:
+            said.append(text)
+        else:
+            raise RequestError(f"{where} is of role `{role}`, expected `{expected}`")
     pairs = zip(said[::2], said[1::2], strict=False)  # the last question may have no answer
     return Conversation(
-        system=texts[0] if has_system else None,
+        system=system,
         turns=tuple(Turn(question, answer) for question, answer in pairs),
         unanswered=said[-1] if len(said) % 2 else None,
     )
-
-
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        raise RequestError(f"{where} is not an object of `role` and `content`")
-    for value in message.values():
-        if not isinstance(value, str):
-            raise RequestError(f"{where}: `role` and `content` must be text")
 
 
 def _check_saved(path: Path) -> None:
