@@ -6,8 +6,9 @@ somebody asks: prometheus_client's own counters take a lock for every token.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -136,33 +137,30 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
         found, load = self.metrics, self.load()
-        yield self._gauge("num_requests_running", "Answers that are being made.", load.running)
-        yield self._gauge("num_requests_waiting", "Answers that wait for room.", load.waiting)
         share = load.pages_used / max(1, load.pages)
-        yield self._gauge("kv_cache_usage_perc", "Used share of the cache, 1 is all.", share)
-        yield self._counter("prompt_tokens", "Tokens of prompts.", found.prompt_tokens)
-        yield self._counter("generation_tokens", "New tokens.", found.new_tokens)
-        yield self._counter(
-            "prefix_cache_queries", "Tokens looked up in the cache.", found.prompt_tokens
-        )
-        yield self._counter("prefix_cache_hits", "Tokens found in the cache.", found.cached_tokens)
-        yield self._histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", found.first_token
-        )
-        yield self._histogram(
-            "inter_token_latency_seconds", "Between two tokens.", found.between_tokens
-        )
-        yield self._histogram(
-            "e2e_request_latency_seconds", "From a request to its end.", found.whole
-        )
-        finished = CounterMetricFamily(
-            "vllm:request_success",
-            "Answers that have ended, by the reason.",
-            labels=("model_name", "finished_reason"),
-        )
-        for reason, count in sorted(found.finished.items()):
-            finished.add_metric((self.model, reason), count)
-        yield finished
+        for name, text, value in (
+            ("num_requests_running", "Answers that are being made.", load.running),
+            ("num_requests_waiting", "Answers that wait for room.", load.waiting),
+            ("kv_cache_usage_perc", "Used share of the cache, 1 is all.", share),
+        ):
+            yield self._metric(GaugeMetricFamily, name, text, value)
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts.", found.prompt_tokens),
+            ("generation_tokens", "New tokens.", found.new_tokens),
+            ("prefix_cache_queries", "Tokens looked up in the cache.", found.prompt_tokens),
+            ("prefix_cache_hits", "Tokens found in the cache.", found.cached_tokens),
+        ):
+            yield self._metric(CounterMetricFamily, name, text, value)
+        for name, text, times in (
+            ("time_to_first_token", "From a request to its first token.", found.first_token),
+            ("inter_token_latency", "Between two tokens.", found.between_tokens),
+            ("e2e_request_latency", "From a request to its end.", found.whole),
+        ):
+            buckets = times.buckets()
+            yield self._metric(HistogramMetricFamily, f"{name}_seconds", text, buckets, times.total)
+        finished = sorted(found.finished.items())
+        text = "Answers that have ended, by the reason."
+        yield self._by_label("request_success", text, "finished_reason", finished)
         responses = CounterMetricFamily(
             "lowbit:http_responses", "Responses by path and status.", labels=("path", "status")
         )
@@ -174,37 +172,33 @@ class Collector:
 
     def _speculation(self, found: Speculated) -> Iterator[Metric]:
         """Metrics of speculation; drafts of a request are counted when it ends."""
-        yield self._counter("spec_decode_num_drafts", "Rounds that verified drafts.", found.rounds)
-        yield self._counter(
-            "spec_decode_num_draft_tokens", "Draft tokens that were verified.", sum(found.drafted)
-        )
-        yield self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", sum(found.accepted)
-        )
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their position in a round from 0 on.",
-            labels=("model_name", "position"),
-        )
-        for position in range(self.positions):
-            count = found.accepted[position] if position < len(found.accepted) else 0
-            by_position.add_metric((self.model, str(position)), count)
-        yield by_position
+        for name, text, value in (
+            ("drafts", "Rounds that verified drafts.", found.rounds),
+            ("draft_tokens", "Draft tokens that were verified.", sum(found.drafted)),
+            ("accepted_tokens", "Draft tokens accepted.", sum(found.accepted)),
+        ):
+            yield self._metric(CounterMetricFamily, f"spec_decode_num_{name}", text, value)
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "Draft tokens accepted, by their position in a round from 0 on."
+        counts = (*found.accepted, *[0] * self.positions)[: self.positions]
+        places = [(str(position), count) for position, count in enumerate(counts)]
+        yield self._by_label(name, text, "position", places)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=("model_name",))
-        family.add_metric((self.model,), value)
-        return family
+    def _metric(self, family: Callable[..., Metric], name: str, text: str, *value: Any) -> Metric:
+        """A metric of the model alone."""
+        found: Any = family(f"vllm:{name}", text, labels=("model_name",))
+        found.add_metric((self.model,), *value)
+        made: Metric = found
+        return made
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name",))
-        family.add_metric((self.model,), value)
-        return family
-
-    def _histogram(self, name: str, text: str, value: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=("model_name",))
-        family.add_metric((self.model,), value.buckets(), value.total)
-        return family
+    def _by_label(
+        self, name: str, text: str, label: str, counts: Iterable[tuple[str, int]]
+    ) -> Metric:
+        """A counter for each value of a label."""
+        found = CounterMetricFamily(f"vllm:{name}", text, labels=("model_name", label))
+        for value, count in counts:
+            found.add_metric((self.model, value), count)
+        return found
 
 
 def new_registry(
