@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED as STATIC
-from lowbit.runtime.kernels.ptx.mma import as_float, as_word
+from lowbit.runtime.kernels.ptx.mma import as_float, as_word, inline
 
 STATIC_SHARED = gl.constexpr(STATIC)
 
@@ -22,80 +22,81 @@ def load16(address, OFFSET: gl.constexpr = 0):
 
     OFFSET: bytes beyond the address, which costs no instruction.
     """
-    return _load_words4(address, OFFSET, "ld.global", "l")
+    return _load(address, OFFSET, "ld.global", "l", 4)
 
 
 @gluon.jit
 def reload16(address, OFFSET: gl.constexpr = 0):
     """`load16` for a loop that reads the same in every turn: no copy is kept in registers."""
-    return _load_words4(address, OFFSET, "ld.relaxed.cta.global", "l")
+    return _load(address, OFFSET, "ld.relaxed.cta.global", "l", 4)
 
 
 @gluon.jit
 def stream16(address, OFFSET: gl.constexpr = 0):
     """`load16` for values that are read once: they take no room in L1."""
-    return _load_words4(address, OFFSET, "ld.global.L1::no_allocate", "l")
+    return _load(address, OFFSET, "ld.global.L1::no_allocate", "l", 4)
 
 
 @gluon.jit
 def load_shared16(address, OFFSET: gl.constexpr = 0):
     """`load16` from shared memory."""
-    return _load_words4(address, OFFSET, "ld.shared", "r")
-
-
-@gluon.jit
-def _load_words4(address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        f"{LOAD}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];",
-        f"=r,=r,=r,=r,{POINTER}",
-        [address],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
+    return _load(address, OFFSET, "ld.shared", "r", 4)
 
 
 @gluon.jit
 def load8(address, OFFSET: gl.constexpr = 0):
     """8 bytes at an address of each lane, as two words; see `load16`."""
-    return _load_words2(address, OFFSET, "ld.global", "l")
+    return _load(address, OFFSET, "ld.global", "l", 2)
 
 
 @gluon.jit
 def load_shared8(address, OFFSET: gl.constexpr = 0):
     """`load8` from shared memory."""
-    return _load_words2(address, OFFSET, "ld.shared", "r")
-
-
-@gluon.jit
-def _load_words2(address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        f"{LOAD}.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];",
-        f"=r,=r,{POINTER}",
-        [address],
-        dtype=(gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
+    return _load(address, OFFSET, "ld.shared", "r", 2)
 
 
 @gluon.jit
 def load4(address, OFFSET: gl.constexpr = 0):
     """4 bytes at an address of each lane; see `load16`."""
-    return _load_word(address, OFFSET, "ld.global")
+    return _load(address, OFFSET, "ld.global", "l", 1)
 
 
 @gluon.jit
 def load4_l2(address):
     """`load4` from L2: sees what a kernel that has ended wrote, without a wait for it."""
-    return _load_word(address, 0, "ld.global.cg")
+    return _load(address, 0, "ld.global.cg", "l", 1)
 
 
 @gluon.jit
-def _load_word(address, OFFSET: gl.constexpr, LOAD: gl.constexpr):
+def load_shared4(address, OFFSET: gl.constexpr = 0):
+    """An FP32 of shared memory for each lane; see `load16` for OFFSET."""
     return gl.inline_asm_elementwise(
-        f"{LOAD}.b32 $0, [$1 + {OFFSET}];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
+        f"ld.shared.f32 $0, [$1 + {OFFSET}];", "=f,r", [address],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    address, OFFSET: gl.constexpr, LOAD: gl.constexpr, POINTER: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """COUNT words of each lane: a tuple, but for one."""
+    if COUNT == 4:
+        words = gl.inline_asm_elementwise(
+            f"{LOAD}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {OFFSET}];", f"=r,=r,=r,=r,{POINTER}",
+            [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    elif COUNT == 2:
+        words = gl.inline_asm_elementwise(
+            f"{LOAD}.v2.b32 {{$0, $1}}, [$2 + {OFFSET}];", f"=r,=r,{POINTER}",
+            [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        words = gl.inline_asm_elementwise(
+            f"{LOAD}.b32 $0, [$1 + {OFFSET}];", f"=r,{POINTER}",
+            [address], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return words
 
 
 @gluon.jit
@@ -125,7 +126,7 @@ def stream16_if(address, wanted):
 @gluon.jit
 def shared_buffer(DECLARATION: gl.constexpr):
     """The address of the shared memory that DECLARATION declares; see `declaration`."""
-    return gl.inline_asm_elementwise(DECLARATION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return inline(DECLARATION, "=r", ())
 
 
 @gluon.constexpr_function
@@ -164,9 +165,7 @@ def large_shared_buffer(never, SIZE: gl.constexpr, WARPS: gl.constexpr):
     if never:
         for i in gl.static_range(len(pieces)):
             pieces[i].slice(0, 32).store(gl.full([32], 0, gl.int32, layout=L))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return inline("mov.b32 $0, global_smem;", "=r", ())
 
 
 def large_size(size_bytes: int) -> int:
@@ -177,76 +176,49 @@ def large_size(size_bytes: int) -> int:
 @gluon.jit
 def store16(address, words, inside):
     """Store four words of each lane that is inside to global memory."""
-    _store_words4(address, words, inside, "st.global", "l")
+    _store(address, words, inside, "st.global", "l")
 
 
 @gluon.jit
 def store_shared16(address, words, inside):
     """Store four words of each lane that is inside to shared memory."""
-    _store_words4(address, words, inside, "st.shared", "r")
-
-
-@gluon.jit
-def _store_words4(address, words, inside, STORE: gl.constexpr, POINTER: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $6, 0; "
-        f"@p {STORE}.v4.b32 [$1], {{$2, $3, $4, $5}}; mov.b32 $0, 0;}}",
-        f"=r,{POINTER},r,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3], inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _store(address, words, inside, "st.shared", "r")
 
 
 @gluon.jit
 def store8(address, words, inside):
     """Store two words of each lane that is inside to global memory."""
-    _store_words2(address, words, inside, "st.global", "l")
+    _store(address, words, inside, "st.global", "l")
 
 
 @gluon.jit
 def store_shared8(address, words, inside):
     """Store two words of each lane that is inside to shared memory."""
-    _store_words2(address, words, inside, "st.shared", "r")
-
-
-@gluon.jit
-def _store_words2(address, words, inside, STORE: gl.constexpr, POINTER: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $4, 0; "
-        f"@p {STORE}.v2.b32 [$1], {{$2, $3}}; mov.b32 $0, 0;}}",
-        f"=r,{POINTER},r,r,r",
-        [address, words[0], words[1], inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _store(address, words, inside, "st.shared", "r")
 
 
 @gluon.jit
 def store_shared4(address, x, inside):
     """Store an FP32 of each lane that is inside to shared memory."""
-    gl.inline_asm_elementwise(
+    inline(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, 0;}",
-        "=r,r,f,r",
-        [address, x, inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "=r,r,f,r", (address, x, inside.to(gl.int32)),
+    )  # fmt: skip
 
 
 @gluon.jit
-def load_shared4(address, OFFSET: gl.constexpr = 0):
-    """An FP32 of shared memory for each lane; see `load16` for OFFSET."""
-    return gl.inline_asm_elementwise(
-        f"ld.shared.f32 $0, [$1 + {OFFSET}];",
-        "=f,r",
-        [address],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
+def _store(address, words, inside, STORE: gl.constexpr, POINTER: gl.constexpr):
+    CODE: gl.constexpr = _store_code(STORE, len(words))
+    KINDS: gl.constexpr = f"=r,{POINTER}" + ",r" * (len(words) + 1)
+    inline(CODE, KINDS, (address,) + words + (inside.to(gl.int32),))
+
+
+@gluon.constexpr_function
+def _store_code(store, count):
+    values = ", ".join(f"${2 + i}" for i in range(count))
+    return (
+        f"{{.reg .pred p; setp.ne.s32 p, ${2 + count}, 0; "
+        f"@p {store}.v{count}.b32 [$1], {{{values}}}; mov.b32 $0, 0;}}"
     )
 
 
@@ -256,14 +228,10 @@ def copy16(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
 
     OFFSET, AT: bytes beyond source and target, which cost no instruction.
     """
-    gl.inline_asm_elementwise(
-        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16; mov.b32 $0, 0;",
-        "=r,r,l",
-        [target, source],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+    CODE: gl.constexpr = (
+        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16; mov.b32 $0, 0;"
     )
+    inline(CODE, "=r,r,l", (target, source))
 
 
 @gluon.jit
@@ -271,48 +239,32 @@ def copy16_or_zeros(
     target, source, inside, AT: gl.constexpr = 0, OFFSET: gl.constexpr = 0
 ):  # fmt: skip
     """`copy16` in lanes that are inside; the others store zeros."""
-    gl.inline_asm_elementwise(
-        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16, $3; mov.b32 $0, 0;",
-        "=r,r,l,r",
-        [target, source, gl.where(inside, 16, 0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+    CODE: gl.constexpr = (
+        f"cp.async.cg.shared.global [$1 + {AT}], [$2 + {OFFSET}], 16, $3; mov.b32 $0, 0;"
     )
+    inline(CODE, "=r,r,l,r", (target, source, gl.where(inside, 16, 0)))
 
 
 @gluon.jit
 def copy4(target, source, OFFSET: gl.constexpr = 0, AT: gl.constexpr = 0):
     """`copy16` of 4 bytes."""
-    gl.inline_asm_elementwise(
-        f"cp.async.ca.shared.global [$1 + {AT}], [$2 + {OFFSET}], 4; mov.b32 $0, 0;",
-        "=r,r,l",
-        [target, source],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+    CODE: gl.constexpr = (
+        f"cp.async.ca.shared.global [$1 + {AT}], [$2 + {OFFSET}], 4; mov.b32 $0, 0;"
     )
+    inline(CODE, "=r,r,l", (target, source))
 
 
 @gluon.jit
 def commit_copies():
     """End a batch of copies."""
-    gl.inline_asm_elementwise(
-        "cp.async.commit_group; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    inline("cp.async.commit_group; mov.b32 $0, 0;", "=r", ())
 
 
 @gluon.jit
 def wait_copies(OPEN: gl.constexpr):
     """Wait for this thread's copies, but for those of its last OPEN batches."""
-    gl.inline_asm_elementwise(
-        f"cp.async.wait_group {OPEN}; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    CODE: gl.constexpr = f"cp.async.wait_group {OPEN}; mov.b32 $0, 0;"
+    inline(CODE, "=r", ())
 
 
 @gluon.jit
@@ -328,17 +280,13 @@ def floats(at, COUNT: gl.constexpr):
 @gluon.jit
 def barrier():
     """Wait for every thread of the program."""
-    gl.inline_asm_elementwise(
-        "bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    inline("bar.sync 0; mov.b32 $0, 0;", "=r", ())
 
 
 @gluon.jit
 def warp_barrier():
     """Wait for every lane of the warp, and for what it has stored in shared memory."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    inline("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", ())
 
 
 @gluon.jit
@@ -364,15 +312,11 @@ def count_round(address, LAST: gl.constexpr, inside):
     counts, but others may see its stores later. Unlike `add`, which the compiler gathers over the
     warp, this does not wait for the counter before its value is used.
     """
-    return gl.inline_asm_elementwise(
+    return inline(
         "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; "
         "@p atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;}",
-        "=&r,l,r,r",
-        [address, LAST, inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "=&r,l,r,r", (address, LAST, inside.to(gl.int32)),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -382,6 +326,4 @@ def recomputed(x):
     So addresses that follow from it are computed where they are needed, instead of being kept in
     registers through a loop.
     """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return inline("mov.b32 $0, $1;", "=r,r", (x,))

@@ -10,6 +10,17 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def inline(CODE: gl.constexpr, KINDS: gl.constexpr, arguments, PURE: gl.constexpr = False):
+    """The word that some PTX gives in every lane; unless PURE, PTX runs in the order as written.
+
+    KINDS: constraints of the result and then of the arguments, as in inline assembly of C.
+    """
+    return gl.inline_asm_elementwise(
+        CODE, KINDS, arguments, dtype=gl.int32, is_pure=PURE, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def threads(WARPS: gl.constexpr):
     """Warp and lane of each thread, and zeros: int32, int32, int32, float32."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
@@ -83,53 +94,27 @@ def pairs(word, BITS: gl.constexpr):
 @gluon.jit
 def times(pair, other):
     """Two BF16 times two others, each product rounded once."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [pair, other, -0x7FFF8000],  # -0 leaves every product as it is
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return inline(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", (pair, other, -0x7FFF8000), PURE=True
+    )  # -0 changes none
 
 
 @gluon.jit
 def times_plus(pair, other, added):
     """Two BF16 times two others plus two more, each sum rounded once."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [pair, other, added],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return inline("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", (pair, other, added), PURE=True)
 
 
 @gluon.jit
 def larger(pair, other):
     """The larger BF16 of each half of two words, NaN where one is."""
-    return gl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;",
-        "=r,r,r",
-        [pair, other],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return inline("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", (pair, other), PURE=True)
 
 
 @gluon.jit
 def bf16_pair(low, high):
     """Two FP32 rounded to BF16, in one word."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;",
-        "=r,f,f",
-        [high, low],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return inline("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", (high, low), PURE=True)
 
 
 @gluon.jit
@@ -163,13 +148,9 @@ def unpacked_scales(raw, KIND: gl.constexpr):
 def across(x, DISTANCE: gl.constexpr):
     """The x of the lane whose number differs in the bit DISTANCE: 1, 2, 4, 8 or 16."""
     return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;",
-        "=f,f,r",
-        [x, DISTANCE],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
+        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, DISTANCE],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -198,27 +179,17 @@ def total(x):
 
 @gluon.jit
 def _over_warp(x, OPERATION: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        f"redux.sync.{OPERATION} $0, $1, 0xffffffff;",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    CODE: gl.constexpr = f"redux.sync.{OPERATION} $0, $1, 0xffffffff;"
+    return inline(CODE, "=r,r", (x,))
 
 
 @gluon.jit
 def from_lane(x, lane):
     """The x of the lane that each lane names."""
     return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
-        "=f,f,r",
-        [x, lane],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -228,14 +199,7 @@ def bytes_of(first, second, SELECTOR: gl.constexpr):
     SELECTOR: a hexadecimal digit for each byte, the lowest first: 0 to 3 for bytes of the first
     word, 4 to 7 for those of the second.
     """
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [first, second, SELECTOR],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return inline("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (first, second, SELECTOR), PURE=True)
 
 
 @gluon.jit

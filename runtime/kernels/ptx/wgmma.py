@@ -8,6 +8,8 @@ width (PTX manual, "Asynchronous warpgroup level matrix instructions").
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowbit.runtime.kernels.ptx.mma import inline
+
 
 @gluon.constexpr_function
 def product_code(columns, bits, offset):
@@ -90,49 +92,30 @@ def init_barriers(address, leader, COUNT: gl.constexpr):
         gl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.s32 p, $2, 0; "
             f"@p mbarrier.init.shared::cta.b64 [$1 + {8 * i}], 1; mov.b32 $0, 0;}}",
-            "=r,r,r",
-            [address, leader.to(gl.int32)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+            "=r,r,r", [address, leader.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    inline("fence.mbarrier_init.release.cluster; mov.b32 $0, 0;", "=r", ())
 
 
 @gluon.jit
 def expect_bytes(barrier, leader, SIZE: gl.constexpr):
     """Arrive at an mbarrier that completes when SIZE bytes have come."""
-    gl.inline_asm_elementwise(
+    CODE: gl.constexpr = (
         "{.reg .pred p; setp.ne.s32 p, $2, 0; "
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {SIZE}; mov.b32 $0, 0;}}",
-        "=r,r,r",
-        [barrier, leader.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {SIZE}; mov.b32 $0, 0;}}"
     )
+    inline(CODE, "=r,r,r", (barrier, leader.to(gl.int32)))
 
 
 @gluon.jit
 def bulk_copy(target, source, barrier, leader, SIZE: gl.constexpr):
     """Begin to copy SIZE bytes from global to shared memory, counted by `barrier`."""
-    gl.inline_asm_elementwise(
+    CODE: gl.constexpr = (
         "{.reg .pred p; setp.ne.s32 p, $4, 0; "
         "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$1], [$2], {SIZE}, [$3]; mov.b32 $0, 0;}}",
-        "=r,r,l,r,r",
-        [target, source, barrier, leader.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        f"[$1], [$2], {SIZE}, [$3]; mov.b32 $0, 0;}}"
     )
+    inline(CODE, "=r,r,l,r,r", (target, source, barrier, leader.to(gl.int32)))
 
 
 @gluon.jit
