@@ -1,8 +1,8 @@
 """The GPU backend: `lowbit.runtime.backends.ops.Ops` over the Triton kernels.
 
-A decode step, of one token or of one of each of several sequences, takes the GEMVs and split
-attention, without a synchronization or a host read, so a CUDA graph can capture it; a prompt takes
-the GEMVs up to PACKED_TOKENS tokens and weights widened for cuBLAS beyond.
+A decode step launches GEMVs and decode attention without a synchronization or a host read, so a
+CUDA graph can capture it. A prompt takes the GEMVs up to PACKED_TOKENS tokens, and weights widened
+for cuBLAS beyond.
 """
 
 import torch
@@ -66,7 +66,7 @@ def check_heads(most: int, **dims: int) -> None:
 
 
 def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None:
-    """Refuse attention that the decode kernel has no place for.
+    """Refuse attention that the kernels cannot compute.
 
     Raises:
         UnsupportedModelError: naming the size.
@@ -84,7 +84,7 @@ def check_attention(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -
 
 
 def check_delta(key_dim: int, value_dim: int) -> None:
-    """Refuse gated DeltaNet heads whose memory has no place in a program.
+    """Refuse gated DeltaNet heads that the kernels cannot tile.
 
     Raises:
         UnsupportedModelError: naming the size.
@@ -120,24 +120,29 @@ def product(
     dtype = torch.float32 if logits else x.dtype
     if added is not None and added.dim() == 1:
         added = added[None]
+    few = are_few(x, w)
+    h = x if few or norm is None else rms_norm(x, norm, eps)
     if isinstance(w, TiledLinear):
-        if x.shape[0] <= PACKED_TOKENS:
+        if few:
             return gemv(x, w, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype)
-        return gemm(x if norm is None else rms_norm(x, norm, eps), w, added, dtype)
-    if x.shape[0] <= DENSE_TOKENS:
+        return gemm(h, w, added, dtype)
+    if few:
         y = dense_gemv(x, w.weight, norm=norm, eps=eps, added=added, dtype=dtype)
     else:
-        h = x if norm is None else rms_norm(x, norm, eps)
         y = dense_gemm(h, w.weight, added, dtype)
     return swiglu_of(y) if swiglu else y
+
+
+def are_few(x: Tensor, w: GpuLinear) -> bool:
+    """True if GEMVs multiply x [M, K]; they norm it themselves."""
+    return x.shape[0] <= (PACKED_TOKENS if isinstance(w, TiledLinear) else DENSE_TOKENS)
 
 
 def two_products(
     x: Tensor, w: GpuLinear, small: GpuLinear, norm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`product` of two weights for the same normed x; see `Ops.two_products`."""
-    few = x.shape[0] <= DENSE_TOKENS
-    if few and isinstance(w, TiledLinear) and isinstance(small, DenseLinear):
+    if isinstance(w, TiledLinear) and isinstance(small, DenseLinear) and are_few(x, small):
         return gemv_and_rows(x, w, small.weight, norm=norm, eps=eps)
     return product(x, w, norm=norm, eps=eps), product(x, small, norm=norm, eps=eps)
 
@@ -173,8 +178,8 @@ def delta_linear(
     residual: Tensor,
 ) -> Tensor:
     """Gated DeltaNet and its output linear; see `Ops.delta_linear`."""
-    few = not step.prompt and qkvz.shape[0] <= EXACT_TOKENS
-    if few and isinstance(w, TiledLinear):
+    exact = not step.prompt and qkvz.shape[0] <= EXACT_TOKENS
+    if exact and isinstance(w, TiledLinear):  # which norms the heads as it reads them
         parts, squares = delta_decode_parts(qkvz, ba, weights, states, step)
         return product(parts, w, squares=squares, eps=weights.eps, added=residual)
     advance = delta_prefill if step.prompt else delta_decode

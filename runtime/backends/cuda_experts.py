@@ -22,7 +22,7 @@ MOST_SHARED = 96 << 10  # bytes of a program that every card has
 
 
 def check_experts(experts: Experts, hidden: int) -> None:
-    """Refuse experts that the kernels have no place for.
+    """Refuse experts that the kernels cannot compute.
 
     Args:
         experts: of the config.
