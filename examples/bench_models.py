@@ -20,7 +20,7 @@ from bench_kernels import elapsed_us
 from make_random_checkpoint import HYBRID_SIZES, SIZES, config_of
 from random_engine import GROUP, HEAD_BITS, random_engine, standing_sequence
 
-from lowbit.formats.architectures import footprint, read_config, tensor_table
+from lowbit.formats.architectures import read_config, tensor_table
 from lowbit.runtime.bench.bench import GREEDY, SAMPLED, read_bandwidth
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.engine.engine import Engine
@@ -30,7 +30,6 @@ from lowbit.runtime.state.sampler import SamplingParams
 LARGE = ("14B", "3.5-27B", "30B-A3B", "3.5-35B-A3B")  # measured where they are asked for
 CONTEXTS = (8_000, 32_000)
 CONTEXT = 33_000
-CACHE_ITEM = 2  # bytes
 CAPTURES = 3
 RUN = BenchSettings()
 RUNS = 3
@@ -76,7 +75,8 @@ def cache_rates(engine: Engine, size: str) -> str:
     config, short = read_config(config_of(size)), step_us(engine, RUN.prompt_tokens)
     rates = []
     for context in CONTEXTS:
-        size_bytes = footprint.kv_bytes(config, context - RUN.prompt_tokens, CACHE_ITEM)
+        tokens = config.kv_layers * (context - RUN.prompt_tokens)
+        size_bytes = tokens * engine.runner.state.pages.token_bytes
         rate = size_bytes / (step_us(engine, context) - short) / 1e6
         rates.append(f"{rate:.1f} at {context:,}")
     return ", ".join(rates)
