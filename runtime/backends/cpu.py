@@ -51,7 +51,7 @@ def two_products(
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[CpuLinear]) -> Tensor:
-    """`x` plus what experts make of the normed x; see `Ops.moe`."""
+    """Add the output of a mixture of experts to x; see `Ops.moe`."""
     return (x.float() + mixture(rms_norm(x, norm, eps), experts)).to(x.dtype)
 
 

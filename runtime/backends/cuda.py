@@ -148,7 +148,7 @@ def two_products(
 
 
 def moe(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
-    """`x` plus what a mixture of experts makes of it; see `Ops.moe`."""
+    """Add the output of a mixture of experts to x; see `Ops.moe`."""
     return mixture(x, norm, eps, experts)
 
 

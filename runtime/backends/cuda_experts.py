@@ -46,7 +46,7 @@ def check_experts(experts: Experts, hidden: int) -> None:
 
 
 def mixture(x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[GpuLinear]) -> Tensor:
-    """`x` plus what the experts make of the normed x; see `Ops.moe`."""
+    """Add the output of the experts for the normed x to x; see `Ops.moe`."""
     gate_up, down = stacked(experts.gate_up), stacked(experts.down)
     chosen, shared = experts.chosen, experts.shared
     if x.shape[0] <= EXPERTS_TOKENS:

@@ -64,7 +64,7 @@ class Ops(Protocol[W]):
         """`product` of two weights for the same normed x, the second of few rows."""
 
     def moe(self, x: Tensor, norm: Tensor, eps: float, experts: ExpertWeights[W]) -> Tensor:
-        """`x` plus what a mixture of experts makes of the normed x, h.
+        """Add the output of a mixture of experts for the normed x, h, to x.
 
         With p = softmax(h @ router.T) over all E experts, in float32, and C the k likeliest of them
         (of equal ones those of lower number), a token gets

@@ -1,4 +1,4 @@
-"""Constants of attention's kernels: what its heads are, and what a program of a step takes of them.
+"""Constants of attention's kernels: the sizes of its heads, and a plan for each launch.
 
 A kernel takes them as one constant. What follows from other numbers is a field too: Triton finds
 what it has compiled by the text of its constants, which must change with a formula here. Each plan
@@ -48,7 +48,7 @@ class Heads:
 
 
 def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
-    """The heads of queries, keys and values [M, width] that share pages."""
+    """Sizes of the heads in qkv [M, width], whose keys and values go to these pages."""
     kv, dim = pages.heads, pages.head_dim
     shared = (qkv.shape[1] // dim // kv - 2) // (2 if gated else 1)
     return Heads(kv, shared, dim, 2 * rope.cos.shape[1], gated)
@@ -56,7 +56,7 @@ def heads_of(qkv: Tensor, rope: Rope, pages: KVPages, gated: bool) -> Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What the programs of `attention_whole_kernel` or `attention_split_kernel` take.
+    """Constants of a launch of `attention_whole_kernel` or `attention_split_kernel`.
 
     Attributes:
         heads: of the layer.

@@ -89,7 +89,7 @@ def join_splits(
     sums: Tensor, state: Tensor, qkv: Tensor, positions: Tensor, out: Tensor, keys: KeySplit,
     early: bool, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    """Fill out with the heads of all splits.
+    """Join the splits of every head, writing to `out`.
 
     Args:
         sums: [M * Hq, splits, D] fp32; of splits without rows anything.

@@ -1,9 +1,8 @@
-"""Device functions of a program of `attention_decode`, whether it takes a split of the keys or all.
+"""Device functions shared by both kernels of `attention_decode`, in the order of their use.
 
-In the order in which a program needs them. `softmax` is what a lane has of the keys so far: sums of
-weighted values, the highest score and the sum of weights. `fresh` is where new keys are: the first
-position that this step appends, the token's own, the addresses of its value and of its key, which
-is in shared memory.
+`softmax` is the state of a lane's online softmax: sums of weighted values, the highest score and
+the sum of weights. `fresh` locates the keys of this step: the first position that it appends, the
+token's own position, the address of its value, and that of its key in shared memory.
 """
 
 from triton.experimental import gluon
@@ -115,11 +114,11 @@ def stage_heads(
 
 
 @gluon.jit
-def meet_new_key(
+def score_new_key(
     qkv, key, bases, new_page, rotations, keys, values, rows, value, place, thread, eps, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """What a program does first of all that waits: stage heads, and score the new key.
+    """Stage the heads and score the new key: the first work that needs this step's input.
 
     qkv: address of the token; key: element where its key begins; bases: addresses of keys and
     values in the pages; new_page: the page of the token's own row; keys, values: of the first turn;

@@ -12,13 +12,13 @@ from lowbit.runtime.kernels.ptx.mma import across, as_float, bf16_pair, high_hal
 
 @gluon.jit
 def _own(lane, i: gl.constexpr, D: gl.constexpr):
-    """The word, a pair of elements, that a lane has of a head for its i-th."""
+    """Number of the i-th word, a pair of elements, that a lane takes of a head."""
     return gl.minimum(lane + 32 * i, D // 2 - 1)
 
 
 @gluon.jit
 def _partner(word, R: gl.constexpr):
-    """The word that rotates with it; itself where nothing rotates."""
+    """Number of the word that rotates with `word`; `word` itself where nothing rotates."""
     return gl.where(word < R // 2, (word + R // 4) % (R // 2), word)
 
 

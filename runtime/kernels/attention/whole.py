@@ -16,9 +16,9 @@ from lowbit.runtime.kernels.attention.program import (
     element_of,
     first_fresh,
     load_rotations,
-    meet_new_key,
     nothing_yet,
     own_sums,
+    score_new_key,
     sum_warps,
     weigh_warps,
     with_fresh,
@@ -80,7 +80,7 @@ def attention_whole_kernel(
     key = PLAN.heads.kv * SHARED * PLAN.query + head * D
     qkv = qkv_ptr.to(gl.int64, bitcast=True) + token.to(gl.int64) * (2 * PLAN.width)
     value = qkv + (key + PLAN.heads.kv * D + column) * 2
-    q, new_score, keys, values, fresh, buffer, new_at = meet_new_key(
+    q, new_score, keys, values, fresh, buffer, new_at = score_new_key(
         qkv, key, (k_base, v_base), new_page, rotations, *loaded[:2],
         (row, position, TURN), value, (head, token, position, first), thread, eps, score_scale,
         PLAN,

@@ -214,12 +214,12 @@ def experts_down(
     shared: bool,
     x: Tensor,
 ) -> Tensor:
-    """Add to every token what its experts make of it.
+    """Multiply by the down weights of every token's experts, weigh, and add the residual.
 
     Args:
         act: [M, slots, width], of `experts_gate_up`.
         scores: [M, experts] float32, of the router.
-        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
+        routes: of `experts_route`; None lets every warp choose for itself.
         w: [N, K] of every expert.
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.

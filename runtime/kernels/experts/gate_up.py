@@ -141,14 +141,14 @@ def experts_gate_up(
     chosen: int,
     shared: bool,
 ) -> Tensor:
-    """Make of every token what the gates and ups of its experts make of it.
+    """SwiGLU of every token by each of its experts.
 
     Args:
         x: [M, K] bfloat16, contiguous.
         norm: [K] gain of the RMS norm.
         eps: of the norm.
         scores: [M, experts] float32, of the router.
-        routes: what `experts_route` makes of the scores; None lets every warp choose for itself.
+        routes: of `experts_route`; None lets every warp choose for itself.
         w: [2 * I, K] of every expert, paired.
         chosen: experts of a token, beside the shared one.
         shared: the last expert is every token's.

@@ -44,7 +44,7 @@ def experts_gemm(
     shared: bool,
     x: Tensor,
 ) -> Tensor:
-    """Add to every token what its experts make of it, for many tokens.
+    """Add the output of its experts to every token, for many tokens.
 
     Args:
         h: [M, K] bfloat16, the normed tokens.

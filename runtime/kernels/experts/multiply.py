@@ -82,7 +82,7 @@ def block_of(W: Packed, launch: GemmTiles, tiles: int, rows: int, limit: int) ->
 
     Args:
         W: of an expert.
-        launch: share of a program; of its numbers those are kept that fit.
+        launch: share of a program, reduced here to fit the weight and shared memory.
         tiles: of an expert.
         rows: a multiple of 8.
         limit: bytes of shared memory on the GPU.

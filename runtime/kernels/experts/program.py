@@ -1,6 +1,6 @@
 """Constants of the kernels that take tokens of a step through their experts one by one.
 
-Each record is made once, by a cached function, and so compared by identity (see `linear.program`).
+A cached function makes each record once; see `linear.program`.
 """
 
 from dataclasses import dataclass

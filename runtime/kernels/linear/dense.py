@@ -177,7 +177,7 @@ def multiply_rows(
 
 @gluon.jit
 def _own_chunk(first_chunk, step, S: gl.constexpr):
-    """The chunk that a lane has of a warp's step."""
+    """Number of the chunk that a lane takes in one of its warp's steps."""
     return (first_chunk + step // S * 4 + step % S * (4 * ROW_PARTS)).to(gl.int64)
 
 
@@ -217,7 +217,7 @@ def _stage(
 
 @gluon.jit
 def _chunk(first_chunk, i: gl.constexpr, S: gl.constexpr, K: gl.constexpr, BYTES: gl.constexpr):
-    """Offset of a warp's i-th chunk of BYTES, and if it is there: past the end the last again."""
+    """Offset of a warp's i-th chunk of BYTES, the last one's past the end; True if it exists."""
     chunk = first_chunk + (i // S * 4 + i % S * (4 * ROW_PARTS))
     if K % (32 * ROW_PARTS) != 0:
         at = gl.minimum(chunk, K // 8 - 1)
@@ -231,7 +231,7 @@ def _load_rows(
     loaded, low, high, first_chunk, FIRST: gl.constexpr, END: gl.constexpr, S: gl.constexpr,
     K: gl.constexpr,
 ):  # fmt: skip
-    """Loaded, and 16 bytes of two rows for each of the steps from FIRST to END."""
+    """Append 16 bytes of two rows to `loaded` for each of the steps from FIRST to END."""
     for i in gl.static_range(FIRST, END):
         at, _ = _chunk(first_chunk, i, S, K, 16)
         loaded = loaded + (stream16(low + at), stream16(high + at))

@@ -168,7 +168,7 @@ class GemvPlan:
 
 
 class Fused(NamedTuple):
-    """Numbers of what a GEMV does besides: the norm or heads that are normed, rows beside it."""
+    """Work that a GEMV does beside the product: norms, residual and dense rows."""
 
     normed: bool
     heads: int
@@ -186,7 +186,7 @@ def _launch(
     added: Tensor | None = None,
     rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill y; rows: dense weights beside w, and what is filled with their product."""
+    """Launch one product into y; rows: dense weights beside w, and the output of theirs."""
     B, pdl = x.shape[0], programmatic_launch(x)
     hopper = None if rows is not None else _plan_on_hopper(x, w, added)
     if hopper is not None:
@@ -243,7 +243,7 @@ def _join(
     plan: GemvPlan | WgmmaPlan,
     normed: bool,
 ) -> None:
-    """Fill y from the sums of all parts; planes: with the factors of the norm."""
+    """Join the sums of all parts into y; planes: hold the factors of the norm."""
     run(
         gemv_join_kernel,
         (-(-w.tiles * (plan.X.TOKENS // 8) // JOIN_WARPS),),
@@ -264,7 +264,7 @@ def _join(
 
 
 def most_tokens(x: Tensor, w: TiledLinear) -> int:
-    """Tokens of one launch."""
+    """Most tokens that one launch multiplies by this weight."""
     return WGMMA_TOKENS if _launch_on_hopper(x, w, WGMMA_TOKENS) else GEMV_TOKENS
 
 

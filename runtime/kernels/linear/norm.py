@@ -26,7 +26,7 @@ SQUARES = MOST_SPLITS  # parts of the sum of a head's squares, 16 bytes that one
 
 @gluon.jit
 def place(turn: gl.constexpr, warp, WARPS: gl.constexpr, X: gl.constexpr):
-    """The token and the block that a warp takes in one of its turns."""
+    """Token and block that a warp takes in one of its turns."""
     BLOCKS: gl.constexpr = X.BLOCKS
     n = turn * WARPS + warp
     if X.TOKENS == 1:

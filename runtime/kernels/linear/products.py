@@ -5,7 +5,7 @@ that share a tile take its steps in turn: `part` is the number of a warp's first
 PARTS-th from there is its. It loads COUNT of them together, of one tile or several. Lane 4 * g + t
 holds words of rows g and g + 8.
 
-Of the eight columns of an `integer_mma`
+An `integer_mma` has eight columns:
 
     up to 4 tokens    each half is a token: its digits d0, d1, d2, d2 (`halved`)
     more              each is a token, and every digit has an `integer_mma` of its own
@@ -78,7 +78,7 @@ def load_steps(
     STEP_K: gl.constexpr = 512 // W.BITS
     UNIT: gl.constexpr = min(STEP_K, W.G & -W.G)  # k of a step that surely share a scale
     GROUP_BYTES: gl.constexpr = 64 if SCALES == "fp32" else 32
-    # Whether the way from one step to the next is whole groups.
+    # A warp goes from one of its steps to the next by whole groups.
     SAME: gl.constexpr = PARTS * STEP_K % W.G == 0 and W.K % STEP_K == 0
     loaded = ()
     raw = ()
@@ -408,7 +408,7 @@ def multiply_rest(
 
 @gluon.jit
 def leave_sums(acc, own, share, sums_at, PARTS: gl.constexpr, X: gl.constexpr):
-    """Put the sums of a warp's tiles where those of all parts are added up."""
+    """Store the sums of a warp's tiles, for `sum_of_parts`."""
     LANES: gl.constexpr = results_of(X.TOKENS)[0]
     BYTES: gl.constexpr = 8 * results_of(X.TOKENS)[1]
     at = sums_at + ((share * len(acc) * PARTS + own[0]) * LANES + own[3]) * BYTES
@@ -418,7 +418,7 @@ def leave_sums(acc, own, share, sums_at, PARTS: gl.constexpr, X: gl.constexpr):
 
 @gluon.jit
 def store_sums(a, at, held, HALVED: gl.constexpr):
-    """Join the digits of a warp's sums and leave them in shared or, where split, global memory."""
+    """Join the digits of a warp's sums and store them in shared or, where split, global memory."""
     if HALVED:
         low = a[0] + TOP_WEIGHT * across(a[0], 1)
         high = a[1] + TOP_WEIGHT * across(a[1], 1)

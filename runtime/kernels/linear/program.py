@@ -1,8 +1,8 @@
-"""Constants that kernels of packed weights get in one piece: the weight, and x as digits.
+"""Records of constants for kernels of packed weights: the weight, and x as digits.
 
-Kernels read their fields as numbers (`W.K`). What follows from others is a field too, for Triton
-finds compiled kernels by the text of their constants, which must change with a formula here. Each
-is made once, by a cached function, and so compared by identity, which is quick.
+Kernels read the fields as numbers (`W.K`). Derived numbers are fields too: Triton finds compiled
+kernels by the text of their constants, which must change when a formula here does. A cached
+function makes each record once, so records are compared by identity, which is quick.
 """
 
 from dataclasses import dataclass

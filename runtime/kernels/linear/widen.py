@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit.runtime.kernels.launch.device import run
-from lowbit.runtime.kernels.linear.tiles import SCALES, TILE, TiledLinear, dequantized
+from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear, dequantized
 from lowbit.runtime.kernels.ptx.memory import store16, stream16
 from lowbit.runtime.kernels.ptx.mma import (
     bf16_pair,
@@ -68,13 +68,15 @@ def _code_pair(low, high, scale):
 @gluon.jit(do_not_specialize=["first_tile", "tiles", "rows"])
 def _widen_kernel(
     words_ptr, scales_ptr, out_ptr, first_tile, tiles, rows,
-    PAIRED: gl.constexpr, K: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, WARPS: gl.constexpr,
+    PAIRED: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """rows: of the output; past it nothing is stored."""
+    K: gl.constexpr = W.K
+    BITS: gl.constexpr = W.BITS
+    SCALES: gl.constexpr = W.SCALES
     STEP_K: gl.constexpr = 512 // BITS
-    STEPS: gl.constexpr = (K + STEP_K - 1) // STEP_K
-    GROUPS: gl.constexpr = K // G
+    STEPS: gl.constexpr = W.STEPS
+    GROUPS: gl.constexpr = W.GROUPS
     SCALE_WORDS: gl.constexpr = 2 if SCALES == "fp32" else 1
     warp, lane, _, _ = threads(WARPS)
     step = gl.program_id(1) * WARPS + warp
@@ -89,7 +91,7 @@ def _widen_kernel(
     high_row = low_row + (tiles * 8 if PAIRED else 8)
     for q in gl.static_range(16 // BITS):
         k = step * STEP_K + q * 32 + lane % 4 * 8
-        group = gl.minimum(k // G, GROUPS - 1)
+        group = gl.minimum(k // W.G, GROUPS - 1)
         if SCALES == "fp32":
             raw = (gl.load(scales + group * 16), gl.load(scales + group * 16 + 1))
         else:
@@ -128,10 +130,7 @@ def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
         count,
         rows,
         PAIRED=w.paired,
-        K=w.K,
-        G=w.group_size,
-        BITS=w.bits,
-        SCALES=SCALES[w.scales.dtype],
+        W=w.constants,
         WARPS=WARPS,
         num_warps=WARPS,
         enable_fp_fusion=True,
