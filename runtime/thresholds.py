@@ -11,7 +11,7 @@ EXACT_TOKENS = 16
 HALVED_TOKENS = 4  # that share the columns of one product by two
 GEMV_TOKENS = 32  # of one launch, which reads the weight once
 WGMMA_TOKENS = 64  # of one launch of wgmma on Hopper
-PACKED_TOKENS = 128  # multiplied by GEMVs; more by cuBLAS, from weights widened to BF16
+PACKED_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS, from weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
 
 # Linear layers in BF16, and such rows beside packed ones.
