@@ -30,6 +30,7 @@ from lowbit.runtime.bench.bench import GREEDY
 from lowbit.runtime.engine.constraints import Bounds
 from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.load import load
+from lowbit.runtime.engine.load_options import LoadOptions
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.stream import Handle
@@ -64,6 +65,7 @@ def random_model(size: str, context: int, sequences: int) -> Model:
     text, template = load_tokenizer(folder), load_chat_template(folder)
     return Model(
         folder=folder,
+        options=LoadOptions(context=context, max_sequences=sequences),
         opened=SimpleNamespace(config=engine.decoder.config),  # type: ignore[arg-type]
         engine=engine,
         tokenizer=text,

@@ -210,7 +210,7 @@ def step_of(engine: Engine, tokens: int) -> Callable[[], None]:
         )
         for kind in (ROWS, READ, WRITE):
             runner.inputs[kind, row - 1] = row
-    return lambda: runner._decode(tokens, REACH)
+    return lambda: runner._decode(tokens, REACH, ())
 
 
 def tune(engine: Engine, pool: Any, tokens: int) -> None:
