@@ -148,7 +148,7 @@ def linear(x: Tensor, w: CpuLinear) -> Tensor:
 def _dense(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T`; few tokens one by one, since sums depend on how many there are.
 
-    Of large weights in BF16 they are taken together: to read those once is worth a last bit.
+    Large BF16 weights take all tokens together: one pass over them is worth a different last bit.
     """
     alone = x.dtype == torch.float32 or len(weight) <= FEW_ROWS
     if alone and 1 < len(x) <= EXACT_TOKENS:

@@ -1,9 +1,9 @@
 """Gated DeltaNet in plain torch: the CPU's path, and what the GPU's kernels are compared with.
 
 A prompt is taken in chunks of `CHUNK` tokens, whose effect on one another is a triangular system,
-so that it is matrix products too. Other tokens are taken one by one, each with a memory of its own
-to read and one to write, so that several in a step give the bits of as many steps. Everything is
-FP32 between the linears. T tokens, Hk key heads, H value heads, Dk and Dv their widths.
+so most of the work is matrix products. Other tokens are taken one by one, each from one state to
+another, so several tokens in a step get the same bits as in a step each. Everything is FP32 between
+the linears. T: tokens; Hk: key heads; H: value heads; Dk, Dv: their widths; W: taps.
 """
 
 from collections.abc import Callable
@@ -132,8 +132,8 @@ def recurrent(
     for t in range(q.shape[0]):
         torch.mul(memory, g[t].exp()[:, None, None], out=updated)
         memory = updated
-        held = k[t][:, None] @ memory  # [H, 1, Dv], the memory's answer to k
-        written = beta[t][:, None, None] * (v[t][:, None] - held)
+        recalled = k[t][:, None] @ memory  # [H, 1, Dv], the value stored for k
+        written = beta[t][:, None, None] * (v[t][:, None] - recalled)
         memory += k[t][:, :, None] * written
         out[t] = (q[t][:, None] @ memory)[:, 0]
     return out
@@ -142,7 +142,7 @@ def recurrent(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor, updated: Tensor
 ) -> Tensor:
-    """The same, CHUNK tokens at a time; arguments and result as in `recurrent`."""
+    """The delta rule CHUNK tokens at a time; arguments and result as in `recurrent`."""
     if updated is not memory:
         updated.copy_(memory)
     out = torch.empty_like(v)
@@ -160,11 +160,11 @@ def chunked(
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, memory: Tensor) -> Tensor:
-    """C tokens at once.
+    """Results of a chunk of C tokens by matrix products.
 
     A token i writes something that depends on all that tokens j < i have written:
-    written = beta * (v - held), where held sums `decay(j to i) * (k_i . k_j) * written_j` and the
-    decayed memory's answer.
+    written = beta * (v - recalled), where recalled is the sum over j < i of
+    `decay(j to i) * (k_i . k_j) * written_j`, plus the decayed memory's value for k_i.
 
     Args:
         q: [H, C, Dk].

@@ -1,4 +1,4 @@
-"""Chooses the number of CPU threads for decode steps by their measured times.
+"""Number of CPU threads for decode steps, chosen by their measured times.
 
 A step of a small model is some hundred short products, and after each one its threads wait for the
 slowest. On an idle machine more threads are faster; where another process has one of their cores,
@@ -16,9 +16,9 @@ import torch
 
 BURST = 8  # steps that are compared with as many others
 BURST_S = 0.2  # or fewer, if they take so long: a second each where the machine is loaded
-GAIN = 0.95  # of the time, below which another count is faster
-PAUSE = 50.0  # times what a trial lost, until the next one: it costs 2%
-LONGEST_S = 60.0  # such pause
+GAIN = 0.95  # share of the usual time below which another count replaces the present one
+PAUSE = 50.0  # pause before the next trial, in times the time this one lost: trials cost 2%
+LONGEST_S = 60.0  # longest such pause, seconds
 
 
 @dataclass(slots=True)

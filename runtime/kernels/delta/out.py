@@ -72,7 +72,7 @@ def _norm_heads_kernel(
         gdc_wait()
         gdc_launch_dependents()
     squares = squares_ptr + head * SQUARES
-    low = tl.load(squares) + tl.load(squares + 1)  # in the order of `head_factors`
+    low = tl.load(squares) + tl.load(squares + 1)  # in the order of `head_factor`
     mean = (low + (tl.load(squares + 2) + tl.load(squares + 3))) / Dv
     out = tl.load(parts_ptr + offs).to(tl.float32) * tl.rsqrt(mean + eps)
     tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))

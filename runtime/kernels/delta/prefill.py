@@ -177,7 +177,7 @@ def _scan_kernel(
         o += tl.dot(tl.load(scores_ptr + square), new, input_precision="tf32x3")
         tl.store(o_ptr + (tokens[:, None] * Hv + head) * Dv + offs_v[None, :], o, mask=inside)
         S *= tl.load(steps_ptr + (first + CHUNK - 1) * 3 + 1)
-        k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # again: held, it would spill
+        k = tl.load(keys + Hk * Dk, mask=inside, other=0.0)  # loaded again: kept, it would spill
         S += tl.dot(tl.trans(k), rest * new, input_precision="tf32x3")
     target = tl.load(write_ptr + M - 1).to(tl.int64)
     if target >= 0:

@@ -340,7 +340,7 @@ def dense_gemv(
     added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`added + rms_norm(x) @ w.T` for a weight as stored, which every 16 tokens read.
+    """`added + rms_norm(x) @ w.T` for a weight as stored, read once for every 16 tokens.
 
     Args:
         x: [B, K] bfloat16, contiguous.

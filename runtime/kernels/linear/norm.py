@@ -1,8 +1,8 @@
 """Device functions of a linear's norm: x times the gain, sums of squares, factors.
 
-Blocks of 256 elements are what a warp takes at a time, a chunk of 8 a lane. What is computed of a
-block does not depend on how many warps there are or how many tokens: so a token's sum of squares,
-which is the sum of its blocks in order, has the same bits in any company.
+Blocks of 256 elements are what a warp takes at a time, a chunk of 8 a lane. A block's
+results do not depend on the number of warps or tokens, so a token's sum of squares, which adds its
+blocks in order, has the same bits in any company.
 """
 
 from triton.experimental import gluon
