@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from random_engine import GROUP, packed, randn, random_engine
 
+from lowbit.runtime.kernels.linear.gemm import gemm
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_ref
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
-from lowbit.runtime.kernels.linear.widen import gemm
+from lowbit.runtime.kernels.linear.widen import widened_gemm
 from lowbit.runtime.state.step import lone_step
 
 GEMVS = [
@@ -108,16 +109,20 @@ def bench_prefill() -> None:
 
 
 def bench_gemms() -> None:
-    print(f"{'GEMM 24576x4096':<22}{'ms':>8}{'TFLOP/s':>9}{'cuBLAS BF16 ms':>16}")
+    print(f"{'GEMM 24576x4096':<22}{'ms':>8}{'TFLOP/s':>9}{'widened ms':>12}{'cuBLAS BF16 ms':>16}")
     dense = randn(24576, 4096)
     for bits in (4, 8):
         w = packed(bits, 24576, 4096)
         for M in (4, 16, 64, 256, 1024, 4096):
             x = randn(M, 4096)
             us = graph_us(lambda x=x, w=w: gemm(x, w))
+            wide = graph_us(lambda x=x, w=w: widened_gemm(x, w))
             peer = graph_us(lambda x=x: x @ dense.T)
             flops = 2 * M * w.N * w.K / us / 1e6
-            print(f"INT{bits} M = {M:<12}{us / 1e3:8.3f}{flops:9.1f}{peer / 1e3:16.3f}")
+            print(
+                f"INT{bits} M = {M:<12}{us / 1e3:8.3f}{flops:9.1f}{wide / 1e3:12.3f}"
+                f"{peer / 1e3:16.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The GPU backend: `lowbit.runtime.backends.ops.Ops` over the Triton kernels.
 
 A decode step launches GEMVs and decode attention without a synchronization or a host read, so a
-CUDA graph can capture it. A prompt takes the GEMVs up to PACKED_TOKENS tokens, and weights widened
-for cuBLAS beyond.
+CUDA graph can capture it. A prompt takes the GEMVs up to PACKED_TOKENS tokens; beyond, weights are
+widened in registers on Hopper, and for cuBLAS elsewhere.
 """
 
 import torch
@@ -20,9 +20,10 @@ from lowbit.runtime.kernels.head import head_input as head_input
 from lowbit.runtime.kernels.head import leave_rows as leave_rows
 from lowbit.runtime.kernels.launch.delta import MOST_DIM
 from lowbit.runtime.kernels.linear.dense import dense_gemm, dense_gemv
+from lowbit.runtime.kernels.linear.gemm import gemm, on_hopper
 from lowbit.runtime.kernels.linear.gemv import gemv, gemv_and_rows
 from lowbit.runtime.kernels.linear.tiles import GpuLinear, TiledLinear, tiled
-from lowbit.runtime.kernels.linear.widen import gemm
+from lowbit.runtime.kernels.linear.widen import widened_gemm
 from lowbit.runtime.kernels.rows import embed as embed
 from lowbit.runtime.kernels.rows import rms_norm as rms_norm
 from lowbit.runtime.kernels.rows import swiglu as swiglu_of
@@ -121,11 +122,14 @@ def product(
     if added is not None and added.dim() == 1:
         added = added[None]
     few = are_few(x, w)
-    h = x if few or norm is None else rms_norm(x, norm, eps)
     if isinstance(w, TiledLinear):
         if few:
             return gemv(x, w, norm=norm, squares=squares, eps=eps, added=added, dtype=dtype)
-        return gemm(h, w, added, dtype)
+        if not logits and on_hopper(x, w):
+            return gemm(x, w, norm=norm, eps=eps, added=added)
+    h = x if few or norm is None else rms_norm(x, norm, eps)
+    if isinstance(w, TiledLinear):
+        return widened_gemm(h, w, added, dtype)
     if few:
         y = dense_gemv(x, w.weight, norm=norm, eps=eps, added=added, dtype=dtype)
     else:

@@ -311,3 +311,16 @@ def wgmma_launch(
         if found is None or turns < found[0]:
             found = turns, launch
     return None if found is None else found[1]
+
+
+GEMM_COST = {256: 1.0, 128: 0.71}  # of a program, by its tokens
+
+
+def gemm_tokens(row_blocks: int, tokens: int) -> int:
+    """Tokens of a program of `gemm`: those with which all programs end first."""
+
+    def cost(each: int) -> float:
+        programs = row_blocks * -(-tokens // each)
+        return -(-programs // MULTIPROCESSORS) * GEMM_COST[each]
+
+    return min(GEMM_COST, key=cost)

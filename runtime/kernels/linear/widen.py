@@ -138,7 +138,7 @@ def widen(w: TiledLinear, first: int = 0, count: int | None = None) -> Tensor:
     return out
 
 
-def gemm(
+def widened_gemm(
     x: Tensor, w: TiledLinear, added: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """`added + x @ w.T` of many tokens, through BF16 weights and cuBLAS.

@@ -320,6 +320,16 @@ def count_round(address, LAST: gl.constexpr, inside):
 
 
 @gluon.jit
+def count_shared(address, LAST: gl.constexpr, inside):
+    """`count_round` of a counter in shared memory, which orders what is read before and behind."""
+    return inline(
+        "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; "
+        "@p atom.acq_rel.cta.shared::cta.inc.u32 $0, [$1], $2;}",
+        "=&r,r,r,r", (address, LAST, inside.to(gl.int32)),
+    )  # fmt: skip
+
+
+@gluon.jit
 def recomputed(x):
     """The same x, of which the compiler knows nothing.
 

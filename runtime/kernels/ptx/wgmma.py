@@ -138,3 +138,201 @@ def wait_bytes(barrier, wanted):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def wait_phase(barrier, parity, wanted=True):
+    """Wait until the phase of this parity of an mbarrier is complete, where `wanted`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done, skip;
+        setp.eq.s32 skip, $3, 0;
+        @skip bra DONE;
+        AGAIN:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2;
+        @!done bra AGAIN;
+        DONE:
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r,r",
+        [barrier, parity + barrier * 0, wanted + barrier * 0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _widening(bits, words, scales, out):
+    """PTX that makes the A fragments of 64 k: BF16 of codes times scales.
+
+    words: names of the registers of rows g, then of rows g + 8; scales: of each chunk, a word of
+    both rows' scales; out: names of 16 registers.
+    """
+    lines = [".reg .b32 t, one, low, high, p<4>;", "mov.b32 one, 0x3f803f80;"]
+    even, least = ("0x43084308", "0xC308C308") if bits == 4 else ("0x43004300", "0xC300C300")
+    for chunk in range(2):
+        lines.append(f"prmt.b32 low, {scales[chunk]}, 0, 0x1010;")
+        lines.append(f"prmt.b32 high, {scales[chunk]}, 0, 0x3232;")
+        for row in range(2):
+            factor = ("low", "high")[row]
+            own = words[row][chunk::2] if bits == 4 else words[row][2 * chunk : 2 * chunk + 2]
+            for part, word in enumerate(own):
+                lines.append(f"shr.u32 t, {word}, 4;")
+                lines.append(f"lop3.b32 p0, {word}, 0x000F000F, {even}, 0x6a;")
+                lines.append("lop3.b32 p1, t, 0x000F000F, 0x43084308, 0x6a;")
+                lines.append(f"shr.u32 t, {word}, 8;")
+                lines.append(f"lop3.b32 p2, t, 0x000F000F, {even}, 0x6a;")
+                lines.append(f"shr.u32 t, {word}, 12;")
+                lines.append("lop3.b32 p3, t, 0x000F000F, 0x43084308, 0x6a;")
+                for i in range(4):
+                    taken = least if i % 2 == 0 else "0xC308C308"
+                    lines.append(
+                        f"{{.reg .b32 c; mov.b32 c, {taken}; fma.rn.bf16x2 p{i}, p{i}, one, c;}}"
+                    )
+                if bits == 4:  # products j of pairs 2 j and 2 j + 1
+                    for i in range(4):
+                        target = out[(2 * chunk + i // 2) * 4 + i % 2 * 2 + row]
+                        lines.append(f"mul.rn.bf16x2 {target}, p{i}, {factor};")
+                else:
+                    lines.append("mov.b32 t, 0x41804180;")  # 16.0
+                    for i in range(2):
+                        target = out[(2 * chunk + part) * 4 + i * 2 + row]
+                        lines.append(f"fma.rn.bf16x2 p{2 * i}, p{2 * i + 1}, t, p{2 * i};")
+                        lines.append(f"mul.rn.bf16x2 {target}, p{2 * i}, {factor};")
+    return lines
+
+
+@gluon.constexpr_function
+def _operands(first, count):
+    return [f"${first + i}" for i in range(count)]
+
+
+@gluon.constexpr_function
+def widened_code(bits):
+    """PTX of `widened`. Outputs: 16 words. Inputs: words of both rows, two words of scales."""
+    each = bits // 2
+    words = (_operands(16, each), _operands(16 + each, each))
+    lines = _widening(bits, words, _operands(16 + 2 * each, 2), _operands(0, 16))
+    return "\n".join(["{", *lines, "}"])
+
+
+@gluon.constexpr_function
+def widened_product_code(columns, bits):
+    """PTX of `multiply_widened`: the second 64 k are widened while the first are multiplied."""
+    count, each = columns // 2, bits // 2
+    sums = "{" + ", ".join(_operands(0, count)) + "}"
+    given = 2 * count + 16  # behind the outputs and the sums before
+    second = [f"b{i}" for i in range(16)]
+    fragments = (_operands(given, 16), second, _operands(count, 16))
+    given += 16
+    lines = ["{", ".reg .b64 at;", ".reg .pred first, more;", ".reg .b32 b<16>;"]
+    at, begun = given + 4 * each + 4, given + 4 * each + 5
+    lines += [f"setp.ne.b32 first, ${begun}, 0;", "setp.ne.b32 more, 1, 0;"]
+    for half in range(2):
+        a = fragments[half]
+        lines.append("wgmma.fence.sync.aligned;")
+        for q in range(4):
+            lines.append(f"add.s64 at, ${at}, {half * columns * 8 + 2 * q};")
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+                f"{sums}, {{{', '.join(a[4 * q : 4 * q + 4])}}}, at, "
+                f"{'more' if half or q else 'first'}, 1, 1, 0;"
+            )
+        lines.append("wgmma.commit_group.sync.aligned;")
+        if half == 0:  # the product before is done, and its fragments may be overwritten
+            lines.append("wgmma.wait_group.sync.aligned 1;")
+        words = (_operands(given, each), _operands(given + each, each))
+        lines += [
+            "{",
+            *_widening(bits, words, _operands(given + 2 * each, 2), fragments[half + 1]),
+            "}",
+        ]
+        given += 2 * each + 2
+    lines += ["wgmma.wait_group.sync.aligned 1;", "}"]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _widened_constraints(bits):
+    return ",".join(["=&r"] * 16 + ["r"] * (bits + 2))
+
+
+@gluon.constexpr_function
+def _product_constraints(columns, bits):
+    count, words = columns // 2, 2 * bits + 4
+    ties = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + ["=&r"] * 16 + ties + ["r"] * (16 + words) + ["l", "r"])
+
+
+@gluon.constexpr_function
+def _floats_and_words(floats, words):
+    return (gl.float32,) * floats + (gl.int32,) * words
+
+
+@gluon.jit
+def _sources(step, HALF: gl.constexpr, BITS: gl.constexpr):
+    """Words and scales of 64 of a step's 128 k."""
+    low, high, scales = step
+    EACH: gl.constexpr = BITS // 2
+    out = ()
+    for i in gl.static_range(EACH):
+        out = out + (low[EACH * HALF + i],)
+    for i in gl.static_range(EACH):
+        out = out + (high[EACH * HALF + i],)
+    return out + (scales[2 * HALF], scales[2 * HALF + 1])
+
+
+@gluon.jit
+def widened(step, BITS: gl.constexpr):
+    """A lane's fragments of a step's first 64 k: four times four words of wgmma's A operand, BF16.
+
+    step: of 128 k, the words of row g and those of row g + 8, and for each chunk of 8 k a word, the
+    BF16 scales of both rows.
+    """
+    return gl.inline_asm_elementwise(
+        widened_code(BITS), _widened_constraints(BITS), _sources(step, 0, BITS), dtype=_words(16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_widened(
+    sums, a, step, next_step, tokens, more, COLUMNS: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """Add a step's product to sums [16 rows of a warp, COLUMNS], and widen what comes next.
+
+    The product of its second 64 k is still under way behind it, that of the step before is done;
+    see `settled`.
+
+    a: `widened` of this step. tokens: descriptor of the B operand; its second 64 k follow COLUMNS
+    rows later. more: zero where sums begin.
+
+    Returns the sums, and `widened` of the next step.
+    """
+    arguments = sums + a + _sources(step, 1, BITS) + _sources(next_step, 0, BITS) + (tokens, more)
+    out = gl.inline_asm_elementwise(
+        widened_product_code(COLUMNS, BITS), _product_constraints(COLUMNS, BITS), arguments,
+        dtype=_floats_and_words(COLUMNS // 2, 16), is_pure=False, pack=1,
+    )  # fmt: skip
+    new_sums = ()
+    for i in gl.static_range(COLUMNS // 2):
+        new_sums = new_sums + (out[i],)
+    next_a = ()
+    for i in gl.static_range(16):
+        next_a = next_a + (out[COLUMNS // 2 + i],)
+    return new_sums, next_a
+
+
+@gluon.constexpr_function
+def _settled_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def settled(sums):
+    """The sums when their products are done."""
+    return gl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0;", _settled_constraints(len(sums)), sums,
+        dtype=_floats_and_words(len(sums), 0), is_pure=False, pack=1,
+    )  # fmt: skip

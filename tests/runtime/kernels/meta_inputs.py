@@ -29,7 +29,9 @@ def tiled_experts(bits: int, E: int, N: int, K: int, paired: bool = False) -> An
     return TiledExperts(words, scales, bits, one.group_size, N, K, paired)
 
 
-def step_of(sequences: int, tokens: int, prompt: bool = False, reach: int = 1) -> Any:
+def step_of(
+    sequences: int, tokens: int, prompt: bool = False, reach: int = 1, first: int = 0
+) -> Any:
     """A step without numbers, of as many tokens of each sequence."""
     from lowbit.runtime.state.step import Span, Step
 
@@ -46,6 +48,6 @@ def step_of(sequences: int, tokens: int, prompt: bool = False, reach: int = 1) -
         write=numbers(tokens),
         reach=reach,
         longest=each,
-        spans=tuple(Span(row, 0, each) for row in range(sequences)),
+        spans=tuple(Span(row, first, each) for row in range(sequences)),
         prompt=prompt,
     )

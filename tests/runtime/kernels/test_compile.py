@@ -59,6 +59,7 @@ DECODE |= CHOICE | EXPERTS_DECODE | {"digits", "gemv_join", "norm_heads"}
 HOPPER = {"wgmma"}
 PREFILL = {"widen", "swiglu", "rotate_append", "attend", "mix", "chunk", "scan", "gated_norm"}
 PREFILL |= EXPERTS_PREFILL
+HOPPER_PREFILL = {"arrange", "gemm"}
 
 STARVED = "starved gemv"
 PARTS = {90: 4}  # whose whole workload is as long as those of three others
@@ -74,15 +75,17 @@ def test_kernels_compile(tmp_path: Path, capability: int, part: int) -> None:
     """Each part names every launch on such a card, and compiles each so-many-th."""
     launched = outside(tmp_path, f"{capability} {part}")
     assert launched.pop(STARVED)["stack"] > 0  # the check for spills can fail
-    few = DECODE | HOPPER if capability == 90 else DECODE
-    assert {name.split()[0] for name in launched} == few | PREFILL
+    hopper = capability == 90
+    few, many = (DECODE | HOPPER, PREFILL | HOPPER_PREFILL) if hopper else (DECODE, PREFILL)
+    assert {name.split()[0] for name in launched} == few | many
     found = {name: usage for name, usage in launched.items() if usage is not None}
     assert list(found) == list(launched)[part :: PARTS.get(capability, 1)]
     decode = {name: usage for name, usage in found.items() if name.split()[0] in few}
     spilled = [
         f"{name}: {usage}"
-        for name, usage in decode.items()
-        if usage["stack"] > (SPILLED if usage["tokens"] > 1 else 0)
+        for name, usage in found.items()
+        if (name in decode or name.startswith("gemm "))
+        and usage["stack"] > (SPILLED if usage["tokens"] > 1 else 0)
     ]
     assert not spilled, "\n".join(spilled)
     for name, usage in found.items():
@@ -243,6 +246,10 @@ def attentions(full: bool) -> Iterator[str]:
         step = step_of(1, 2, prompt=True)
         cuda.attention(zeros(2, width), *norms, EPS, rope, pages, step, 0, gated)
         yield f"{Hq}/{Hkv} heads of {D}"
+        for first in (0, 4096) if full else ():
+            step = step_of(1, 200, prompt=True, first=first)
+            cuda.attention(zeros(200, width), *norms, EPS, rope, pages, step, 0, gated)
+            yield f"{Hq}/{Hkv} heads of {D}, 200 tokens after {first}"
 
 
 def delta_nets(full: bool) -> Iterator[str]:
@@ -306,6 +313,12 @@ def others(full: bool) -> Iterator[str]:
     for bits in (4, 8):
         widen(weight(bits, 256, 4096))
         yield f"INT{bits}"
+    for bits, G, tokens in itertools.product((4, 8), (32, 128), (100, 2048)) if full else ():
+        x, gain = zeros(tokens, 4096), zeros(4096)
+        cuda.product(x, weight(bits, 24576, 4096, G, True), norm=gain, eps=EPS, swiglu=True)
+        cuda.product(x, weight(bits, 4096, 4096, G), added=x)
+        cuda.product(x, weight(bits, 6144, 4096, G), norm=gain, eps=EPS)
+        yield f"G{G} INT{bits} B{tokens}"
     # bits, rows, columns, group, tokens
     shapes = [(4, 4096, 4096, 32, 1), (4, 4096, 4096, 128, 8), (8, 4096, 4096, 128, 32)]
     if full:
@@ -352,6 +365,8 @@ def source(launch: Launch) -> Any:
 
 def tokens_of(arguments: dict[str, Any]) -> int:
     """Tokens of a step that a launch is for; whole heads, and experts by number, are for many."""
+    from lowbit.runtime.kernels.linear.gemm import GemmPlan  # binds what `recorded` replaces
+
     plan = arguments.get("PLAN")
     if isinstance(plan, DeltaPlan):
         return 17 if plan.splits == 1 else 1
@@ -359,6 +374,8 @@ def tokens_of(arguments: dict[str, Any]) -> int:
         return 17
     if isinstance(plan, AttentionPlan):
         return plan.together
+    if isinstance(plan, GemmPlan):
+        return plan.TOKENS
     tokens: int = arguments.get("TOKENS", 1) if plan is None else plan.X.TOKENS
     return tokens
 

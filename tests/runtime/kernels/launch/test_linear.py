@@ -9,6 +9,7 @@ from lowbit.runtime.kernels.launch.linear import (
     GEMV_UNPAIRED,
     SEVERAL_MEASURED,
     GemvLaunch,
+    gemm_tokens,
     gemv_launch,
     wgmma_launch,
 )
@@ -103,3 +104,11 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
     assert wgmma_launch(4, 1536, 32, 64, 64, 4) is None
     assert wgmma_launch(8, 1536, 64, 64, 64, 4) is not None
     assert wgmma_launch(8, 1536, 64, 96, 64, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "program"),
+    [(24576, 1024, 256), (4096, 1024, 256), (4096, 512, 128), (6144, 512, 256), (4096, 65, 128)],
+)
+def test_gemm_takes_programs_that_fill_the_gpu(rows: int, tokens: int, program: int) -> None:
+    assert gemm_tokens(rows // 128, tokens) == program

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.runtime.kernels.linear import widen as module
 from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
-from lowbit.runtime.kernels.linear.widen import gemm, widen, widen_ref
+from lowbit.runtime.kernels.linear.widen import widen, widen_ref, widened_gemm
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def relative_error(y: Tensor, ref: Tensor) -> float:
 
 
 def product(x: Tensor, w: TiledLinear, added: Tensor | None = None) -> Tensor:
-    """The value `gemm` approximates: [M, N] float64."""
+    """The value `widened_gemm` approximates: [M, N] float64."""
     y = x.double() @ widen_ref(w).double().T
     return y if added is None else y + added.double()
 
@@ -112,11 +112,11 @@ def test_gemm(
     G: int,
 ) -> None:
     w, x, residual, bias = make_tiled(bits, N, K, G), randn(M, K), randn(M, N), randn(1, N)
-    assert relative_error(gemm(x, w), product(x, w)) < bf16_error
-    assert relative_error(gemm(x, w, dtype=FP32), product(x, w)) < FP32_ERROR
+    assert relative_error(widened_gemm(x, w), product(x, w)) < bf16_error
+    assert relative_error(widened_gemm(x, w, dtype=FP32), product(x, w)) < FP32_ERROR
     for added in (residual, bias):
-        assert relative_error(gemm(x, w, added), product(x, w, added)) < bf16_error
-        y = gemm(x, w, added, FP32)
+        assert relative_error(widened_gemm(x, w, added), product(x, w, added)) < bf16_error
+        y = widened_gemm(x, w, added, FP32)
         assert y.dtype == FP32
         assert relative_error(y, product(x, w, added)) < FP32_ERROR
 
@@ -126,7 +126,7 @@ def test_gemm_swiglu(make_tiled: MakeTiled, randn: Randn, bf16_error: float, N: 
     """Gate comes before up; what pads the last tile is left out."""
     w, x = make_tiled(4, N, 2560, 128, True), randn(70, 2560)
     gate, up = product(x, w).chunk(2, 1)
-    y = gemm(x, w)
+    y = widened_gemm(x, w)
     assert y.shape == (70, N // 2)
     assert relative_error(y, torch.nn.functional.silu(gate) * up) < 2 * bf16_error
 
@@ -155,24 +155,26 @@ def test_blocks_of_tiles_join(
     monkeypatch.setattr(module, "widen", noted)
     if paired:
         gate, up = product(x, w).chunk(2, 1)
-        error = relative_error(gemm(x, w), torch.nn.functional.silu(gate) * up)
+        error = relative_error(widened_gemm(x, w), torch.nn.functional.silu(gate) * up)
         assert error < 2 * bf16_error
     else:
-        assert relative_error(gemm(x, w), product(x, w)) < bf16_error
+        assert relative_error(widened_gemm(x, w), product(x, w)) < bf16_error
     assert seen == [(at, min(tiles, w.tiles - at)) for at in range(0, w.tiles, tiles)]
     if not paired:
-        assert relative_error(gemm(x, w, dtype=FP32), product(x, w)) < FP32_ERROR
+        assert relative_error(widened_gemm(x, w, dtype=FP32), product(x, w)) < FP32_ERROR
         for added in (residual, bias):
-            assert relative_error(gemm(x, w, added), product(x, w, added)) < bf16_error
-            assert relative_error(gemm(x, w, added, FP32), product(x, w, added)) < FP32_ERROR
+            assert relative_error(widened_gemm(x, w, added), product(x, w, added)) < bf16_error
+            assert (
+                relative_error(widened_gemm(x, w, added, FP32), product(x, w, added)) < FP32_ERROR
+            )
 
 
 def test_rows_do_not_mix(make_tiled: MakeTiled, randn: Randn) -> None:
     """A NaN token spoils its own row alone."""
     w, x = make_tiled(4, 33, 256, 64), randn(40, 256)
-    clean = gemm(x, w)
+    clean = widened_gemm(x, w)
     x[7] = float("nan")
-    y = gemm(x, w)
+    y = widened_gemm(x, w)
     assert bool(y[7].isnan().all())
     others = [m for m in range(40) if m != 7]
     assert torch.equal(y[others], clean[others])

@@ -1,0 +1,410 @@
+"""gemm: y = x @ w.T + added of many tokens on Hopper, with codes widened in registers.
+
+    w[n, k] = bf16(scale[n, k / G] * code[n, k])                 (one rounding, as `widen` does it)
+
+or silu(gate) * up of such a product, where the weight is paired.
+
+Layout  weight in tiles of 16 rows as `gemv` reads them (`tiles`): four tiles are the 64 rows of a
+        warpgroup's A operand, in registers. x as `arrange` leaves it: for every 64 k all tokens,
+        128 bytes each, in wgmma's swizzle, so that the tokens of a program are one bulk copy, the B
+        operand. y [M, N] bf16, or [M, N / 2] where paired
+Bytes   N*K*bits/8 + 2*N*K/G for each block of tokens, 2*M*K for each block of rows, 2*M*N written
+Plan    a program takes a block of 128 rows and TOKENS tokens after the other. x passes through a
+        ring in shared memory; each lane loads its own words two steps ahead, and widens those of
+        the next 64 k while the tensor cores multiply. Two warpgroups, 64 rows each, take turns
+Bits    a token's sums are over k in one order, whatever the number of tokens and its place
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit.runtime.kernels.launch.device import capability, run
+from lowbit.runtime.kernels.launch.linear import MULTIPROCESSORS, gemm_tokens
+from lowbit.runtime.kernels.linear.program import Packed
+from lowbit.runtime.kernels.linear.tiles import TILE, TiledLinear
+from lowbit.runtime.kernels.ptx.memory import (
+    barrier,
+    count_shared,
+    large_shared_buffer,
+    large_size,
+    store_shared4,
+    stream16,
+)
+from lowbit.runtime.kernels.ptx.mma import (
+    bf16_pair,
+    high_half,
+    inline,
+    low_half,
+    threads,
+)
+from lowbit.runtime.kernels.ptx.wgmma import (
+    bulk_copy,
+    descriptor,
+    expect_bytes,
+    init_barriers,
+    multiply_widened,
+    settled,
+    wait_phase,
+    widened,
+)
+
+STEP_K = gl.constexpr(128)  # of a stage: two blocks of 128 bytes of x, the width of the swizzle
+WARPS = gl.constexpr(8)  # of a program: two warpgroups, a tile each warp
+ROWS = 128  # of a program
+STAGES = {128: 6, 256: 3}  # steps of x in shared memory, by tokens of a program
+PADDED = 256  # tokens of x are padded to a multiple
+REGISTERS = 255  # of a thread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmPlan:
+    """Constants of `gemm`; made once, so compared by identity.
+
+    Attributes:
+        W: the weight.
+        TOKENS: of a program, 128 or 256.
+        STAGES: steps of x that are on their way or in use.
+        STEPS: of 128 k, the last perhaps beyond K.
+        PAIRED: whether rows are those of gate and up in turn.
+        SHARED: bytes of shared memory.
+    """
+
+    W: Packed
+    TOKENS: int
+    STAGES: int
+    STEPS: int
+    PAIRED: bool
+    SHARED: int
+
+
+@cache
+def gemm_plan(W: Packed, tokens: int, paired: bool) -> GemmPlan:
+    """Constants for programs of 128 or 256 tokens."""
+    stages = STAGES[tokens]
+    shared = large_size(1024 + stages * (tokens * 256 + 16))
+    return GemmPlan(W, tokens, stages, -(-W.K // STEP_K.value), paired, shared)
+
+
+@triton.jit
+def _arrange_kernel(
+    x_ptr, gain_ptr, out_ptr, K, rows, eps,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A program takes a token. PAIRS: of K and its padding."""
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * K
+    factor = 1.0
+    if gain_ptr is not None:
+        offs = tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offs, mask=offs < K, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+    at = tl.arange(0, BLOCK // 2)  # pairs, where they go
+    in_block = at % 16
+    source = at // 16 * 16 + in_block % 4 * 4 + in_block // 8 * 2 + in_block // 4 % 2
+    inside = 2 * source < K
+    even = tl.load(x_ptr + 2 * source, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr + 2 * source + 1, mask=inside, other=0.0).to(tl.float32)
+    if gain_ptr is not None:
+        even *= factor * tl.load(gain_ptr + 2 * source, mask=inside, other=0.0).to(tl.float32)
+        odd *= factor * tl.load(gain_ptr + 2 * source + 1, mask=inside, other=0.0).to(tl.float32)
+    low = even.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = odd.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    word = (low | (high << 16)).to(tl.int32, bitcast=True)
+    chunk = (at % 32 // 4) ^ (token % 8).to(tl.int32)
+    out = out_ptr + ((at // 32).to(tl.int64) * rows + token) * 32 + chunk * 4 + at % 4
+    tl.store(out, word, mask=at < PAIRS)
+
+
+def arrange(x: Tensor, steps: int, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Tokens as `gemm` reads them: [2 * steps, tokens, 32] int32, tokens padded with anything.
+
+    In every 32 k pairs (t, j, h) of neighbours have become pairs (j, h, t): of the chunk of 8 k
+    that lane t holds of a row's codes, the products j = 0, 1 take two pairs h each.
+
+    Args:
+        x: [M, K] bfloat16, contiguous.
+        steps: of 128 k; what is past K becomes zeros.
+        norm: [K] gain of an RMS norm.
+        eps: of the norm.
+    """
+    M, K = x.shape
+    rows = -(-M // PADDED) * PADDED
+    out = torch.empty((2 * steps, rows, 32), dtype=torch.int32, device=x.device)
+    pairs = steps * 64
+    run(
+        _arrange_kernel,
+        (M,),
+        x,
+        norm,
+        out,
+        K,
+        rows,
+        eps,
+        BLOCK=triton.next_power_of_2(2 * pairs),
+        PAIRS=pairs,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@gluon.jit(do_not_specialize=["M", "N", "rows", "tiles", "row_blocks", "token_blocks", "stride"])
+def _gemm_kernel(
+    x_ptr, words_ptr, scales_ptr, added_ptr, out_ptr, M, N, rows, tiles, row_blocks, token_blocks,
+    stride, PLAN: gl.constexpr,
+):  # fmt: skip
+    """N: columns of the output; rows: of x, padded; stride: from row to row of what is added."""
+    W: gl.constexpr = PLAN.W
+    TOKENS: gl.constexpr = PLAN.TOKENS
+    STAGES: gl.constexpr = PLAN.STAGES
+    STAGE: gl.constexpr = TOKENS * 256
+    warp, lane, zero, none = threads(WARPS)
+    buffer = (large_shared_buffer(tiles < 0, PLAN.SHARED, WARPS) + zero + 1023) & -1024
+    full = buffer + STAGES * STAGE
+    counts = full + STAGES * 8  # of warps that have read a stage
+    leads = (warp == 0) & (lane == 0)
+    init_barriers(full, leads, STAGES)
+    for i in gl.static_range(STAGES):
+        store_shared4(counts + i * 4, none, leads)
+    barrier()
+    count = row_blocks * token_blocks
+    programs = gl.num_programs(0)
+    turns = (count - gl.program_id(0) + programs - 1) // programs
+    total = turns * PLAN.STEPS
+    # What the leader copies next: a step of a block of tokens.
+    ahead_step = turns * 0
+    ahead_block = gl.program_id(0)
+    for i in gl.static_range(STAGES):
+        _begin_stage(
+            x_ptr, buffer + i * STAGE, full + i * 8, leads & (i < total), ahead_step, rows,
+            ahead_block % token_blocks, PLAN,
+        )  # fmt: skip
+        ahead_step, ahead_block = _next_step(ahead_step, ahead_block, programs, PLAN)
+    tile, words, scales = _place_of(
+        gl.program_id(0), token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W
+    )
+    now = _load_step(words, scales, 0, W)
+    then = _load_step(words, scales, 1, W)
+    a = widened(now, W.BITS)
+    acc = ()
+    for i in gl.static_range(TOKENS // 2):
+        acc = acc + (none,)
+    stage = turns * 0
+    slot = turns * 0
+    phase = turns * 0
+    left = turns * 0
+    for turn in range(turns):
+        block = gl.program_id(0) + turn * programs
+        next_tile, next_words, next_scales = _place_of(
+            block + programs, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W
+        )
+        for step in range(PLAN.STEPS):
+            here = step + 2 < PLAN.STEPS
+            later = _load_step(
+                gl.where(here, words, next_words), gl.where(here, scales, next_scales),
+                gl.where(here, step + 2, step + 2 - PLAN.STEPS), W,
+            )  # fmt: skip
+            wait_phase(full + slot * 8, phase)
+            acc, a = multiply_widened(
+                acc, a, now, then, descriptor(buffer + slot * STAGE, 128), zero + (step > 0),
+                TOKENS, W.BITS,
+            )  # fmt: skip
+            if stage > 0:  # the product of the stage before this one is done
+                last = count_shared(counts + left * 4, WARPS - 1, lane == 0) == WARPS - 1
+                refills = (lane == 0) & last & (stage - 1 + STAGES < total)
+                _begin_stage(
+                    x_ptr, buffer + left * STAGE, full + left * 8, refills, ahead_step, rows,
+                    ahead_block % token_blocks, PLAN,
+                )  # fmt: skip
+                ahead_step, ahead_block = _next_step(ahead_step, ahead_block, programs, PLAN)
+            left = slot
+            slot, phase = _next_slot(slot, phase, STAGES)
+            stage += 1
+            now = then
+            then = later
+        acc = settled(acc)
+        first_token = block % token_blocks * TOKENS
+        _store_block(
+            acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, TOKENS, PLAN.PAIRED
+        )
+        tile = next_tile
+        words = next_words
+        scales = next_scales
+
+
+@gluon.jit
+def _begin_stage(
+    x_ptr, target, barrier, leads, step, rows, token_block, PLAN: gl.constexpr
+):  # fmt: skip
+    """Begin to copy a step's x: its blocks of 64 k, one after the other."""
+    BLOCK: gl.constexpr = PLAN.TOKENS * 128
+    x = x_ptr.to(gl.int64, bitcast=True) + target.to(gl.int64) * 0
+    expect_bytes(barrier, leads, 2 * BLOCK)
+    for i in gl.static_range(2):
+        row = (step * 2 + i) * rows + token_block * PLAN.TOKENS
+        source = x + row.to(gl.int64) * 128
+        bulk_copy(target + i * BLOCK, source, barrier, leads, BLOCK)
+
+
+@gluon.jit
+def _next_step(step, block, programs, PLAN: gl.constexpr):
+    """The step after this one, and its block."""
+    ends = step + 1 == PLAN.STEPS
+    return gl.where(ends, 0, step + 1), gl.where(ends, block + programs, block)
+
+
+@gluon.jit
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    """The place in the ring after this one, and the parity of its phase."""
+    ends = slot + 1 == STAGES
+    return gl.where(ends, 0, slot + 1), gl.where(ends, phase ^ 1, phase)
+
+
+@gluon.jit
+def _place_of(
+    block, token_blocks, warp, lane, tiles, words_ptr, scales_ptr, W: gl.constexpr
+):  # fmt: skip
+    """A warp's tile in a block, and where words and scales begin; past the end the last tile's."""
+    tile = block // token_blocks * WARPS + warp
+    own = gl.minimum(tile, tiles - 1)
+    words = words_ptr.to(gl.int64, bitcast=True) + lane * 16 + own.to(gl.int64) * (W.STEPS * 1024)
+    row = own * (W.GROUPS * 8) + lane // 4
+    scales = scales_ptr.to(gl.int64, bitcast=True) + row.to(gl.int64) * 4
+    return tile, words, scales
+
+
+@gluon.jit
+def _load_step(words, scales, step, W: gl.constexpr):
+    """A lane's words of rows g and g + 8, and the scales of each of its chunks, of 128 k."""
+    COUNT: gl.constexpr = W.BITS // 4  # of the weight's own steps
+    low = ()
+    high = ()
+    for i in gl.static_range(COUNT):
+        at = words + gl.minimum(step * COUNT + i, W.STEPS - 1) * 1024
+        low = low + stream16(at)
+        high = high + stream16(at, 512)
+    factors = ()
+    if W.G % STEP_K == 0:
+        raw = _load_word(scales + step * STEP_K // W.G * 32)
+        factors = (raw, raw, raw, raw)
+    else:
+        for q in gl.static_range(4):
+            group = gl.minimum((step * STEP_K + q * 32) // W.G, W.GROUPS - 1)
+            factors = factors + (_load_word(scales + group * 32),)
+    return low, high, factors
+
+
+@gluon.jit
+def _load_word(address):
+    return inline("ld.global.b32 $0, [$1];", "=r,l", (address,))
+
+
+@gluon.jit
+def _store_block(
+    acc, added_ptr, out_ptr, first_token, tile, lane, M, N, stride, TOKENS: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
+    """Store a warp's rows of all tokens: 8 tokens and 8 rows at a time, turned by `movmatrix`."""
+    BATCH: gl.constexpr = 8  # of 8 tokens, whose additions are loaded together
+    HALVES: gl.constexpr = 1 if PAIRED else 2
+    column = tile * (8 * HALVES) + lane % 4 * 2
+    for batch in gl.static_range(0, TOKENS // 8, BATCH):
+        before = ()
+        if added_ptr is not None:
+            for i in gl.static_range(BATCH):
+                token = first_token + (batch + i) * 8 + lane // 4
+                for half in gl.static_range(HALVES):
+                    inside = (token < M) & (column + half * 8 < N)
+                    at = added_ptr + (token.to(gl.int64) * stride + column + half * 8) // 2
+                    before = before + (gl.load(at, mask=inside, other=0),)
+        for i in gl.static_range(BATCH):
+            token = first_token + (batch + i) * 8 + lane // 4
+            for half in gl.static_range(HALVES):
+                first = acc[4 * (batch + i) + 2 * half]
+                second = acc[4 * (batch + i) + 2 * half + 1]
+                if PAIRED:
+                    first = _swiglu(first, acc[4 * (batch + i) + 2])
+                    second = _swiglu(second, acc[4 * (batch + i) + 3])
+                if added_ptr is not None:
+                    pair = _turned(before[i * HALVES + half])
+                    first += low_half(pair)
+                    second += high_half(pair)
+                word = _turned(bf16_pair(first, second))
+                inside = (token < M) & (column + half * 8 < N)
+                at = out_ptr + (token.to(gl.int64) * N + column + half * 8) // 2
+                gl.store(at, word, mask=inside)
+
+
+@gluon.jit
+def _swiglu(gate, up):
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _turned(word):
+    """The transpose of an 8 x 8 matrix of BF16, whose rows lie in four lanes each."""
+    return inline("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", (word,))
+
+
+def on_hopper(x: Tensor, w: TiledLinear) -> bool:
+    """True if `gemm` multiplies x by such a weight."""
+    whole = w.N % TILE == 0 and STEP_K.value < w.K and w.scales.dtype == torch.bfloat16
+    return whole and capability(x)[0] == 9
+
+
+def gemm(
+    x: Tensor,
+    w: TiledLinear,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`added + rms_norm(x) @ w.T` of many tokens; see `on_hopper`.
+
+    Args:
+        x: [M, K] bfloat16, contiguous.
+        w: [N, K]; of a paired one `silu(gate) * up`, without `added`.
+        norm: [K] gain of an RMS norm.
+        eps: of the norm.
+        added: [M, N] or [1, N], added in FP32 before the one rounding.
+
+    Returns:
+        [M, N] or [M, N / 2] bfloat16.
+    """
+    M = x.shape[0]
+    row_blocks = -(-w.tiles * TILE // ROWS)
+    tokens = gemm_tokens(row_blocks, M)
+    plan = gemm_plan(w.constants, tokens, w.paired)
+    arranged = arrange(x, plan.STEPS, norm, eps)
+    N = w.N // 2 if w.paired else w.N
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    token_blocks = -(-M // tokens)
+    run(
+        _gemm_kernel,
+        (min(row_blocks * token_blocks, MULTIPROCESSORS),),
+        arranged,
+        w.words,
+        w.scales.view(torch.int32),
+        None if added is None else added.view(torch.int32),
+        y.view(torch.int32),
+        M,
+        N,
+        arranged.shape[1],
+        w.tiles,
+        row_blocks,
+        token_blocks,
+        0 if added is None or added.shape[0] == 1 else N,
+        PLAN=plan,
+        num_warps=WARPS.value,
+        maxnreg=REGISTERS,
+        enable_fp_fusion=True,
+    )
+    return y
