@@ -11,7 +11,7 @@ EXACT_TOKENS = 16
 HALVED_TOKENS = 4  # that share the columns of one product by two
 GEMV_TOKENS = 32  # of one launch, which reads the weight once
 WGMMA_TOKENS = 64  # of one launch of wgmma on Hopper
-PACKED_TOKENS = 64  # multiplied by GEMVs; more by cuBLAS, from weights widened to BF16
+PACKED_TOKENS = 64  # multiplied by GEMVs; more by weights widened to BF16
 SHORT_TOKENS = 1024  # of a prompt for which weights are widened in larger blocks
 
 # Linear layers in BF16, and such rows beside packed ones.
@@ -22,7 +22,7 @@ EXPERTS_TOKENS = 64  # computed one by one; more are grouped by expert
 EXPERTS_CHUNK = 1024  # grouped by expert in one launch
 
 # Attention.
-PROMPT_TOKENS = 128  # of a chunk that an own kernel attends to; more are PyTorch's
+PROMPT_TOKENS = 128  # of a chunk that small programs attend to; see `prompt_launch`
 
 # The CPU.
 CPU_PACKED_TOKENS = 80  # times planes of 4 bits: multiplied in codes; more by dequantized weights

@@ -7,11 +7,11 @@
 Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
         [P, PAGE, Hkv, D] bf16; token m takes row length + m
 Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
-Plan    One Triton program per token and head writes q aside and k, v into the pages. Attention of
-        many tokens is PyTorch's (flash attention on a GPU), over the pages as they lie where they
-        follow one another, else over rows gathered from them; that of few, which would wait for the
-        host, one kernel: a program takes 16 tokens of a head over all keys, page by page, its
-        softmax as it goes. Where pages lie changes no bit
+Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention is
+        a kernel whose programs take some tokens of a head over all keys, in order, their softmax as
+        they go; the last keys, which not all of these tokens see, in a loop of their own. Before
+        Hopper PyTorch's flash attention takes many tokens, over the pages as they lie where they
+        follow one another, else over rows gathered from them. Where pages lie changes no bit
 """
 
 import math
@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 from lowbit.runtime.kernels.attention.heads import heads_of
-from lowbit.runtime.kernels.launch.device import run
+from lowbit.runtime.kernels.launch.attention import prompt_launch
+from lowbit.runtime.kernels.launch.device import capability, run
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span, Step
-from lowbit.runtime.thresholds import PROMPT_TOKENS
 
 LOG2E = math.log2(math.e)
-BLOCK_M = 16  # tokens of a program
+BLOCK_H = 8  # heads of a program that rotates
 
 
 @triton.jit
@@ -67,34 +67,73 @@ def _rotated(
 @triton.jit(do_not_specialize=["length", "sequence", "table_stride"])  # or it compiles again
 def _rotate_append_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, sequence,
-    table_stride, length, eps, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    table_stride, length, eps, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS: see `Heads`; ROWS: of a page."""
+    """A program takes BLOCK_H heads of q, or of k, or of v. HEADS: see `Heads`; ROWS: of a page."""
     D: tl.constexpr = HEADS.dim
     Hkv: tl.constexpr = HEADS.kv
     Hq: tl.constexpr = HEADS.kv * HEADS.shared
     QUERY: tl.constexpr = 2 * D if HEADS.gated else D  # from one query to the next
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs_d = tl.arange(0, D)
+    Q_BLOCKS: tl.constexpr = (Hq + BLOCK_H - 1) // BLOCK_H
+    KV_BLOCKS: tl.constexpr = (Hkv + BLOCK_H - 1) // BLOCK_H
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_d, offs_h = tl.arange(0, D), tl.arange(0, BLOCK_H)
     x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
-    appended = Hq * QUERY + (head - Hq) * D  # where a head of k or v starts
-    one = tl.zeros([1], tl.int32)
-    start = one + head * QUERY
     row = length + token
     page = tl.load(tables_ptr + sequence * table_stride + row // ROWS).to(tl.int64)
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
-    if head < Hq:
-        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, HEADS)
-        out = q_ptr + (token * Hq + head) * D + offs_d[None, :]
-        tl.store(out, q.to(q_ptr.dtype.element_ty))
-    elif head < Hq + Hkv:
-        start = one + appended
-        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, one == 0, row, eps, HEADS)
-        out = k_ptr + (stored + head - Hq) * D + offs_d[None, :]
-        tl.store(out, k.to(k_ptr.dtype.element_ty))
+    if block < Q_BLOCKS:
+        head = block * BLOCK_H + offs_h
+        q = _rotated(x_ptr, q_norm_ptr, cos_ptr, sin_ptr, head * QUERY, head < Hq, row, eps, HEADS)
+        out = q_ptr + (token * Hq + head)[:, None] * D + offs_d[None, :]
+        tl.store(out, q.to(q_ptr.dtype.element_ty), mask=(head < Hq)[:, None])
+    elif block < Q_BLOCKS + KV_BLOCKS:
+        head = (block - Q_BLOCKS) * BLOCK_H + offs_h
+        start = Hq * QUERY + head * D
+        k = _rotated(x_ptr, k_norm_ptr, cos_ptr, sin_ptr, start, head < Hkv, row, eps, HEADS)
+        out = k_ptr + (stored + head)[:, None] * D + offs_d[None, :]
+        tl.store(out, k.to(k_ptr.dtype.element_ty), mask=(head < Hkv)[:, None])
     else:
-        v = tl.load(x_ptr + appended + offs_d)
-        tl.store(v_ptr + (stored + head - Hq - Hkv) * D + offs_d, v)
+        head = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H + offs_h
+        inside = (head < Hkv)[:, None]
+        start = Hq * QUERY + (Hkv + head) * D
+        v = tl.load(x_ptr + start[:, None] + offs_d[None, :], mask=inside, other=0.0)
+        tl.store(v_ptr + (stored + head)[:, None] * D + offs_d[None, :], v, mask=inside)
+
+
+@triton.jit
+def _attended(
+    q, top, total, acc, k_ptr, v_ptr, table_ptr, keys, length, tokens, head, end, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state with a block of keys more. MASKED: some are after tokens or past end."""
+    D: tl.constexpr = HEADS.dim
+    page = tl.load(table_ptr + tl.minimum(keys, end - 1) // ROWS).to(tl.int64)
+    stored = (page * ROWS + keys % ROWS) * HEADS.kv + head // HEADS.shared
+    at = stored[:, None] * D + tl.arange(0, D)[None, :]
+    if MASKED:
+        inside = keys[:, None] < end
+        k = tl.load(k_ptr + at, mask=inside, other=0.0)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+    else:
+        k = tl.load(k_ptr + at)
+        v = tl.load(v_ptr + at)
+    if WIDE:
+        scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
+    else:
+        scores = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        scores = tl.where(keys[None, :] <= length + tokens[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_top[:, None])
+    kept = tl.exp2(top - new_top)
+    total = total * kept + tl.sum(weights, axis=1)
+    acc *= kept[:, None]
+    if WIDE:
+        acc += tl.dot(weights, v.to(tl.float32))
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    return new_top, total, acc
 
 
 @triton.jit(do_not_specialize=["M", "length", "sequence", "table_stride"])
@@ -108,39 +147,28 @@ def _attend_kernel(
     Hkv: tl.constexpr = HEADS.kv
     Hq: tl.constexpr = HEADS.kv * HEADS.shared
     head = tl.program_id(0)
-    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest begin first
+    tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
     there = tokens[:, None] < M
     at = (tokens[:, None] * Hq + head) * D + offs_d[None, :]
     q = tl.load(q_ptr + at, mask=there, other=0.0)
     table_ptr = tables_ptr + sequence * table_stride
-    end = length + tl.minimum(M, (tl.program_id(1) + 1) * BLOCK_M)
+    end = length + tl.minimum(M, (block + 1) * BLOCK_M)
+    free = (length + block * BLOCK_M) // BLOCK_N * BLOCK_N  # keys that all tokens see
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    for start in range(0, end, BLOCK_N):
-        keys = start + offs_n
-        page = tl.load(table_ptr + start // ROWS).to(tl.int64)  # a block lies in one
-        stored = (page * ROWS + start % ROWS + offs_n[:, None]) * Hkv + head // (Hq // Hkv)
-        rows = stored * D + offs_d[None, :]
-        inside = keys[:, None] < end
-        k = tl.load(k_ptr + rows, mask=inside, other=0.0)
-        v = tl.load(v_ptr + rows, mask=inside, other=0.0)
-        if WIDE:
-            scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale
-        scores = tl.where(keys[None, :] <= length + tokens[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        kept = tl.exp2(top - new_top)
-        total = total * kept + tl.sum(weights, axis=1)
-        acc *= kept[:, None]
-        if WIDE:
-            acc += tl.dot(weights, v.to(tl.float32))
-        else:
-            acc += tl.dot(weights.to(v.dtype), v)
-        top = new_top
+    for start in range(0, free, BLOCK_N):
+        top, total, acc = _attended(
+            q, top, total, acc, k_ptr, v_ptr, table_ptr, start + offs_n, length, tokens, head, end,
+            scale, HEADS, ROWS, False, WIDE,
+        )  # fmt: skip
+    for start in range(free, end, BLOCK_N):
+        top, total, acc = _attended(
+            q, top, total, acc, k_ptr, v_ptr, table_ptr, start + offs_n, length, tokens, head, end,
+            scale, HEADS, ROWS, True, WIDE,
+        )  # fmt: skip
     out = acc / total[:, None]
     if HEADS.gated:
         gate = tokens[:, None] * (2 * Hq + 2 * Hkv) * D + (2 * head + 1) * D + offs_d[None, :]
@@ -171,7 +199,7 @@ def attention_prefill(
     keys, values = pages.layer(layer)
     run(
         _rotate_append_kernel,
-        (M, Hq + 2 * heads.kv),
+        (M, triton.cdiv(Hq, BLOCK_H) + 2 * triton.cdiv(heads.kv, BLOCK_H)),
         qkv,
         q_norm,
         k_norm,
@@ -186,20 +214,22 @@ def attention_prefill(
         span.first,
         eps,
         HEADS=heads,
+        BLOCK_H=BLOCK_H,
         ROWS=PAGE,
-        num_warps=1,
+        num_warps=4,
         enable_fp_fusion=True,
     )
-    if M <= PROMPT_TOKENS:
-        few = torch.empty_like(q)
+    launch = prompt_launch(D, M, span.first, hopper=capability(qkv)[0] == 9)
+    if launch is not None:
+        attended = torch.empty_like(q)
         run(
             _attend_kernel,
-            (Hq, triton.cdiv(M, BLOCK_M)),
+            (Hq, triton.cdiv(M, launch.tokens)),
             q,
             keys,
             values,
             qkv,
-            few,
+            attended,
             step.tables,
             span.row,
             step.tables.shape[1],
@@ -207,15 +237,15 @@ def attention_prefill(
             span.first,
             D**-0.5 * LOG2E,
             HEADS=heads,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=64 if D <= 128 else 32,  # two programs in 99 KB of shared memory
+            BLOCK_M=launch.tokens,
+            BLOCK_N=launch.keys,
             ROWS=PAGE,
             WIDE=qkv.device.type == "cpu",
-            num_warps=4,
-            num_stages=2,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
             enable_fp_fusion=True,
         )
-        return few.view(M, Hq * D)
+        return attended.view(M, Hq * D)
     mixed = _attend_many(q, keys, values, step, span)
     if gated:
         gate = qkv[:, : 2 * Hq * D].view(M, Hq, 2, D)[:, :, 1]

@@ -6,7 +6,7 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +127,47 @@ def join_bytes(shared: int, head_dim: int, warps: int, parts: int, together: int
 def row_bytes(head_dim: int) -> int:
     """Bytes from one head in shared memory to the next, padded so that they share no bank."""
     return 2 * head_dim + 64
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLaunch:
+    """Share of a program of a prompt's attention.
+
+    Attributes:
+        tokens: that it takes, of one query head.
+        keys: that it takes at a time.
+        warps: of a program.
+        stages: of keys and values on their way.
+    """
+
+    tokens: int
+    keys: int
+    warps: int
+    stages: int
+
+
+LONG_TOKENS = 2048  # before a chunk, from which larger programs are faster
+PROMPT_LAUNCHES = {  # by the largest head
+    64: PromptLaunch(64, 128, 4, 2),
+    128: PromptLaunch(64, 64, 4, 2),
+    256: PromptLaunch(128, 64, 8, 2),
+}
+LONG_LAUNCH = PromptLaunch(128, 64, 4, 3)  # of heads of 128
+
+
+def prompt_launch(head_dim: int, tokens: int, first: int, hopper: bool) -> PromptLaunch | None:
+    """Look up the launch for a prompt's chunk; None where PyTorch's attention is faster.
+
+    Args:
+        head_dim: of a head.
+        tokens: of the chunk.
+        first: tokens before it.
+        hopper: whether the GPU is one.
+    """
+    if tokens <= PROMPT_TOKENS:  # two programs in 99 KB of shared memory
+        return PromptLaunch(16, 64 if head_dim <= 128 else 32, 4, 2)
+    if not hopper:
+        return None
+    if first >= LONG_TOKENS and head_dim == 128:
+        return LONG_LAUNCH
+    return next(launch for most, launch in PROMPT_LAUNCHES.items() if head_dim <= most)
