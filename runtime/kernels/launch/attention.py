@@ -6,7 +6,7 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.thresholds import EXACT_TOKENS, PROMPT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, LONG_TOKENS, PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,6 @@ class PromptLaunch:
     stages: int
 
 
-LONG_TOKENS = 2048  # before a chunk, from which larger programs are faster
 PROMPT_LAUNCHES = {  # by the largest head
     64: PromptLaunch(64, 128, 4, 2),
     128: PromptLaunch(64, 64, 4, 2),
