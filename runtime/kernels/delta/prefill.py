@@ -78,18 +78,32 @@ def _mix_kernel(
 
 
 @triton.jit
-def _inverse(A, rows, SIZE: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A, zero from row `rows` on.
+def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A of four blocks a side.
 
-    Row by row: sums of powers of A would cancel where keys repeat.
+    Blocks on the diagonal row by row, all at once: sums of powers of A would cancel where keys
+    repeat. With B those inverted, and N = B @ (A without them): N^4 = 0, so
+    (I + N)^-1 @ B = (I - N) @ (I + N^2) @ B.
     """
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    T = tl.where(row == column, 1.0, 0.0)
-    for i in tl.range(1, rows):
-        a = tl.sum(tl.where(row == i, A, 0.0), axis=0)  # row i of A: [SIZE]
-        known = tl.sum(a[:, None] * T, axis=0)  # rows from i on meet zeros of a
-        T -= tl.where(row == i, known[None, :], 0.0)
-    return T
+    COUNT: tl.constexpr = SIZE // BLOCK
+    tl.static_assert(COUNT == 4)
+    index = tl.arange(0, COUNT)
+    diagonal = index[:, None, None, None] == index[None, None, :, None]
+    blocks = tl.reshape(A, [COUNT, BLOCK, COUNT, BLOCK])
+    own = tl.sum(tl.where(diagonal, blocks, 0.0), axis=2)  # [COUNT, BLOCK, BLOCK]
+    row, column = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    B = tl.where(row == column, 1.0, 0.0) + 0.0 * own
+    for i in tl.range(1, BLOCK):
+        a = tl.sum(tl.where(row == i, own, 0.0), axis=1)  # row i of each: [COUNT, BLOCK]
+        known = tl.sum(a[:, :, None] * B, axis=1)  # rows from i on meet zeros of a
+        B -= tl.where(row == i, known[:, None, :], 0.0)
+    B = tl.reshape(tl.where(diagonal, B[:, :, None, :], 0.0), [SIZE, SIZE])
+    at, across = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    below = tl.where(at // BLOCK > across // BLOCK, A, 0.0)
+    N = tl.dot(B, below, input_precision="tf32x3")
+    X = tl.where(at == across, 1.0, 0.0) - N
+    X += tl.dot(X, tl.dot(N, N, input_precision="tf32x3"), input_precision="tf32x3")
+    return tl.dot(X, B, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -133,7 +147,7 @@ def _chunk_kernel(
     D = tl.exp(tl.where(lower, gap, float("-inf")))  # masked first: above it would overflow
     tl.store(scores_ptr + square, q_k * D)
     A = tl.where(offs_t[:, None] > offs_t[None, :], k_k * D * beta[:, None], 0.0)
-    tl.store(inverse_ptr + square, _inverse(A, tl.minimum(M - chunk * CHUNK, CHUNK), CHUNK))
+    tl.store(inverse_ptr + square, _inverse(A, CHUNK, CHUNK // 4))
 
 
 @triton.jit(do_not_specialize=["M"])
