@@ -12,10 +12,12 @@ from make_random_checkpoint import config_of
 from torch import Tensor
 
 from lowbit.formats.architectures import prefix_of, read_config, tensor_table
-from lowbit.formats.architectures.footprint import SNAPSHOTS
+from lowbit.formats.architectures.footprint import state_bytes
+from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.backends import cpu
 from lowbit.runtime.backends.cpu_linear import CpuLinear, prepare
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.memory import snapshots_for
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import new_runner
 from lowbit.runtime.engine.sequence import Sequence as TokenSequence
@@ -157,7 +159,9 @@ def engine_of(
             rows = DraftRows(ids, weights.packed(4, draft_rows, config.hidden_size))
             decoder = replace(decoder, mtp=replace(decoder.mtp, rows=rows))
     pages = pages_for(tokens) if tokens else sequences * pages_for(context)
-    cache = CacheSize(context, sequences, pages, SNAPSHOTS + sequences, drafts)
+    state = state_bytes(config, torch.bfloat16.itemsize)
+    snapshots = snapshots_for(pages, state, free_bytes("cpu"))
+    cache = CacheSize(context, sequences, pages, snapshots, drafts)
     return Engine(new_runner(decoder, config.vocab_size, cache, torch.bfloat16, device))
 
 

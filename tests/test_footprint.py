@@ -10,6 +10,7 @@ from lowbit.convert.pipeline.preview import preview
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import PAGE
+from lowbit.runtime.state.snapshots import Snapshots
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 SHAPE_BYTES = 16  # a packed linear's weight_shape stays in the file
@@ -34,5 +35,6 @@ def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> Non
     pages = model.engine.runner.state.pages
     kv = (pages.k.nbytes + pages.v.nbytes) * model.context // (pages.count * PAGE)
     slots = model.engine.runner.state.slots
-    states = slots.conv.nbytes + slots.memory.nbytes if slots.count else 0
+    staged = Snapshots(slots, 1, staged=True).staged_bytes  # on a GPU
+    states = slots.conv.nbytes + slots.memory.nbytes + staged if slots.count else 0
     assert view.sequence_bytes == kv + states

@@ -40,8 +40,8 @@ class Preview:
         unserved: reason why lowbit-run could not serve it; None where it can.
         run_bytes: bytes of its decoder's weights on a GPU.
         context: tokens that a sequence is counted with.
-        sequence_bytes: keys, values and states of such a sequence in BF16, states that are kept for
-            later prompts included.
+        sequence_bytes: keys, values and states of such a sequence in BF16, the states included that
+            are on their way to the host for later prompts.
     """
 
     source: str

@@ -3,12 +3,12 @@
 from lowbit.formats.architectures.config import Config
 
 DEFAULT_CONTEXT = 8192  # tokens to make room for, where the model has as many positions
-SNAPSHOTS = 3  # recurrent states kept for later prompts, and one more a sequence
+STAGED = 2  # recurrent states on their way from a GPU to the host
 
 
 def state_count(sequences: int) -> int:
-    """Recurrent states in a cache: of each sequence, for padding, and kept for later prompts."""
-    return 1 + sequences + SNAPSHOTS + sequences
+    """Recurrent states on a GPU: of each sequence, for padding, and on their way to the host."""
+    return 1 + sequences + STAGED
 
 
 def kv_bytes(config: Config, tokens: int, itemsize: int, more_layers: int = 0) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, SNAPSHOTS
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.engine.graphs import drafts_together
@@ -15,10 +15,14 @@ from lowbit.runtime.state.device_state import CacheSize, kv_pages, new_state
 from lowbit.runtime.state.pages import EXTRA, PAGE, pages_for
 from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import new_sampler_rows
+from lowbit.runtime.state.snapshots import Snapshots
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
 GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, graphs, the libraries' buffers
+SNAPSHOTS = 3  # on a CPU there is memory for so many and one more a sequence, beside the cache
+SNAPSHOT_BYTES = 8 << 30  # most memory of the host for snapshots
+SNAPSHOT_SHARE = 4  # of what is free there they take a fourth at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,18 @@ class Account:
         return pages
 
     def row_bytes(self, size: CacheSize) -> int:
-        """Memory of the sequences of a cache, whatever their length: states, sampler, logits."""
-        config, rows = self.opened.config, size.rows
-        taken = new_state(config, 0, size.slots, self.dtype, "meta").size_bytes
+        """Memory of the sequences of a cache, whatever their length: states, sampler, logits.
+
+        Snapshots are counted on a CPU alone; a GPU has the buffers that they pass through.
+        """
+        config, rows, on_gpu = self.opened.config, size.rows, self.device != "cpu"
+        state = new_state(config, 0, size.slots, self.dtype, "meta")
+        snapshots = Snapshots(state.slots, size.snapshots, staged=on_gpu)
+        taken = state.size_bytes + (snapshots.staged_bytes if on_gpu else snapshots.most_bytes)
         taken += new_sampler_rows(rows, self.vocabulary, "meta").size_bytes
         if self.opened.head:
             taken += new_trail(rows, config.hidden_size, self.dtype, "meta").nbytes
-        if self.device != "cpu":  # which keeps no copy of logits
+        if on_gpu:  # a CPU keeps no copy of logits
             kept = new_kept(size.sequences, self.vocabulary, config.vocab_size, "meta")
             taken += kept.nbytes
         return taken
@@ -66,6 +75,19 @@ class Account:
         workspace = 0 if self.device == "cpu" else GPU_WORKSPACE
         weights = self.opened.weight_bytes(self.device, self.dtype)
         return weights + workspace + self.row_bytes(size) + self.page_bytes(pages)
+
+    def snapshots_that_fit(self, size: CacheSize, free: int) -> int:
+        """Snapshots in what a CPU has left beside a cache, or in memory of a GPU's host.
+
+        Args:
+            size: of the cache, with the snapshots that are counted.
+            free: memory of the device before anything is loaded.
+        """
+        each = state_bytes(self.opened.config, self.dtype.itemsize)
+        if self.device != "cpu":
+            return snapshots_for(size.pages, each, free_bytes("cpu"))
+        left = int(free / HEADROOM) - self.needed(size, size.all_pages)
+        return max(size.snapshots, snapshots_for(size.pages, each, left))
 
     def pages_that_fit(self, size: CacheSize, free: int) -> int:
         """Pages for tokens that fit into free memory beside weights and sequences."""
@@ -105,12 +127,14 @@ def choose_cache(account: Account, options: LoadOptions, drafts: int = 0) -> Cac
         return asked
     fits = account.pages_that_fit(asked, free)
     if fits >= pages_for(wanted) and (tokens is None or fits >= asked.pages):
-        return replace(asked, pages=min(fits, asked.pages))
-    if context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
-        return replace(asked, context=fits * PAGE, pages=fits)
-    if tokens is None:
-        asked = replace(asked, pages=pages_for(wanted))
-    raise _too_large(account, asked, free, None if tokens is None else wanted)
+        size = replace(asked, pages=min(fits, asked.pages))
+    elif context is None and tokens is None and fits * PAGE >= MIN_CONTEXT:
+        size = replace(asked, context=fits * PAGE, pages=fits)
+    else:
+        if tokens is None:
+            asked = replace(asked, pages=pages_for(wanted))
+        raise _too_large(account, asked, free, None if tokens is None else wanted)
+    return replace(size, snapshots=account.snapshots_that_fit(size, free))
 
 
 def _too_large(account: Account, size: CacheSize, free: int, least: int | None) -> ResourceError:
@@ -137,6 +161,18 @@ def _too_large(account: Account, size: CacheSize, free: int, least: int | None) 
         f"{gigabytes(free)}",
         hint=hint,
     )
+
+
+def snapshots_for(pages: int, each: int, left: int | None) -> int:
+    """Most snapshots of recurrent states to keep on the host.
+
+    Args:
+        pages: of the cache; snapshots are about as far apart as the tokens of one.
+        each: bytes of a snapshot; 0 without linear layers.
+        left: free memory of the host; None if the system does not tell.
+    """
+    share = SNAPSHOT_BYTES if left is None else min(SNAPSHOT_BYTES, left // SNAPSHOT_SHARE)
+    return min(pages, max(0, share) // each) if each else 0
 
 
 def gigabytes(size_bytes: int) -> str:

@@ -24,7 +24,7 @@ class Prefix:
         decoded: length from which on tokens were decoded one a step.
         fresh: length of the part computed by chunks of prompts alone: a prompt with equal cuts
             would compute the same bytes.
-        snapshots: slots of recurrent states, by length; empty without linear layers.
+        snapshots: numbers of snapshots, by length; empty without linear layers.
         used: time of the last use, a count.
     """
 
@@ -76,14 +76,14 @@ class Hit:
 
 
 class PrefixCache:
-    """Kept prefixes; the least recently used one gives its pages and slots back first."""
+    """Kept prefixes; the least recently used one gives its pages and snapshots back first."""
 
     def __init__(self, pages: Pool, snapshots: Pool, recurrent: bool) -> None:
         """Begin empty.
 
         Args:
             pages: pool of pages.
-            snapshots: pool of slots for recurrent states.
+            snapshots: pool of the numbers of snapshots.
             recurrent: true if the model has linear layers.
         """
         self._pages, self._snapshots, self._recurrent = pages, snapshots, recurrent
@@ -135,7 +135,10 @@ class PrefixCache:
         return True
 
     def take_snapshot(self) -> int | None:
-        """Slot for a snapshot: a free one, or that of the least recently used prefix."""
+        """Number for a snapshot: a free one, or one of the least recently used prefix.
+
+        None where no number is free and no prefix has one.
+        """
         if not self._snapshots.free:
             holders = [prefix for prefix in self._prefixes if prefix.snapshots]
             if not holders:

@@ -25,6 +25,7 @@ from lowbit.runtime.state.host_rings import to_device
 from lowbit.runtime.state.pages import SCRATCH, pages_for
 from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
+from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
 from lowbit.runtime.thresholds import EXACT_TOKENS
 
@@ -42,7 +43,7 @@ class Runner:
             a round with drafts.
         sampler: a row for each sequence.
         context: most tokens of a sequence.
-        snapshots: number of slots for kept states, behind those of the rows.
+        snapshots: recurrent states that the host keeps for later prompts.
         spare: slots for states after drafts; None without linear layers.
         tables: [R, T / PAGE] int32 block tables by row.
         batch: sequences of the last plain step, in the order of its tokens.
@@ -60,7 +61,7 @@ class Runner:
     state: DeviceState
     sampler: SamplerRows
     context: int
-    snapshots: int
+    snapshots: Snapshots
     spare: range | None
     tables: Tensor
     batch: list[Sequence] = field(default_factory=list)
@@ -92,29 +93,29 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys, values and recurrent states, a drafter's included."""
+        """Memory of keys, values and recurrent states, a drafter's included; no snapshots."""
         beside = 0 if self.blocks is None else self.blocks.pages.size_bytes
-        return self.state.size_bytes + beside
+        return self.state.size_bytes + self.snapshots.staged_bytes + beside
 
     @property
     def rows(self) -> int:
         """Most sequences that are decoded together."""
         return self.tables.shape[0] - 1
 
-    def open(self, sequence: Sequence, state_from: int | None) -> None:
+    def open(self, sequence: Sequence, snapshot: int | None) -> None:
         """Write the block table, the sampler row and the first recurrent state of a sequence.
 
         Args:
             sequence: with its row and pages.
-            state_from: slot with the state after the tokens that it reuses; None if it reuses none.
+            snapshot: of the state after the tokens that it reuses; None if it reuses none.
         """
         row, pages = sequence.row, sequence.pages
         self.tables[row, : len(pages)] = self.ints(pages)
         if self.state.recurrent:
-            if state_from is None:
+            if snapshot is None:
                 self.state.slots.clear(row)
             else:
-                self.state.slots.copy(state_from, row)
+                self.snapshots.restore(snapshot, row)
         params = replace(sequence.request.sampling, seed=sequence.seed)
         masked = sequence.request.constraint is not None
         self.sampler.configure_row(row, params, sequence.request.prompt, masked)
@@ -369,7 +370,7 @@ def new_runner(
         state=state,
         sampler=sampler,
         context=cache.context,
-        snapshots=cache.snapshots,
+        snapshots=Snapshots(state.slots, cache.snapshots, staged=device != "cpu"),
         spare=range(cache.slots - cache.drafts, cache.slots) if state.recurrent else None,
         tables=tables,
         trail=trail,

@@ -1,4 +1,4 @@
-"""The scheduler: admits sequences, cuts prompts into chunks, gives out rows, pages and slots.
+"""The scheduler: admits sequences, cuts prompts into chunks, gives out rows, pages and snapshots.
 
 The cuts of a prompt depend on the tokens before them alone, because rounding depends on the length
 of a chunk: two prompts with a common prefix are cut at the same places inside it, so what one of
@@ -28,7 +28,7 @@ class Scheduler:
 
     Attributes:
         most_waiting: sequences beside those that run together; None for any number.
-        room: rows, pages and slots.
+        room: rows, pages and snapshots.
         waiting: sequences without room.
         prompt: the sequence whose prompt runs; None without one.
         decoding: sequences behind their prompts.
@@ -161,21 +161,21 @@ class Scheduler:
 
 
 class Room:
-    """Rows, pages and slots of running sequences and of the prefix cache.
+    """Rows, pages and snapshots of running sequences and of the prefix cache.
 
     Attributes:
         pages: pool of pages.
         rows: pool of rows of block tables and sampler, each with the slot of its number.
-        snapshots: pool of slots for kept recurrent states.
+        snapshots: pool of the numbers of snapshots.
         prefixes: prefix cache.
     """
 
     def __init__(self, runner: Runner) -> None:
-        """Free all rows, pages and slots of a runner."""
+        """Free all rows, pages and snapshots of a runner."""
         state, rows = runner.state, runner.rows + 1
         self._runner = runner
         self.pages, self.rows = Pool(state.pages.count), Pool(rows)
-        self.snapshots = Pool(rows + runner.snapshots, first=rows)
+        self.snapshots = Pool(runner.snapshots.count, first=0)
         self.prefixes = PrefixCache(self.pages, self.snapshots, state.recurrent)
         self._changes = 0  # of free pages: only then is it worth trying a refused sequence again
         self._refused: tuple[Sequence, int | None, int] | None = None  # with the changes by then
@@ -244,12 +244,13 @@ class Room:
             self.take_snapshot(sequence)
 
     def take_snapshot(self, sequence: Sequence) -> None:
-        """Snapshot the recurrent state of a sequence, if it is known and a slot is free."""
-        known = self._runner.state.recurrent and sequence.slot != NO_SLOT
-        slot = self.prefixes.take_snapshot() if known else None
-        if slot is not None:
-            self._runner.state.slots.copy(sequence.slot, slot)
-            sequence.snapshots[sequence.length] = slot
+        """Snapshot the recurrent state of a sequence, if it is known and a number is free."""
+        if not self._runner.state.recurrent or sequence.slot == NO_SLOT:
+            return
+        number = self.prefixes.take_snapshot()
+        if number is not None:
+            self._runner.snapshots.save(sequence.slot, number)
+            sequence.snapshots[sequence.length] = number
 
     def keep(self, sequence: Sequence, length: int) -> None:
         """Put the first `length` tokens of a sequence into the prefix cache."""
@@ -260,7 +261,7 @@ class Room:
         prefix = new_prefix(
             sequence.ids[:length], sequence.pages, sequence.cuts, decoded, sequence.fresh
         )
-        prefix.snapshots = {at: slot for at, slot in sequence.snapshots.items() if at <= length}
+        prefix.snapshots = {at: number for at, number in sequence.snapshots.items() if at <= length}
         for at in prefix.snapshots:
             del sequence.snapshots[at]
         self.prefixes.insert(prefix)
@@ -271,7 +272,7 @@ class Room:
         self.prefixes.clear()
 
     def close(self, sequence: Sequence) -> None:
-        """Take row, pages and slots back from a sequence.
+        """Take row, pages and snapshots back from a sequence.
 
         Steps under way still write to them; the next owner's steps run later.
         """

@@ -82,7 +82,7 @@ class Sequence:
         cancelled: set by the user, at any time and from any thread.
         cuts: lengths at which the chunks of its prompt end, reused ones included.
         fresh: see `Prefix.fresh`.
-        snapshots: slots of kept recurrent states, by length.
+        snapshots: numbers of its snapshots, by length.
         released: its constraint is done.
         unbound: number of tokens behind the output that need no mask.
         masked: its sampler row has a mask that does not allow every token.

@@ -103,6 +103,26 @@ class DeltaSlots:
         self.conv[:, target].copy_(self.conv[:, source])
         self.memory[:, target].copy_(self.memory[:, source])
 
+    def pack(self, slot: int, packed: Tensor) -> None:
+        """Copy the state in a slot to [slot_bytes] uint8 on the same device."""
+        memory, conv = self._parts(packed)
+        memory.copy_(self.memory[:, slot])
+        conv.copy_(self.conv[:, slot])
+
+    def unpack(self, packed: Tensor, slot: int) -> None:
+        """Copy to a slot what `pack` has made."""
+        memory, conv = self._parts(packed)
+        self.memory[:, slot].copy_(memory)
+        self.conv[:, slot].copy_(conv)
+
+    def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory and inputs of the convolution in a packed state, as views."""
+        memory, conv = self.memory[:, 0], self.conv[:, 0]
+        return (
+            packed[: memory.nbytes].view(memory.dtype).view(memory.shape),
+            packed[memory.nbytes :].view(conv.dtype).view(conv.shape),
+        )
+
 
 def new_slots(
     layers: LinearLayers | None, count: int, dtype: torch.dtype, device: str

@@ -17,7 +17,7 @@ class CacheSize:
         context: most tokens of a sequence.
         sequences: that are decoded together.
         pages: for the keys and values of all of them and of prefixes to reuse.
-        snapshots: recurrent states beside one for each sequence.
+        snapshots: most recurrent states that the host keeps for later prompts.
         drafts: most of one step, and so the number of spare recurrent states.
     """
 
@@ -39,8 +39,8 @@ class CacheSize:
 
     @property
     def slots(self) -> int:
-        """Recurrent states: of each row, then snapshots, then after drafts."""
-        return self.rows + self.snapshots + self.drafts
+        """Recurrent states: of each row, then after drafts."""
+        return self.rows + self.drafts
 
 
 @dataclass(frozen=True, slots=True)

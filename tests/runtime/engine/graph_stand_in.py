@@ -51,6 +51,8 @@ class Event:
     def synchronize(self) -> None:
         assert self.recorded
 
+    def wait(self) -> None: ...
+
     def query(self) -> bool:
         return self.recorded
 

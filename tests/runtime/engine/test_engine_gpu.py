@@ -252,6 +252,39 @@ def test_turns_on_one_cache_are_the_same_without_graphs(
     assert captured == turns()
 
 
+def test_second_turns_after_other_conversations_have_the_same_bits(make_qwen3_5: Make) -> None:
+    """Each leaves two snapshots, and the host keeps those of all."""
+    folder = make_qwen3_5(mixed, **SIZES, max_position_embeddings=4096).folder
+    engine = lowbit.load(folder, device="cuda", max_sequences=1, cache_tokens=20_000).engine
+    engine.drafting = None  # so that states stay in the sequence's row
+    slots = engine.runner.state.slots
+    Turn = tuple[int, list[int], Tensor, Tensor]
+
+    def turn(prompt: list[int]) -> Turn:
+        handle = engine.generate(prompt, SAMPLED[1], 20)
+        answer = list(handle)
+        return handle.reused, answer, slots.memory[:, 1].clone(), slots.conv[:, 1].clone()
+
+    def second(prompt: list[int], first: Turn) -> tuple[int, Turn]:
+        """Tokens that had been run before, and the turn."""
+        begun = [*prompt, *first[1]]
+        return len(begun) - 1, turn([*begun, 7, 8])
+
+    prompts = [(LONG[number:] * 3)[:2500] for number in range(6)]
+    alone = []
+    for prompt in prompts:
+        engine.forget()
+        alone.append(second(prompt, turn(prompt))[1])
+    engine.forget()
+    firsts = [turn(prompt) for prompt in prompts]
+    for prompt, first, expected in zip(prompts, firsts, alone, strict=True):
+        run_before, found = second(prompt, first)
+        assert run_before == found[0] == expected[0]
+        assert found[1] == expected[1]
+        assert torch.equal(found[2], expected[2])
+        assert torch.equal(found[3], expected[3])
+
+
 def test_a_full_context_and_an_early_stop_leave_it_usable(model: lowbit.Model) -> None:
     full = list(model.engine.generate(PROMPT, GREEDY, 10_000))
     assert len(full) == 256 - len(PROMPT) + 1

@@ -1,6 +1,6 @@
 """Prefix reuse where layers have a state that cannot go back: never at the price of the answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,43 @@ def test_a_prompt_that_goes_on_reuses_everything(load: Load) -> None:
     got, reused = run(model, longer)
     assert reused == len(longer) - 4  # the last token of the answer was not run
     assert got == run(load(), longer)[0]
+
+
+def test_conversations_in_turn_go_on_from_where_each_was(
+    make_qwen3_5: "Callable[..., PackedModel]", load: Load
+) -> None:
+    """Six messages each, of which every one leaves a snapshot, and only one runs at a time."""
+    folder = make_qwen3_5(max_position_embeddings=1024).folder
+
+    def talk(model: lowbit.Model, number: int) -> Iterator[tuple[list[int], int, int]]:
+        """Answers, tokens that were reused, and tokens that had been run before."""
+        prompt, run_before = list[int](), 0
+        for turn in range(3):
+            messages = [[(7 * number + turn) % 250, *IDS[i : i + 64], END] for i in (0, 70)]
+            prompt = [*prompt, *messages[0], *messages[1], 3]
+            answer, reused = run(model, prompt)
+            yield answer, reused, run_before
+            prompt = [*prompt, *answer]
+            run_before = len(prompt) - 1  # the last token of the answer was not run
+
+    def new_model() -> lowbit.Model:
+        return lowbit.load(
+            folder,
+            device="cpu",
+            dtype=torch.float32,
+            context=1024,
+            max_sequences=1,
+            cache_tokens=4096,
+        )
+
+    model = new_model()
+    talks = [talk(model, number) for number in range(6)]
+    alone = [talk(new_model(), number) for number in range(6)]
+    for _ in range(3):
+        for together, fresh in zip(talks, alone, strict=True):
+            answer, reused, run_before = next(together)
+            assert reused == run_before
+            assert answer == next(fresh)[0]
 
 
 def test_a_prompt_that_turns_off_reuses_the_messages_before(load: Load) -> None:

@@ -6,6 +6,7 @@ kernels are left out; `test_engine_gpu` asks CUDA itself.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from lowbit.runtime.engine.runner import Runner, new_runner
 from lowbit.runtime.state.device_state import CacheSize
 from lowbit.runtime.state.host_rings import to_device, write
 from lowbit.runtime.state.sampler import SamplingParams
-from tests.runtime.engine.graph_stand_in import Event
+from tests.runtime.engine.graph_stand_in import Event, Stream
 from tests.runtime.engine.speculate.guesses import drafting_by, guessers
 
 META = torch.device("meta")
@@ -133,10 +134,19 @@ def new_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Engine]:
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: True))
     monkeypatch.setattr(Graphs, "run", directly)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     pinned = torch.zeros
+    empty: Callable[..., Tensor] = torch.empty
     monkeypatch.setattr(
         torch, "zeros", lambda *sizes, pin_memory=False, **options: pinned(*sizes, **options)
     )
+
+    def snapshot(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        """Memory that a device without content can be copied to."""
+        return empty(*sizes, **({"device": META} if pin_memory else {}), **options)
+
+    monkeypatch.setattr(torch, "empty", snapshot)
 
     def make(drafts: bool) -> Engine:
         runner = new_runner(decoder(mtp=drafts), VOCABULARY, SIZE, torch.bfloat16, "meta")
@@ -166,6 +176,10 @@ def test_the_host_waits_for_tokens_alone(
             for _ in range(4):
                 engine.step()
         answers = [handle.result() for handle in handles]
+        if not drafts:
+            again = engine.generate((*prompt(0), *answers[0][:-1], 1), PARAMS[0], 2)
+            assert again.result() == (0, 0)
+            assert again.reused == len(prompt(0)) + 29
     assert answers == [(0,) * (30 + place) for place in range(len(PARAMS))]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT
+from lowbit.formats.architectures.footprint import DEFAULT_CONTEXT, STAGED, state_bytes
 from lowbit.formats.errors import RequestError, ResourceError
 from lowbit.formats.sampling_ranges import MOST_BIASES
 from lowbit.runtime import LoadOptions, load
@@ -63,16 +63,46 @@ def test_states_of_linear_layers_count_by_sequence(
     opened = open_model(folder)
     weights = opened.weight_bytes("cpu", torch.bfloat16)
     channels, elements = 2 * 2 * 32 + 4 * 32, 4 * 32 * 32
-    state = 3 * (channels * 3 * 2 + elements * 4) + 2 * 4  # layers, BF16 and FP32; key heads
+    snapshot = 3 * (channels * 3 * 2 + elements * 4)  # layers, BF16 and FP32
+    state = snapshot + 2 * 4  # key heads
     page = 2 * 1 * 2 * 64 * 2 * PAGE  # k and v, one layer with keys, kv heads, head_dim, bytes
     for sequences in (1, 4):
-        states = (1 + 2 * sequences + 3) * state  # scratch, a state and a snapshot each, and three
+        states, kept = (1 + sequences) * state, 3 + sequences  # a scratch state; snapshots
         held = account(opened).row_bytes(rows(sequences))
-        assert held == states + new_sampler_rows(1 + sequences, VOCABULARY, "cpu").size_bytes
+        sampler = new_sampler_rows(1 + sequences, VOCABULARY, "cpu").size_bytes
+        assert held == states + kept * snapshot + sampler
         free((weights + held + 79.5 * page) * memory.HEADROOM)
         model = load(folder, device="cpu", max_sequences=sequences)
         assert model.context == (79 - EXTRA) * PAGE
         assert model.engine.runner.cache_bytes == states + 79 * page
+        assert model.cache.snapshots == model.engine.runner.snapshots.count == kept
+
+
+def test_snapshots_get_a_share_of_the_memory_that_the_host_has_left(
+    make_qwen3_5: "Callable[..., PackedModel]",
+    make_model: "Callable[..., PackedModel]",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = open_model(make_qwen3_5(max_position_embeddings=100_000).folder)
+    each = state_bytes(opened.config, 2)
+    options = LoadOptions(context=4096, max_sequences=2)
+
+    def chosen(device: str, free: dict[str, int | None], of: OpenedModel = opened) -> int:
+        monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+        return memory.choose_cache(account(of, device), options).snapshots
+
+    for left, expected in ((0, 0), (4 * each - 1, 0), (39 * each, 9), (10**12, 128), (None, 128)):
+        assert chosen("cuda", {"cuda": 10**12, "cpu": left}) == expected  # one a page at most
+    size = replace(rows(2), pages=128)
+    taken = account(opened).needed(size, size.all_pages)
+    for spare, expected in ((1, 5), (39, 9), (10**9, 128)):
+        assert chosen("cpu", {"cpu": int((taken + spare * each) * memory.HEADROOM) + 2}) == expected
+    monkeypatch.setattr(memory, "SNAPSHOT_BYTES", 20 * each + 1)
+    assert chosen("cuda", {"cuda": 10**12, "cpu": 10**12}) == 20
+    assert chosen("cuda", {"cuda": 10**12, "cpu": None}) == 20
+    assert chosen("cpu", {"cpu": 10**12}) == 20
+    dense = open_model(make_model(max_position_embeddings=100_000).folder)
+    assert chosen("cuda", {"cuda": 10**12, "cpu": 10**12}, dense) == 0
 
 
 def test_a_model_of_linear_layers_alone_takes_any_context(
@@ -103,7 +133,10 @@ def test_account_counts_what_a_runner_allocates(
     sequences: int,
     device: str,
 ) -> None:
-    """Pages and states, the sampler's rows, the head's trail and, on a GPU, kept logits."""
+    """Pages and states, the sampler's rows, the head's trail, and snapshots.
+
+    A GPU has buffers for these, and logits that it keeps.
+    """
     opened = open_model(make_qwen3_5(mtp_num_hidden_layers=1).folder, head=True)
     decoder = load_decoder(opened, "cpu", torch.bfloat16, 128)
     size = CacheSize(128, sequences, pages=7, snapshots=3 + sequences, drafts=6)
@@ -114,7 +147,11 @@ def test_account_counts_what_a_runner_allocates(
     paged = [pages.k, pages.v]
     others = [slots.conv, slots.memory, slots.arrived, runner.trail]
     others += [sampler.knobs, sampler.whole, sampler.seen, sampler.counts]
-    others += [sampler.bias_ids, sampler.bias]
+    others += [sampler.bias_ids, sampler.bias, *runner.snapshots._buffers]
+    if device == "cpu":
+        for number in range(size.snapshots):
+            runner.snapshots.save(0, number)
+            others += runner.snapshots._kept[number]
     if device == "cuda":
         monkeypatch.setattr(Runner, "on_gpu", True)
         runner.make_room_to_keep()
@@ -138,6 +175,7 @@ def test_sequences_of_a_large_vocabulary_take_what_is_announced(
         replace(opened, config=config), "cuda", torch.bfloat16, torch.bfloat16, 248_320
     )
     states = new_state(config, 0, rows(64).slots, torch.bfloat16, "meta").size_bytes
+    states += STAGED * state_bytes(config, 2)
     sampler, kept, trail = 65 * 5 * 248_320, 64 * 4 * 248_320, 65 * 128 * 4096 * 2
     knobs = 65 * (6 * 8 + 4 * 8 + MOST_BIASES * 16)
     assert large.row_bytes(rows(64)) == states + sampler + knobs + kept + trail

@@ -146,10 +146,8 @@ def test_after_eviction(model: lowbit.Model, watch: Watch) -> None:
         assert_same(watch.run(engine, prompts[number], 2)[1], expected[number])
 
 
-def test_two_conversations_in_turn_are_as_if_each_were_alone(
-    model: lowbit.Model, watch: Watch
-) -> None:
-    openings = ([*SYSTEM, *FIRST], [*SYSTEM, *SECOND])
+def test_conversations_in_turn_are_as_if_each_were_alone(model: lowbit.Model, watch: Watch) -> None:
+    openings = ([*SYSTEM, *FIRST], [*SYSTEM, *SECOND], FIRST, [*SYSTEM, *SECOND, *FIRST], SECOND)
     questions = [message(20), message(80), message(5)]
 
     def talk(engine: Engine, opening: list[int]) -> Any:
