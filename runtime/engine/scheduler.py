@@ -244,10 +244,15 @@ class Room:
             self.take_snapshot(sequence)
 
     def take_snapshot(self, sequence: Sequence) -> None:
-        """Snapshot the recurrent state of a sequence, if it is known and a number is free."""
+        """Snapshot the recurrent state of a sequence, if it is known.
+
+        Where all snapshots belong to running sequences, it gives up its own first one.
+        """
         if not self._runner.state.recurrent or sequence.slot == NO_SLOT:
             return
         number = self.prefixes.take_snapshot()
+        if number is None and sequence.snapshots:
+            number = sequence.snapshots.pop(min(sequence.snapshots))
         if number is not None:
             self._runner.snapshots.save(sequence.slot, number)
             sequence.snapshots[sequence.length] = number

@@ -20,6 +20,7 @@ END = 4093  # of a message
 CONTEXT = 1400
 ROOMY = CacheSize(context=CONTEXT, sequences=2, pages=100, snapshots=64)
 TIGHT = CacheSize(context=CONTEXT, sequences=1, pages=30, snapshots=2)
+FEW = CacheSize(context=CONTEXT, sequences=1, pages=30, snapshots=3)
 DRAW = random.Random(3)
 
 
@@ -144,6 +145,19 @@ def test_after_eviction(model: lowbit.Model, watch: Watch) -> None:
     expected = [watch.run(new_engine(model), prompt, 2)[1] for prompt in prompts]
     for number in (0, 1, 0, 2, 2, 1, 0):
         assert_same(watch.run(engine, prompts[number], 2)[1], expected[number])
+
+
+def test_a_prompt_that_has_all_snapshots_gives_up_its_first(
+    model: lowbit.Model, watch: Watch
+) -> None:
+    whole = [*SYSTEM, *FIRST, *SECOND, *FIRST]
+    for shared in (360, 290):
+        engine = new_engine(model, FEW)
+        watch.run(engine, [*whole, 5, 6, 7])
+        prompt = [*whole[:shared], 8, 9]
+        reused, found = watch.run(engine, prompt)
+        assert reused == shared
+        assert_same(found, watch.run(new_engine(model), prompt)[1])
 
 
 def test_conversations_in_turn_are_as_if_each_were_alone(model: lowbit.Model, watch: Watch) -> None:
