@@ -64,8 +64,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# By all that Triton specializes for: compiled code, its constants, and the kernel, to keep its id.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+# By all that Triton specializes for: what starts the compiled code, its function and metadata, its
+# constants, and what must live as long.
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...], Any]] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
@@ -81,27 +82,35 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> No
             on the current device, or page-locked.
         named: constants, all of them, and options.
     """
-    kinds = [
-        (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else _kind(a) for a in arguments
-    ]
     device = arguments[0].get_device()
-    key = (id(kernel), device, *kinds, *named, *named.values())
+    kinds = [id(kernel), device, *named, *named.values()]  # flat: tuples in it would cost more
+    for argument in arguments:
+        if type(argument) is Tensor:
+            kinds.append(argument.dtype)
+            kinds.append(argument.data_ptr() % 16 == 0)
+        else:
+            kinds.append(_kind(argument))
+    key = tuple(kinds)
     found = _compiled.get(key)
     if found is None:
         code = kernel[grid](*arguments, **named)
         if hasattr(code, "packed_metadata"):  # not where a kernel is interpreted
-            constants = kernel.arg_names[len(arguments) :]
-            _compiled[key] = code, tuple(named[name] for name in constants), kernel
+            values = tuple(named[name] for name in kernel.arg_names[len(arguments) :])
+            about = code.function, code.packed_metadata
+            _compiled[key] = code.run, *about, values, (kernel, code)
         return
-    code, values, _ = found
+    start, function, metadata, values, _ = found
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
-    about = code.function, code.packed_metadata
-    code.run(x, y, z, stream, *about, None, None, None, *arguments, *values)
+    start(x, y, z, stream, function, metadata, None, None, None, *arguments, *values)
 
 
-def _kind(argument: int | float | None) -> Any:
-    """Part of the key of a compiled kernel that a scalar argument adds."""
+def _kind(argument: Any) -> Any:
+    """Part of the key of a compiled kernel that an argument adds; never equal to a dtype."""
     if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+        if -(2**31) <= argument < 2**31:
+            return 1 if argument == 1 else 16 if argument % 16 == 0 else 0
+        return -16 if argument % 16 == 0 else -1
+    if isinstance(argument, Tensor):  # a subclass
+        return argument.dtype, argument.data_ptr() % 16 == 0
     return type(argument)
