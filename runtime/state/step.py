@@ -43,13 +43,15 @@ class Step:
     Attributes:
         positions: [M] int32, position of each token in its sequence.
         rows: [M] int32, row of `tables` of each token's sequence.
-        starts: [B + 1] int32, first token of each sequence, then M.
+        starts: [B + 1] int32, first token of each sequence, then M; of a prompt 0 and the number of
+            its tokens, which may be less than M: others are padding, of which nothing is stored.
         tables: [R, T] int32, block tables: the page of each PAGE positions.
         read: [B] int32, slot with the recurrent state before the sequence's first token.
         write: [M] int32, slot that takes the state after the token, or NO_SLOT.
         reach: every position is below it; kernels divide their work by it.
         longest: most tokens of one sequence.
-        spans: of the B sequences, as the host knows them; GPU kernels do not look at them.
+        spans: of the B sequences, as the host knows them; GPU kernels do not look at them, but for
+            the attention of prompts, see `attention_prefill`.
         prompt: whether the tokens are a chunk of one sequence's prompt (B = 1) that takes the
             kernels for many tokens; else they take those that give each token the same bits in
             any company.

@@ -5,7 +5,8 @@
     out *= sigmoid(gate)                                                (where gated)
 
 Layout  qkv [M, (Hq + 2 * Hkv) * D] bf16, each q head followed by its gate where gated; pages k, v
-        [P, PAGE, Hkv, D] bf16; token m takes row length + m
+        [P, PAGE, Hkv, D] bf16; token m takes row length + m. Length, sequence and number of tokens
+        are read from the step's tensors; tokens past that number are padding: nothing is stored
 Bytes   many tokens whose pages do not follow one another: 16 * Hkv * D * (length + M) to gather
 Plan    A Triton program per token and 8 heads writes q aside and k, v into the pages. Attention is
         a kernel whose programs take some tokens of a head over all keys, in order, their softmax as
@@ -64,10 +65,11 @@ def _rotated(
     return x * cos[None, :] + y * sin[None, :]
 
 
-@triton.jit(do_not_specialize=["length", "sequence", "table_stride"])  # or it compiles again
+@triton.jit(do_not_specialize=["table_stride"])  # or it compiles again
 def _rotate_append_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, sequence,
-    table_stride, length, eps, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, rows_ptr,
+    positions_ptr, starts_ptr, table_stride, eps,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK_H heads of q, or of k, or of v. HEADS: see `Heads`; ROWS: of a page."""
     D: tl.constexpr = HEADS.dim
@@ -77,10 +79,13 @@ def _rotate_append_kernel(
     Q_BLOCKS: tl.constexpr = (Hq + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (Hkv + BLOCK_H - 1) // BLOCK_H
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if token >= tl.load(starts_ptr + 1):  # padding
+        return
     offs_d, offs_h = tl.arange(0, D), tl.arange(0, BLOCK_H)
     x_ptr = qkv_ptr + token * (Hq * QUERY + 2 * Hkv * D)
-    row = length + token
-    page = tl.load(tables_ptr + sequence * table_stride + row // ROWS).to(tl.int64)
+    row = tl.load(positions_ptr) + token
+    table_ptr = tables_ptr + tl.load(rows_ptr) * table_stride
+    page = tl.load(table_ptr + row // ROWS).to(tl.int64)
     stored = (page * ROWS + row % ROWS) * Hkv  # heads of k or v before this row
     if block < Q_BLOCKS:
         head = block * BLOCK_H + offs_h
@@ -136,11 +141,11 @@ def _attended(
     return new_top, total, acc
 
 
-@triton.jit(do_not_specialize=["M", "length", "sequence", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, qkv_ptr, out_ptr, tables_ptr, sequence, table_stride, M, length, scale,
-    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, qkv_ptr, out_ptr, tables_ptr, rows_ptr, positions_ptr, starts_ptr,
+    table_stride, scale, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """scale: of scores, times log2(e); ROWS: of a page; WIDE: products in FP32 (interpreter)."""
     D: tl.constexpr = HEADS.dim
@@ -148,12 +153,15 @@ def _attend_kernel(
     Hq: tl.constexpr = HEADS.kv * HEADS.shared
     head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest begin first
+    M, length = tl.load(starts_ptr + 1), tl.load(positions_ptr)
+    if block * BLOCK_M >= M:  # padding
+        return
     tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
     there = tokens[:, None] < M
     at = (tokens[:, None] * Hq + head) * D + offs_d[None, :]
     q = tl.load(q_ptr + at, mask=there, other=0.0)
-    table_ptr = tables_ptr + sequence * table_stride
+    table_ptr = tables_ptr + tl.load(rows_ptr) * table_stride
     end = length + tl.minimum(M, (block + 1) * BLOCK_M)
     free = (length + block * BLOCK_M) // BLOCK_N * BLOCK_N  # keys that all tokens see
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -189,14 +197,18 @@ def attention_prefill(
 ) -> Tensor:
     """Attention of M tokens of one sequence after the tokens it has; see `Ops.attention`.
 
+    Padding behind the tokens (`Step.starts`) is for the kernels alone, not for PyTorch's attention.
+    Of what the host knows of the step they take one thing: on which side of LONG_TOKENS it begins.
+
     Returns:
-        [M, Hq * D] in the dtype of qkv.
+        [M, Hq * D] in the dtype of qkv; anything for padding.
     """
     M, (span,) = qkv.shape[0], step.spans
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
     q = torch.empty((M, Hq, D), dtype=qkv.dtype, device=qkv.device)
     keys, values = pages.layer(layer)
+    where = (step.tables, step.rows, step.positions, step.starts, step.tables.shape[1])
     run(
         _rotate_append_kernel,
         (M, triton.cdiv(Hq, BLOCK_H) + 2 * triton.cdiv(heads.kv, BLOCK_H)),
@@ -208,10 +220,7 @@ def attention_prefill(
         q,
         keys,
         values,
-        step.tables,
-        span.row,
-        step.tables.shape[1],
-        span.first,
+        *where,
         eps,
         HEADS=heads,
         BLOCK_H=BLOCK_H,
@@ -230,11 +239,7 @@ def attention_prefill(
             values,
             qkv,
             attended,
-            step.tables,
-            span.row,
-            step.tables.shape[1],
-            M,
-            span.first,
+            *where,
             D**-0.5 * LOG2E,
             HEADS=heads,
             BLOCK_M=launch.tokens,

@@ -25,9 +25,9 @@ from lowbit.runtime.state.delta import DeltaWeights, LayerStates
 from lowbit.runtime.state.step import Step
 
 
-@triton.jit(do_not_specialize_on_alignment=["M"])
+@triton.jit
 def _gated_norm_kernel(
-    o_ptr, qkvz_ptr, gain_ptr, window_ptr, read_ptr, write_ptr, out_ptr, M, eps,
+    o_ptr, qkvz_ptr, gain_ptr, window_ptr, read_ptr, write_ptr, starts_ptr, out_ptr, eps,
     SIZES: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A program per token and head; those of token 0 also move BLOCK_C channels of the window."""
@@ -36,6 +36,9 @@ def _gated_norm_kernel(
     W: tl.constexpr = SIZES.W
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Hv = tl.num_programs(1)
+    M = tl.load(starts_ptr + 1)
+    if token >= M:  # padding
+        return
     stride = C + Hv * Dv
     offs_d = head * Dv + tl.arange(0, Dv)
     gain = tl.load(gain_ptr + tl.arange(0, Dv)).to(tl.float32)
@@ -114,18 +117,19 @@ def gated_norm(
         qkvz: [M, C + Hv * Dv], inputs of the convolution and then z.
         weights: of the layer; Dv is a power of two.
         states: of the layer.
-        step: the slot `read[0]` has the window before the first token, `write[M - 1]` takes the one
-            after the last.
+        step: the slot `read[0]` has the window before the first token, the one that `write` has for
+            the last token takes the window after it; M rows may have padding behind that.
 
     Returns:
-        [M, Hv * Dv] in the dtype of qkvz.
+        [M, Hv * Dv] in the dtype of qkvz; anything for padding.
     """
     M, sizes = o.shape[0], sizes_of(weights)
     out = torch.empty(o.shape, dtype=qkvz.dtype, device=qkvz.device)
     run(
         _gated_norm_kernel,
         (M, sizes.Hv),
-        *(o, qkvz, weights.norm, states.window, step.read, step.write, out, M, weights.eps),
+        *(o, qkvz, weights.norm, states.window, step.read, step.write, step.starts, out),
+        weights.eps,
         SIZES=sizes,
         BLOCK_C=triton.next_power_of_2(triton.cdiv(sizes.C, sizes.Hv)),
         num_warps=1,

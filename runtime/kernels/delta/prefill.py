@@ -14,7 +14,9 @@ Plan    Chunks begin at the call's first token; the state comes from one slot an
         `chunk` computes all that does not need S, a program per chunk and value head; `scan`
         carries S through the chunks, a program per value head and some columns of S; `gated_norm`
         ends the layer and moves the window. Between them everything is FP32, and a product is
-        three TF32 ones. Tokens past the end have k = v = beta = g = 0, which leaves S as it is
+        three TF32 ones. Tokens past the end have k = v = beta = g = 0, which leaves S as it is.
+        The end is read from the step's tensors; M rows may have padding behind it, which no state
+        sees
 """
 
 import torch
@@ -50,9 +52,9 @@ def _convolved(qkvz_ptr, window_ptr, taps_ptr, tokens, channels, M, SIZES: tl.co
     return y * tl.sigmoid(y)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _mix_kernel(
-    qkvz_ptr, window_ptr, read_ptr, taps_ptr, mixed_ptr, M,
+    qkvz_ptr, window_ptr, read_ptr, taps_ptr, mixed_ptr, starts_ptr,
     SIZES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Convolution, SiLU and L2 norm of a head of q or k, or convolution and SiLU of one of v."""
@@ -61,6 +63,9 @@ def _mix_kernel(
     Dv: tl.constexpr = SIZES.Dv
     C: tl.constexpr = SIZES.C
     head = tl.program_id(1)
+    M = tl.load(starts_ptr + 1)
+    if tl.program_id(0) * BLOCK_M >= M:  # padding
+        return
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (tokens < M)[:, None]
     out = mixed_ptr + tokens[:, None] * C
@@ -106,9 +111,9 @@ def _inverse(A, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.dot(X, B, input_precision="tf32x3")
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def _chunk_kernel(
-    mixed_ptr, ba_ptr, decay_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, steps_ptr, M,
+    mixed_ptr, ba_ptr, decay_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, steps_ptr, starts_ptr,
     SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """T, D * (q . k^T), and beta, exp(G) and exp(G[-1] - G) of each token of a chunk and head."""
@@ -117,6 +122,9 @@ def _chunk_kernel(
     Dk: tl.constexpr = SIZES.Dk
     C: tl.constexpr = SIZES.C
     chunk, head = tl.program_id(0), tl.program_id(1)
+    M = tl.load(starts_ptr + 1)
+    if chunk * CHUNK >= M:  # padding
+        return
     offs_t = tl.arange(0, CHUNK)
     tokens = (chunk * CHUNK + offs_t).to(tl.int64)
     inside = tokens < M
@@ -150,26 +158,29 @@ def _chunk_kernel(
     tl.store(inverse_ptr + square, _inverse(A, CHUNK, CHUNK // 4))
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
-    mixed_ptr, inverse_ptr, scores_ptr, steps_ptr, memory_ptr, read_ptr, write_ptr, o_ptr, M,
-    SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+    mixed_ptr, inverse_ptr, scores_ptr, steps_ptr, memory_ptr, read_ptr, write_ptr, o_ptr,
+    starts_ptr, chunks, SIZES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """S of a value head through all chunks, some columns of it, and their o."""
+    """S of a value head through all chunks, some columns of it, and their o.
+
+    chunks: from one head to the next, those of padding included.
+    """
     Hk: tl.constexpr = SIZES.Hk
     Hv: tl.constexpr = SIZES.Hv
     Dk: tl.constexpr = SIZES.Dk
     Dv: tl.constexpr = SIZES.Dv
     C: tl.constexpr = SIZES.C
     head = tl.program_id(0)
-    chunks = tl.cdiv(M, CHUNK)
+    M = tl.load(starts_ptr + 1)
     offs_t = tl.arange(0, CHUNK)
     offs_k = tl.arange(0, Dk)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = memory_ptr + head * (Dk * Dv) + offs_k[:, None] * Dv + offs_v[None, :]
     slot = tl.load(read_ptr).to(tl.int64)
     S = tl.load(tile + slot * (Hv * Dk * Dv))  # [Dk, BLOCK_V]
-    for chunk in tl.range(0, chunks):
+    for chunk in tl.range(0, tl.cdiv(M, CHUNK)):
         tokens = (chunk * CHUNK + offs_t).to(tl.int64)
         inside = (tokens < M)[:, None]
         first = (head * chunks + chunk).to(tl.int64) * CHUNK
@@ -204,8 +215,8 @@ def delta_prefill(
     """Result of a gated DeltaNet layer for M tokens of one prompt; see `Ops.delta_linear`.
 
     Returns:
-        [M, Hv * Dv] in the dtype of qkvz; the slot `write[M - 1]`, which may be the slot `read[0]`,
-        holds the state after the last token.
+        [M, Hv * Dv] in the dtype of qkvz, anything for padding; the slot `write` has for the last
+        token, which may be the slot `read[0]`, holds the state after it.
     """
     M, sizes = qkvz.shape[0], sizes_of(weights)
     Hv, Dv, chunks = sizes.Hv, sizes.Dv, triton.cdiv(M, CHUNK)
@@ -219,7 +230,7 @@ def delta_prefill(
     run(
         _mix_kernel,
         (triton.cdiv(M, BLOCK_M), 2 * sizes.Hk + Hv),
-        *(qkvz, states.window, step.read, weights.conv, mixed, M),
+        *(qkvz, states.window, step.read, weights.conv, mixed, step.starts),
         SIZES=sizes,
         BLOCK_M=BLOCK_M,
         num_warps=4,
@@ -229,7 +240,7 @@ def delta_prefill(
     run(
         _chunk_kernel,
         (chunks, Hv),
-        *(mixed, ba, weights.decay, weights.dt_bias, inverse, scores, steps, M),
+        *(mixed, ba, weights.decay, weights.dt_bias, inverse, scores, steps, step.starts),
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_K=min(BLOCK_K, sizes.Dk),
@@ -239,7 +250,8 @@ def delta_prefill(
     run(
         _scan_kernel,
         (Hv, Dv // block_v),
-        *(mixed, inverse, scores, steps, states.memory, step.read, step.write, o, M),
+        *(mixed, inverse, scores, steps, states.memory, step.read, step.write, o),
+        *(step.starts, chunks),
         SIZES=sizes,
         CHUNK=CHUNK,
         BLOCK_V=block_v,

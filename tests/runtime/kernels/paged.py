@@ -50,20 +50,27 @@ def clone(pages: KVPages) -> KVPages:
     return KVPages(k=pages.k.clone(), v=pages.v.clone())
 
 
-def step_of(tables: Tensor, spans: list[Span], reach: int = 0, prompt: bool = False) -> Step:
-    """The step of some tokens; a reach of 0 is all that the tables hold."""
+def step_of(
+    tables: Tensor, spans: list[Span], reach: int = 0, prompt: bool = False, padding: int = 0
+) -> Step:
+    """The step of some tokens; a reach of 0 is all that the tables hold.
+
+    padding: tokens behind those of a prompt, of a row and a position that nobody may look at.
+    """
     counts = [span.count for span in spans]
 
     def numbers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=tables.device)
 
     return Step(
-        positions=numbers([span.first + i for span in spans for i in range(span.count)]),
-        rows=numbers([span.row for span in spans for _ in range(span.count)]),
+        positions=numbers(
+            [span.first + i for span in spans for i in range(span.count)] + [1 << 30] * padding
+        ),
+        rows=numbers([span.row for span in spans for _ in range(span.count)] + [1 << 30] * padding),
         starts=numbers([sum(counts[:i]) for i in range(len(counts) + 1)]),
         tables=tables,
         read=numbers([0] * len(spans)),
-        write=numbers([0] * sum(counts)),
+        write=numbers([0] * (sum(counts) + padding)),
         reach=reach or tables.shape[1] * PAGE,
         longest=max(counts),
         spans=tuple(spans),

@@ -12,6 +12,7 @@ from lowbit.runtime.kernels.attention.reference import attention_ref
 from lowbit.runtime.state.pages import PAGE, KVPages, pages_for
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Span
+from lowbit.runtime.thresholds import PROMPT_TOKENS
 from tests.runtime.kernels.paged import clone, random_pages, rows_of, step_of
 
 Randn = Callable[..., Tensor]
@@ -124,6 +125,48 @@ def test_where_pages_lie_changes_nothing(
     for known in ((), tuple(moved[0].tolist())):
         step = step_of(moved, [Span(0, past, M, known)], prompt=True)
         assert torch.equal(attention_prefill(qkv, None, None, EPS, rope, other, step, 0), out)
+
+
+# Heads, tokens before, tokens, with padding: in small programs, and in those of Hopper alone.
+PADDED = [
+    (QWEN3[0], 33, 20, 32),
+    (SMALL[0], 0, 33, 64),
+    (SMALL[1], 60, 1, 32),
+    *(
+        pytest.param(heads, past, M, width, marks=pytest.mark.gpu)
+        for heads in (REAL[0], REAL[1], REAL[2])
+        for past, M, width in ((0, 65, 128), (70, 130, 192), (3000, 257, 384))
+    ),
+]
+
+
+@pytest.mark.parametrize(("heads", "past", "M", "width"), PADDED, ids=str)
+def test_padding_changes_no_bit(
+    randn: Randn, make_rope: MakeRope, device: str, heads: Heads, past: int, M: int, width: int
+) -> None:
+    """Of neither result nor pages, whatever padding holds."""
+    if width > PROMPT_TOKENS and not hopper():
+        pytest.skip("PyTorch attends to so many tokens, without padding")
+    Hq, Hkv, D, R, gated, gain = heads
+    q_norm, k_norm = gains(D, gain, device)
+    qkv = randn(width, ((2 if gated else 1) * Hq + 2 * Hkv) * D)
+    qkv[M:] = float("inf")  # pages hold NaN there
+    rope = make_rope(4096, R)
+    pages, tables = random_pages(2, Hkv, D, [5, past], 4096, device, room=M)
+    padded = clone(pages)
+    found = []
+    for stored, rows in ((pages, M), (padded, width)):
+        step = step_of(tables, [Span(1, past, M)], prompt=True, padding=rows - M)
+        given = qkv[:rows], q_norm, k_norm, EPS, rope, stored, step, 1, gated
+        found.append(attention_prefill(*given)[:M])
+    assert bool(found[0].isfinite().all())
+    assert torch.equal(*found)
+    for one, other in ((pages.k, padded.k), (pages.v, padded.v)):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def test_a_closed_gate_gives_nothing(randn: Randn, make_rope: MakeRope, device: str) -> None:

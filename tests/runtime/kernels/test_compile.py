@@ -440,7 +440,7 @@ def loose() -> dict[str, bool]:
         for fn in kernels
         if fn.__name__.endswith("_kernel")
         for p in fn.params
-        if p.name in ("B", "M", "length")
+        if p.name in ("B", "M", "chunks")
     }
 
 

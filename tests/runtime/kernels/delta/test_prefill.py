@@ -82,6 +82,29 @@ def test_prefill_in_pieces(
     assert torch.equal(cut.slots.conv, whole.slots.conv)
 
 
+@pytest.mark.parametrize("sizes", [SMALL[1], *(pytest.param(s, marks=GPU) for s in REAL)], ids=str)
+@pytest.mark.parametrize(("M", "width"), [(2, 32), (65, 192), pytest.param(257, 384, marks=GPU)])
+@pytest.mark.parametrize("target", [HOME, 3])
+def test_padding_changes_no_bit(
+    make_layer: MakeLayer, sizes: Sizes, M: int, width: int, target: int
+) -> None:
+    """Of neither result nor slots, whatever padding holds and wherever it would be written."""
+    layer = make_layer(sizes)
+    padded, (qkvz, ba) = layer.copy(), layer.inputs(width)
+    qkvz[M:], ba[M:] = float("nan"), float("nan")
+    writes = [NO_SLOT] * (M - 1) + [target] + [1] * (width - M)
+    found = []
+    for each, rows in ((layer, M), (padded, width)):
+        step = step_of(layer.device, [(HOME, writes[:rows])], prompt=True)
+        step.starts[1] = M
+        given = qkvz[:rows], ba[:rows], each.weights, each.states, step
+        found.append(delta_prefill(*given)[:M])
+    assert bool(found[0].isfinite().all())
+    assert torch.equal(*found)
+    assert torch.equal(layer.slots.memory, padded.slots.memory)
+    assert torch.equal(layer.slots.conv, padded.slots.conv)
+
+
 @pytest.mark.parametrize("decay", [0.0, -20.0, -1e4])
 def test_extreme_decays(make_layer: MakeLayer, bf16_error: float, decay: float) -> None:
     """No forgetting, strong forgetting, and forgetting all at once between tokens that keep all."""
