@@ -1,8 +1,9 @@
 """The GPU backend: `lowbit.runtime.backends.ops.Ops` over the Triton kernels.
 
 A decode step launches GEMVs and decode attention without a synchronization or a host read, so a
-CUDA graph can capture it. A prompt takes the GEMVs up to PACKED_TOKENS tokens; beyond, weights are
-widened in registers on Hopper, and for cuBLAS elsewhere.
+CUDA graph can capture it; on Hopper a chunk of a prompt too (`engine.chunks`). A prompt takes the
+GEMVs up to PACKED_TOKENS tokens; beyond, weights are widened in registers on Hopper, and for cuBLAS
+elsewhere.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Decode steps recorded as CUDA graphs, and the sizes that they are recorded for."""
+"""Steps recorded as CUDA graphs, and the sizes that decode steps are recorded for."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,8 +30,9 @@ class Graphs:
             beside: other graphs, whose memory pool is shared.
             most: graphs that are kept.
         """
-        self._beside = beside
         self._most = most
+        self._sharing: list[Graphs] = [] if beside is None else beside._sharing
+        self._sharing.append(self)
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -44,10 +45,11 @@ class Graphs:
 
     @property
     def pool(self) -> Any:
-        """Memory pool of the graphs; None before the first."""
-        for graph in self._graphs.values():
-            return graph.pool()
-        return self._beside.pool if self._beside is not None else None
+        """Memory pool of these graphs and of all that share it; None before the first."""
+        for graphs in self._sharing:
+            for graph in graphs._graphs.values():
+                return graph.pool()
+        return None
 
     def run(
         self,
@@ -75,6 +77,16 @@ class Graphs:
                 step()
                 for each, value in zip((*inputs, *kept), before, strict=True):
                     each.copy_(value)
+        self.replay(key, step)
+
+    def replay(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Replay the graph of a step whose kernels have run before, recording it if there is none.
+
+        Args:
+            key: of the step.
+            step: launches it.
+        """
+        if key not in self._graphs:
             self._record(key, step)
         self._graphs.move_to_end(key)
         self._graphs[key].replay()

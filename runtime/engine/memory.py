@@ -19,7 +19,10 @@ from lowbit.runtime.state.snapshots import Snapshots
 
 MIN_CONTEXT = 16  # below this nothing useful fits
 HEADROOM = 1.05  # activations, tables and the allocator's slack, on top of weights and cache
-GPU_WORKSPACE = 256 << 20  # a prefill chunk's activations, graphs, the libraries' buffers
+# A prefill chunk's activations, graphs, the libraries' buffers. A chunk that is replayed has its
+# activations in the graphs' pool, beside those of launched ones; but where chunks are replayed no
+# weights are widened, which takes as much.
+GPU_WORKSPACE = 256 << 20
 SNAPSHOTS = 3  # on a CPU there is memory for so many and one more a sequence, beside the cache
 SNAPSHOT_BYTES = 8 << 30  # most memory of the host for snapshots
 SNAPSHOT_SHARE = 4  # of what is free there they take a fourth at most

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.backends.cpu_linear import CpuLinear
+from lowbit.runtime.engine.chunks import Chunks, new_chunks
 from lowbit.runtime.engine.graphs import Graphs, reach_for, width_for
 from lowbit.runtime.engine.results import PlainStep, Results
 from lowbit.runtime.engine.sequence import Sequence
@@ -55,6 +56,7 @@ class Runner:
         firsts: [R] int64 by row, token of a sequence that was not in the last plain step.
         results: host memory that steps write to.
         graphs: recorded steps.
+        chunks: runs chunks of prompts that may be replayed; None where all are launched.
     """
 
     decoder: Decoder
@@ -72,6 +74,7 @@ class Runner:
     firsts: Tensor = field(init=False)
     results: Results = field(init=False)
     graphs: Graphs = field(default_factory=Graphs)
+    chunks: Chunks | None = field(init=False)
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
     _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
 
@@ -85,6 +88,7 @@ class Runner:
         self.firsts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.results = Results(rows, self.on_gpu)
         self._kept = torch.empty(0)
+        self.chunks = new_chunks(self.decoder, self.state, self.tables, self.graphs)
 
     @property
     def on_gpu(self) -> bool:
@@ -131,7 +135,13 @@ class Runner:
             self.blocks.pages.copy(source, target)
 
     def chunk(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
-        """Run the next tokens of a prompt through the layers: hidden states [M, h]."""
+        """Run the next tokens of a prompt through the layers.
+
+        Returns:
+            [M, h] hidden states, until the next chunk runs.
+        """
+        if self.chunks is not None and self.chunks.takes(len(ids)):
+            return self.chunks.run(sequence, ids)
         count, first, row = len(ids), sequence.length, sequence.row
         write = [NO_SLOT] * (count - 1) + [row]
         inputs = self.ints([ids, range(first, first + count), [row] * count, write])

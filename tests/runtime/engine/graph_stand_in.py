@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.runtime.engine.chunks import MOST_CHUNKS, Chunks
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.runner import POSITIONS, READ, ROWS, WRITE, Runner
 from lowbit.runtime.engine.speculate.mtp import MtpCache, MtpRounds
 from lowbit.runtime.engine.speculate.verify import Verifier
+from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-from lowbit.runtime.state.step import Span, Step
+from lowbit.runtime.state.step import NO_SLOT, Span, Step
 
 
 class Graph:
@@ -147,6 +151,7 @@ def run_through_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(owner, name, on_graphs(getattr(owner, name), spans))
     _rounds_through_graphs(model, recording, monkeypatch)
+    _chunks_through_graphs(model, recording, monkeypatch)
     monkeypatch.setattr(Runner, "on_gpu", property(lambda runner: runner is model.engine.runner))
 
 
@@ -155,15 +160,6 @@ def _rounds_through_graphs(
 ) -> None:
     """The same for steps of the head, which find their sequences on the device."""
     step = MtpCache.step
-
-    def on_graphs(part: Callable[..., None]) -> Callable[..., None]:
-        def run(owner: Any, *sizes: Any) -> None:
-            if recording:
-                recording.pop().replay = lambda: part(owner, *sizes)
-            else:
-                part(owner, *sizes)
-
-        return run
 
     def step_on_device(
         cache: MtpCache, rows: Tensor, positions: Tensor, starts: Tensor, *rest: Any
@@ -186,6 +182,61 @@ def _rounds_through_graphs(
         assert max(span.first + span.count for span in spans) <= found.reach
         return replace(found, spans=tuple(spans))
 
-    monkeypatch.setattr(MtpRounds, "round", on_graphs(MtpRounds.round))
-    monkeypatch.setattr(MtpCache, "part", on_graphs(MtpCache.part))
+    monkeypatch.setattr(MtpRounds, "round", _on_graphs(MtpRounds.round, recording))
+    monkeypatch.setattr(MtpCache, "part", _on_graphs(MtpCache.part, recording))
     monkeypatch.setattr(MtpCache, "step", step_on_device)
+
+
+def _on_graphs(part: Callable[..., None], recording: list[Graph]) -> Callable[..., None]:
+    """A part of a step that a recording notes and does not run."""
+
+    def run(owner: Any, *sizes: Any) -> None:
+        if recording:
+            recording.pop().replay = lambda: part(owner, *sizes)
+        else:
+            part(owner, *sizes)
+
+    return run
+
+
+def _chunks_through_graphs(
+    model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for chunks of prompts, which are padded."""
+    runner = model.engine.runner
+    decoder: Any = PaddedDecoder(runner.decoder)
+    graphs = Graphs(beside=runner.graphs, most=MOST_CHUNKS)
+    runner.chunks = Chunks(decoder, runner.state, runner.tables, graphs)
+    monkeypatch.setattr(Chunks, "forward", _on_graphs(Chunks.forward, recording))
+
+
+class PaddedDecoder:
+    """A decoder that finds a prompt's sequence and tokens on the device, and leaves padding out."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.embedding = decoder, decoder.embedding
+
+    def hidden(self, ids: Tensor, state: DeviceState, step: Step) -> Tensor:
+        """Hidden states [M, h], those of padding NaN."""
+        start, count = step.starts.tolist()
+        row, *rows = step.rows.tolist()
+        first = int(step.positions[0])
+        padding = len(ids) - count
+        assert start == 0 <= padding
+        assert step.prompt
+        assert rows == [row] * (count - 1) + [SCRATCH] * padding
+        assert step.positions.tolist() == [*range(first, first + count), *[SCRATCH] * padding]
+        assert step.write.tolist() == [NO_SLOT] * (count - 1) + [row] + [NO_SLOT] * padding
+        pages = tuple(step.tables[row, : pages_for(first + count)].tolist())
+        writes = tuple(step.write[:count].tolist())
+        real = replace(
+            step,
+            positions=step.positions[:count],
+            rows=step.rows[:count],
+            write=step.write[:count],
+            longest=count,
+            spans=(Span(row, first, count, pages, int(step.read[0]), writes),),
+        )
+        found = self.embedding.new_full((len(ids), self.embedding.shape[1]), torch.nan)
+        found[:count] = self.decoder.hidden(ids[:count], state, real)
+        return found

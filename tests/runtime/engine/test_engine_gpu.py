@@ -76,7 +76,8 @@ def without_graphs(model: lowbit.Model, monkeypatch: pytest.MonkeyPatch) -> None
     def directly(graphs: Graphs, key: Hashable, run: Callable[[], None], *tensors: object) -> None:
         run()
 
-    monkeypatch.setattr(Graphs, "run", directly)
+    for way in ("run", "replay"):
+        monkeypatch.setattr(Graphs, way, directly)
     model.engine.forget()
 
 

@@ -1,0 +1,153 @@
+"""Chunks of prompts on Hopper: padded to few widths, and replayed as CUDA graphs.
+
+The host takes longer for the some hundred launches of a short chunk than the GPU for their work. So
+a chunk's tokens, positions, sequence and slots lie in tensors that never move, from which kernels
+read even how many tokens there are, and the launches of a width can be recorded once.
+
+Bits: a chunk is padded whether it is launched or replayed, so both ways are the same kernels over
+the same shapes, those of cuBLAS included, whose sums may depend on the number of rows. A chunk's
+own kernels sum each token's numbers in an order that padding does not change; nothing of a padded
+token is stored in pages, states or windows. No width lies beyond a threshold (`thresholds`) from
+the lengths that it stands for, so a padded chunk takes the ways that its own length takes.
+"""
+
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit.runtime.engine.graphs import Graphs
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.models.loader import Decoder
+from lowbit.runtime.state.device_state import DeviceState
+from lowbit.runtime.state.host_rings import write
+from lowbit.runtime.state.pages import PAGE, SCRATCH
+from lowbit.runtime.state.step import NO_SLOT, Span, Step
+from lowbit.runtime.thresholds import EXACT_TOKENS, LONG_TOKENS
+
+WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
+MOST_CHUNKS = 2 * len(WIDTHS)  # graphs, before and after LONG_TOKENS
+LAUNCHED = 1  # prompts with such a chunk before one is recorded, which takes two launches' time
+INPUTS = 4  # ids, positions, rows, writes
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Runs chunks of prompts, one at a time.
+
+    Attributes:
+        decoder: the model.
+        state: pages and slots of its sequences.
+        tables: [R, T / PAGE] int32 block tables by row.
+        graphs: recorded chunks, by `key_of`.
+        inputs: [INPUTS * W + 2] int32; for a width M ids, positions, rows and slots to write, M of
+            each, then 0 and the number of tokens.
+        hidden: [W, h], hidden states of the last chunk.
+    """
+
+    decoder: Decoder
+    state: DeviceState
+    tables: Tensor
+    graphs: Graphs
+    inputs: Tensor = field(init=False)
+    hidden: Tensor = field(init=False)
+    _prompts: int = 0  # that have begun
+    _uses: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict)  # see `_is_common`
+
+    def __post_init__(self) -> None:
+        """Allocate what the widest chunk needs."""
+        table, widest = self.decoder.embedding, WIDTHS[-1]
+        self.inputs = torch.zeros(INPUTS * widest + 2, dtype=torch.int32, device=table.device)
+        self.hidden = table.new_zeros((widest, table.shape[1]))
+
+    def takes(self, tokens: int) -> bool:
+        """True if a chunk of so many tokens is padded; others are launched as they are."""
+        return EXACT_TOKENS < tokens <= WIDTHS[-1]
+
+    def run(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
+        """Run the next tokens of a prompt through the layers; see `takes`.
+
+        Returns:
+            [len(ids), h] hidden states, until the next chunk runs.
+        """
+        count, first = len(ids), sequence.length
+        M, long = key = key_of(first, count)
+        write(self.inputs[: INPUTS * M + 2], _numbers(sequence.row, first, ids, M))
+        if self._is_common(key, first == sequence.reused):
+            self.graphs.replay(key, lambda: self.forward(M, long))
+        else:
+            self.forward(M, long)
+        return self.hidden[:count]
+
+    def forward(self, M: int, long: bool) -> None:
+        """Run the tokens in `inputs`, all that is known of them on the host being their key."""
+        ids, positions, rows, writes = self.inputs[: INPUTS * M].view(INPUTS, M)
+        step = Step(
+            positions=positions,
+            rows=rows,
+            starts=self.inputs[INPUTS * M : INPUTS * M + 2],
+            tables=self.tables,
+            read=rows[:1],
+            write=writes,
+            reach=self.tables.shape[1] * PAGE,
+            longest=M,
+            spans=(Span(SCRATCH, LONG_TOKENS if long else 0, M),),
+            prompt=True,
+        )
+        self.hidden[:M] = self.decoder.hidden(ids.long(), self.state, step)
+
+    def _is_common(self, key: tuple[int, bool], begins: bool) -> bool:
+        """True if more than LAUNCHED prompts have had such a chunk: a lone prompt gains nothing.
+
+        begins: the chunk is the first of its prompt.
+        """
+        self._prompts += begins
+        count, last = self._uses.get(key, (0, 0))
+        if last != self._prompts or not count:
+            count += 1
+            self._uses[key] = count, self._prompts
+        return count > LAUNCHED
+
+
+def new_chunks(
+    decoder: Decoder, state: DeviceState, tables: Tensor, beside: Graphs
+) -> Chunks | None:
+    """Chunks that may be replayed; None where they are launched as they are.
+
+    That is everywhere but on Hopper, where PyTorch's attention takes what the host knows of a
+    sequence, and with experts, since padding would choose some of them too.
+
+    Args:
+        decoder: the model.
+        state: pages and slots of its sequences.
+        tables: [R, T / PAGE] int32 block tables by row.
+        beside: graphs whose memory pool is shared.
+    """
+    if not tables.is_cuda or torch.cuda.get_device_capability(tables.device)[0] != 9:
+        return None
+    if decoder.config.experts is not None:
+        return None
+    return Chunks(decoder, state, tables, Graphs(beside=beside, most=MOST_CHUNKS))
+
+
+def key_of(first: int, tokens: int) -> tuple[int, bool]:
+    """What launches of a chunk depend on: its width, and whether it begins at LONG_TOKENS or later.
+
+    Args:
+        first: position of its first token.
+        tokens: at most the last of WIDTHS.
+    """
+    return next(width for width in WIDTHS if width >= tokens), first >= LONG_TOKENS
+
+
+def _numbers(row: int, first: int, ids: Numbers[int], M: int) -> list[int]:
+    """The numbers of `Chunks.inputs` for tokens of a sequence, padded to M."""
+    count, padding = len(ids), M - len(ids)
+    return [
+        *(*ids, *[SCRATCH] * padding),
+        *(*range(first, first + count), *[SCRATCH] * padding),
+        *([row] * count + [SCRATCH] * padding),
+        *([NO_SLOT] * (count - 1) + [row] + [NO_SLOT] * padding),
+        *(0, count),
+    ]
