@@ -313,7 +313,7 @@ def wgmma_launch(
     return None if found is None else found[1]
 
 
-GEMM_COST = {256: 1.0, 128: 0.71}  # of a program, by its tokens
+GEMM_COST = {256: 1.0, 192: 0.82, 128: 0.71, 64: 0.5}  # of a program, by its tokens
 
 
 def gemm_tokens(row_blocks: int, tokens: int) -> int:

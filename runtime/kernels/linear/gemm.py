@@ -58,8 +58,7 @@ from lowbit.runtime.kernels.ptx.wgmma import (
 STEP_K = gl.constexpr(128)  # of a stage: two blocks of 128 bytes of x, the width of the swizzle
 WARPS = gl.constexpr(8)  # of a program: two warpgroups, a tile each warp
 ROWS = 128  # of a program
-STAGES = {128: 6, 256: 3}  # steps of x in shared memory, by tokens of a program
-PADDED = 256  # tokens of x are padded to a multiple
+STAGES = {64: 12, 128: 6, 192: 4, 256: 3}  # steps of x in shared memory, by tokens of a program
 REGISTERS = 255  # of a thread
 
 
@@ -69,7 +68,7 @@ class GemmPlan:
 
     Attributes:
         W: the weight.
-        TOKENS: of a program, 128 or 256.
+        TOKENS: of a program, one of STAGES.
         STAGES: steps of x that are on their way or in use.
         STEPS: of 128 k, the last perhaps beyond K.
         PAIRED: whether rows are those of gate and up in turn.
@@ -86,7 +85,7 @@ class GemmPlan:
 
 @cache
 def gemm_plan(W: Packed, tokens: int, paired: bool) -> GemmPlan:
-    """Constants for programs of 128 or 256 tokens."""
+    """Constants for programs of so many tokens."""
     stages = STAGES[tokens]
     shared = large_size(1024 + stages * (tokens * 256 + 16))
     return GemmPlan(W, tokens, stages, -(-W.K // STEP_K.value), paired, shared)
@@ -122,8 +121,10 @@ def _arrange_kernel(
     tl.store(out, word, mask=at < PAIRS)
 
 
-def arrange(x: Tensor, steps: int, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Tokens as `gemm` reads them: [2 * steps, tokens, 32] int32, tokens padded with anything.
+def arrange(
+    x: Tensor, steps: int, tokens: int, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Tokens as `gemm` reads them: [2 * steps, rows, 32] int32, padded with anything.
 
     In every 32 k pairs (t, j, h) of neighbours have become pairs (j, h, t): of the chunk of 8 k
     that lane t holds of a row's codes, the products j = 0, 1 take two pairs h each.
@@ -131,11 +132,12 @@ def arrange(x: Tensor, steps: int, norm: Tensor | None = None, eps: float = 0.0)
     Args:
         x: [M, K] bfloat16, contiguous.
         steps: of 128 k; what is past K becomes zeros.
+        tokens: of a program, of which rows are a multiple.
         norm: [K] gain of an RMS norm.
         eps: of the norm.
     """
     M, K = x.shape
-    rows = -(-M // PADDED) * PADDED
+    rows = -(-M // tokens) * tokens
     out = torch.empty((2 * steps, rows, 32), dtype=torch.int32, device=x.device)
     pairs = steps * 64
     run(
@@ -383,7 +385,7 @@ def gemm(
     row_blocks = -(-w.tiles * TILE // ROWS)
     tokens = gemm_tokens(row_blocks, M)
     plan = gemm_plan(w.constants, tokens, w.paired)
-    arranged = arrange(x, plan.STEPS, norm, eps)
+    arranged = arrange(x, plan.STEPS, tokens, norm, eps)
     N = w.N // 2 if w.paired else w.N
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     token_blocks = -(-M // tokens)

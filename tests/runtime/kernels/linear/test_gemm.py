@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.kernels.linear import gemm as module
-from lowbit.runtime.kernels.linear.gemm import gemm, on_hopper
+from lowbit.runtime.kernels.linear.gemm import STAGES, gemm, on_hopper
 from lowbit.runtime.kernels.linear.tiles import TiledLinear
 from lowbit.runtime.kernels.linear.widen import widen_ref
 from lowbit.runtime.kernels.rows import rms_norm
@@ -28,7 +28,7 @@ EPS = 1e-6
 SHAPES = [(16, 160, 32), (144, 1056, 96), (1040, 1152, 128), (272, 2624, 64), (4096, 4096, 512)]
 SHAPES += [(256, 12288, 12288), (6144, 4096, 128)]
 BITS = pytest.mark.parametrize("bits", [4, 8])
-PROGRAMS = pytest.mark.parametrize("program", [128, 256])
+PROGRAMS = pytest.mark.parametrize("program", STAGES)
 
 
 def relative_error(y: Tensor, ref: Tensor) -> float:
@@ -97,7 +97,7 @@ def test_a_token_has_the_same_bits_in_any_company(
 ) -> None:
     w, x, added = make_tiled(bits, 1040, 2560, 128), randn(1100, 2560), randn(1100, 1040)
     whole = gemm(x, w, added=added)
-    for program in (128, 256):
+    for program in STAGES:
         use_programs_of(monkeypatch, program)
         for first, last in ((0, 65), (1, 400), (129, 1100), (1000, 1100)):
             part = gemm(x[first:last].contiguous(), w, added=added[first:last].contiguous())
