@@ -319,6 +319,9 @@ def others(full: bool) -> Iterator[str]:
         cuda.product(x, weight(bits, 4096, 4096, G), added=x)
         cuda.product(x, weight(bits, 6144, 4096, G), norm=gain, eps=EPS)
         yield f"G{G} INT{bits} B{tokens}"
+    for bits in (4, 8) if full else ():
+        cuda.product(zeros(1024, 4096), weight(bits, 2560, 4096), added=zeros(1024, 2560))
+        yield f"2560x4096 INT{bits} B1024"
     # bits, rows, columns, group, tokens
     shapes = [(4, 4096, 4096, 32, 1), (4, 4096, 4096, 128, 8), (8, 4096, 4096, 128, 32)]
     if full:

@@ -108,7 +108,15 @@ def test_wgmma_takes_no_groups_that_end_inside_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "program"),
-    [(24576, 1024, 256), (4096, 1024, 256), (4096, 512, 128), (6144, 512, 256), (4096, 65, 128)],
+    [
+        (24576, 1024, 256),
+        (4096, 1024, 256),
+        (4096, 512, 128),
+        (6144, 512, 256),
+        (2560, 1024, 192),
+        (1024, 1024, 64),
+        (4096, 65, 64),
+    ],
 )
 def test_gemm_takes_programs_that_fill_the_gpu(rows: int, tokens: int, program: int) -> None:
     assert gemm_tokens(rows // 128, tokens) == program
