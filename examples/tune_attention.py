@@ -24,7 +24,6 @@ from lowbit.runtime.engine.engine import Engine
 from lowbit.runtime.engine.graphs import Graphs, reach_for
 from lowbit.runtime.kernels.attention import decode as attention_decode
 from lowbit.runtime.kernels.launch.attention import (
-    MOST_OF_ONE,
     PART,
     REGISTERS,
     AttentionLaunch,
@@ -32,6 +31,7 @@ from lowbit.runtime.kernels.launch.attention import (
     join_bytes,
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 SHOWN = 5
 POSITIONS = (100, 1000, 8000, 32000)
@@ -59,7 +59,7 @@ def candidates(rule: AttentionLaunch, reach: int, shared: int, D: int) -> list[A
 def fits(launch: AttentionLaunch, shared: int, D: int) -> bool:
     """True where a program's shared memory can be declared."""
     warps = launch.keys.warps * (launch.keys.groups if launch.splits == 1 else 1)
-    return join_bytes(shared, D, warps, launch.parts, MOST_OF_ONE) <= STATIC_SHARED
+    return join_bytes(shared, D, warps, launch.parts, SEQUENCE_TOKENS) <= STATIC_SHARED
 
 
 def tried_us(engine: Engine, position: int, launch: AttentionLaunch) -> float:

@@ -17,7 +17,7 @@ from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
 from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampler import SamplingParams
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=0)
@@ -292,11 +292,11 @@ def summed(found: Iterable[Speculated | None]) -> Speculated | None:
 def tokens_before(batch: int, speculation: bool) -> int:
     """Most tokens that a sequence of a batch may get while the prompts of others run.
 
-    With speculation a step of n sequences gives each EXACT_TOKENS / n tokens or one.
+    With speculation a step of n sequences gives each ROUND_TOKENS / n tokens or one.
     """
     if not speculation:
         return batch
-    return sum(max(1, EXACT_TOKENS // running) for running in range(1, batch + 1))
+    return sum(max(1, ROUND_TOKENS // running) for running in range(1, batch + 1))
 
 
 def _trunk(opened: OpenedModel) -> OpenedModel:

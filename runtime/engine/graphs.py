@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.state.pages import PAGE, SCRATCH, pages_for
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MOST_GRAPHS = 64  # each takes some megabytes of the driver's memory
 FIRST_REACH = 256
@@ -135,5 +135,5 @@ def longest_for(tokens: int) -> int:
 
 def drafts_together(drafts: int, sequences: int) -> int:
     """Most drafts in a step of 1 to `sequences` sequences, with up to `drafts` of each."""
-    numbers = range(1, min(sequences, EXACT_TOKENS) + 1)
-    return max(B * min(drafts, EXACT_TOKENS // B - 1) for B in numbers)
+    numbers = range(1, min(sequences, ROUND_TOKENS) + 1)
+    return max(B * min(drafts, ROUND_TOKENS // B - 1) for B in numbers)

@@ -21,7 +21,7 @@ Mode = Literal["off", "ngram", "mtp", "dflash", "auto"]  # who drafts
 MODES: tuple[Mode, ...] = get_args(Mode)
 DRAFTER_MODES: tuple[Mode, ...] = ("dflash", "auto")  # that use a `drafter`
 DEFAULT_MODE: Mode = "off"  # of the commands and of `load`
-MOST_DRAFTS = 15  # with the last token EXACT_TOKENS, whose bits do not depend on company
+MOST_DRAFTS = 15  # with the last token ROUND_TOKENS
 RECURRENT_DRAFTS = 7  # by default with linear layers: each draft takes a recurrent state
 
 

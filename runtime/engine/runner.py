@@ -28,7 +28,7 @@ from lowbit.runtime.state.round_inputs import new_trail
 from lowbit.runtime.state.sampler import SamplerRows, new_sampler_rows
 from lowbit.runtime.state.snapshots import Snapshots
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 ALIGNED = 16  # kept logits: their rows are a multiple of so many
 POSITIONS, ROWS, READ, WRITE = range(4)  # rows of `Runner.inputs`
@@ -76,7 +76,7 @@ class Runner:
     graphs: Graphs = field(default_factory=Graphs)
     chunks: Chunks | None = field(init=False)
     _starts: Tensor = field(init=False)  # [W + 1] int32, 0, 1, 2...: a token a sequence
-    _kept: Tensor = field(init=False)  # [W or EXACT_TOKENS, V] float32 of `keep`, empty before
+    _kept: Tensor = field(init=False)  # [W or ROUND_TOKENS, V] float32 of `keep`, empty before
 
     def __post_init__(self) -> None:
         """Allocate the inputs of the largest step."""
@@ -155,7 +155,7 @@ class Runner:
             reach=reach_for(first + count, self.context),
             longest=count,
             spans=(Span(row, first, count, tuple(sequence.pages), row, tuple(write)),),
-            prompt=count > EXACT_TOKENS,
+            prompt=count > SEQUENCE_TOKENS,
         )
         return self._hidden(inputs[0].long(), step)
 
@@ -333,7 +333,7 @@ def plain_spans(sequences: list[Sequence]) -> tuple[Span, ...]:
 
 
 def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.device) -> Tensor:
-    """Room for the logits of the largest step, [W or EXACT_TOKENS, V] float32, rows aligned.
+    """Room for the logits of the largest step, [W or ROUND_TOKENS, V] float32, rows aligned.
 
     Args:
         sequences: decoded together at most.
@@ -341,7 +341,7 @@ def new_kept(sequences: int, vocabulary: int, padded: int, device: str | torch.d
         padded: tokens that the model has logits for.
         device: that they lie on.
     """
-    widest = max(width_for(sequences), EXACT_TOKENS)
+    widest = max(width_for(sequences), ROUND_TOKENS)
     logits = min(-(-vocabulary // ALIGNED) * ALIGNED, padded)
     return torch.empty(widest, logits, dtype=torch.float32, device=device)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.runtime.state.host_rings import new_ring
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 TRAIL = 128  # positions of a row whose hidden states are kept
 
@@ -23,7 +23,7 @@ def new_trail(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class RoundInputs:
-    """Inputs of a round, W = EXACT_TOKENS tokens at most, and what it leaves for the next one.
+    """Inputs of a round, W = ROUND_TOKENS tokens at most, and what it leaves for the next one.
 
     A round that follows another has B sequences with k drafts each: token j of sequence b is number
     b * (k + 1) + j, the last token first, then its drafts. All tensors are on the device but
@@ -67,8 +67,8 @@ class RoundInputs:
 
 def new_round_inputs(rows: int, device: torch.device) -> RoundInputs:
     """Tensors for the rounds of so many rows, all zero."""
-    block = torch.zeros(7, EXACT_TOKENS + 1, dtype=torch.int32, device=device)
-    chosen, trails, ends = torch.zeros(3, EXACT_TOKENS, dtype=torch.int64, device=device)
-    seen, wrong = torch.zeros(2, EXACT_TOKENS, dtype=torch.int32, device=device)
+    block = torch.zeros(7, ROUND_TOKENS + 1, dtype=torch.int32, device=device)
+    chosen, trails, ends = torch.zeros(3, ROUND_TOKENS, dtype=torch.int64, device=device)
+    seen, wrong = torch.zeros(2, ROUND_TOKENS, dtype=torch.int32, device=device)
     right = new_ring(rows, device.type == "cuda")
     return RoundInputs(*(block, *block, chosen, seen, trails, ends, wrong, right))

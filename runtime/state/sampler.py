@@ -16,7 +16,7 @@ from lowbit.formats.fields import shown
 from lowbit.formats.generation import GenerationConfig
 from lowbit.formats.sampling_ranges import BIAS, LOGPROBS, MOST_BIASES, SEEDS, SETTINGS
 from lowbit.runtime.state.host_rings import to_device, write
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MASS_BITS = 40  # 2^40 * a vocabulary of 2^18 stays far below 2^63
 # Of splitmix64, which makes random numbers of a seed and a position alone: number p of a seed is
@@ -136,7 +136,7 @@ class SamplerRows:
             shape is adjusted.
         bias_ids: [R, MOST_BIASES] int64 in ascending order, as many as the row has biases.
         bias: [R, MOST_BIASES] float64, as many.
-        mask: [R + EXACT_TOKENS, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of
+        mask: [R + ROUND_TOKENS, ceil(V / 32)] int32 on the host, page-locked beside a GPU; bit i of
             word w is set where token 32 * w + i is allowed. Those behind the rows are for the
             tokens of a round, one each.
         shape: operations that the rows at work need.
@@ -254,7 +254,7 @@ def new_sampler_rows(rows: int, vocabulary: int, device: str) -> SamplerRows:
         bias_ids=torch.zeros(rows, MOST_BIASES, dtype=torch.int64, device=device),
         bias=torch.zeros(rows, MOST_BIASES, dtype=torch.float64, device=device),
         mask=torch.zeros(
-            rows + EXACT_TOKENS,
+            rows + ROUND_TOKENS,
             -(-vocabulary // 32),
             dtype=torch.int32,
             device="cpu",

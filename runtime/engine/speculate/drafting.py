@@ -35,7 +35,7 @@ from lowbit.runtime.engine.speculate.proposals import (
 )
 from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, Verifier
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 # Chances of MTP drafts to be right behind right ones, by position, before any has been checked.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
@@ -216,8 +216,8 @@ class Drafting:
         ]
 
     def _most(self, sequences: Numbers[Sequence]) -> int:
-        """Most drafts of a sequence, so that a step of all has at most EXACT_TOKENS tokens."""
-        return min(self.most, EXACT_TOKENS // max(1, len(sequences)) - 1)
+        """Most drafts of a sequence, so that a step of all has at most ROUND_TOKENS tokens."""
+        return min(self.most, ROUND_TOKENS // max(1, len(sequences)) - 1)
 
     def _keep_up(self, sequences: Numbers[Sequence]) -> None:
         """Let the MTP head catch up before its trail is overwritten."""

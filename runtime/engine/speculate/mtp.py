@@ -35,9 +35,9 @@ from lowbit.runtime.state.step import (
     rows_and_positions,
     starts_of,
 )
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
-MOST_BEHIND = 2 * EXACT_TOKENS  # positions
+MOST_BEHIND = 2 * ROUND_TOKENS  # positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class MtpCache:
         """
         wide = self.block.shape[1]
         # Positions that the trail has lost are skipped. Two rounds may be under way.
-        sequence.drafts.seen = max(sequence.drafts.seen, sequence.last + 2 * EXACT_TOKENS - TRAIL)
+        sequence.drafts.seen = max(sequence.drafts.seen, sequence.last + 2 * ROUND_TOKENS - TRAIL)
         while (count := min(wide, sequence.last - most - sequence.drafts.seen)) > 0:
             first = sequence.drafts.seen
             span = Span(sequence.row, first, count, tuple(sequence.pages))
@@ -129,7 +129,7 @@ class MtpCache:
             reach=reach,
             longest=max(span.count for span in spans),
             spans=tuple(spans),
-            prompt=len(spans) == 1 and len(rows) > EXACT_TOKENS,
+            prompt=len(spans) == 1 and len(rows) > SEQUENCE_TOKENS,
         )
 
 
@@ -383,6 +383,6 @@ def new_mtp_rounds(verifier: Verifier) -> MtpRounds | None:
     head, trail = runner.decoder.mtp, runner.trail
     if head is None or trail is None:
         return None
-    block = torch.zeros(4, EXACT_TOKENS, dtype=torch.int32, device=trail.device)
-    starts = runner.ints([0, EXACT_TOKENS])
+    block = torch.zeros(4, ROUND_TOKENS, dtype=torch.int32, device=trail.device)
+    starts = runner.ints([0, ROUND_TOKENS])
     return MtpRounds(MtpCache(runner, head, trail, verifier.graphs, block, starts), verifier)

@@ -31,7 +31,7 @@ from lowbit.runtime.state.step import (
     starts_of,
 )
 from lowbit.runtime.text.constraint import Constraint
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 Source = Literal["none", "forced", "copied", "block"]
 
@@ -76,7 +76,7 @@ class VerifiedRound:
 
     Attributes:
         verifier: runs it.
-        parts: one for each sequence, EXACT_TOKENS tokens at most.
+        parts: one for each sequence, ROUND_TOKENS tokens at most.
         started: time at which drafting began, or at which it was sent.
         seconds: from then until it was done; None if a graph was recorded meanwhile.
     """
@@ -169,7 +169,7 @@ class Verifier:
         runner: of the model.
         round_inputs: inputs of a round.
         graphs: recorded rounds.
-        masks: [EXACT_TOKENS] int32, row of the sampler's mask for each token of a round.
+        masks: [ROUND_TOKENS] int32, row of the sampler's mask for each token of a round.
         linked: the last round, by the head, has left `round_inputs` such that the next one needs
             nothing from the host.
     """
@@ -184,7 +184,7 @@ class Verifier:
         """Allocate the inputs."""
         rows = self.runner.sampler.rows
         self.round_inputs = new_round_inputs(rows, self.runner.state.device)
-        self.masks = self.runner.ints(range(rows, rows + EXACT_TOKENS))
+        self.masks = self.runner.ints(range(rows, rows + ROUND_TOKENS))
         self.graphs = Graphs(self.runner.graphs)
 
     def send(self, parts: list[Part]) -> None:

@@ -29,7 +29,7 @@ from lowbit.runtime.kernels.attention.heads import heads_of, plan
 from lowbit.runtime.kernels.attention.join import join_splits
 from lowbit.runtime.kernels.attention.split import attention_split_kernel
 from lowbit.runtime.kernels.attention.whole import attention_whole_kernel
-from lowbit.runtime.kernels.launch.attention import MOST_OF_ONE, attention_launch
+from lowbit.runtime.kernels.launch.attention import attention_launch
 from lowbit.runtime.kernels.launch.device import (
     hopper_registers,
     power_of_two,
@@ -39,6 +39,7 @@ from lowbit.runtime.kernels.launch.device import (
 from lowbit.runtime.state.pages import KVPages
 from lowbit.runtime.state.rope import Rope
 from lowbit.runtime.state.step import Step
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 
 LOG2_E = 1.4426950408889634
 
@@ -61,11 +62,11 @@ def attention_decode(
         is in the step.
 
     Raises:
-        ValueError: more than MOST_OF_ONE tokens of one sequence.
+        ValueError: more than SEQUENCE_TOKENS tokens of one sequence.
     """
     M, together = qkv.shape[0], power_of_two(step.longest)
-    if together > MOST_OF_ONE:
-        raise ValueError(f"{step.longest} tokens of one sequence, at most {MOST_OF_ONE}")
+    if together > SEQUENCE_TOKENS:
+        raise ValueError(f"{step.longest} tokens of one sequence, at most {SEQUENCE_TOKENS}")
     heads = heads_of(qkv, rope, pages, gated)
     Hq, D = heads.queries, heads.dim
     launch = attention_launch(heads.kv, heads.shared, D, step.reach, M)

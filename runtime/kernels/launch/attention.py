@@ -6,7 +6,12 @@ Measured on an H200; elsewhere the same but for `hopper_registers`.
 from dataclasses import dataclass, replace
 
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
-from lowbit.runtime.thresholds import EXACT_TOKENS, LONG_TOKENS, PROMPT_TOKENS
+from lowbit.runtime.thresholds import (
+    EXACT_TOKENS,
+    LONG_TOKENS,
+    PROMPT_TOKENS,
+    SEQUENCE_TOKENS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,6 @@ PART = 64  # columns of the values
 WIDTH = 2048  # of all query heads; more make the kernels around attention large
 SHORT = 1024  # keys
 MOST_SPLITS = 64
-MOST_OF_ONE = EXACT_TOKENS  # tokens of one sequence in a step
 REGISTERS = 224  # less makes Triton 3.9 spill
 CROWDED = 128  # programs that leave no multiprocessor for more parts
 FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token alone
@@ -79,7 +83,7 @@ FAST_WHOLE = 1024  # keys of one program where bits need not be those of a token
 
 def key_split(kv_heads: int, shared: int, head_dim: int) -> KeySplit:
     """The order of keys for `shared` query heads on each of `kv_heads` kv heads."""
-    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, MOST_OF_ONE) <= STATIC_SHARED
+    wide = head_dim > 128 and join_bytes(shared, head_dim, 8, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
     most = min(MOST_SPLITS, (128 if wide else 256) // kv_heads)  # on some 130 multiprocessors
     return KeySplit(
         most=1 << max(most, 1).bit_length() - 1,
@@ -106,7 +110,7 @@ def attention_launch(
         parts = max(1, head_dim // PART)
         warps = keys.warps * keys.groups
         while parts > 1 and tokens * kv_heads * parts > CROWDED:
-            if join_bytes(shared, head_dim, warps, parts // 2, MOST_OF_ONE) > STATIC_SHARED:
+            if join_bytes(shared, head_dim, warps, parts // 2, SEQUENCE_TOKENS) > STATIC_SHARED:
                 break
             parts //= 2
         near = reach <= KEYS_OF_ONE and head_dim // parts <= PART

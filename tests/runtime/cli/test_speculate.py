@@ -13,7 +13,7 @@ from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime import load
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.load_options import DEFAULT_MODE, MOST_DRAFTS
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import ROUND_TOKENS
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 DENSE, HYBRID = str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3.5")
@@ -35,7 +35,7 @@ def test_commands_take_both_options(command: str) -> None:
 
 
 def test_drafts_and_the_token_before_them_keep_their_bits() -> None:
-    assert MOST_DRAFTS == EXACT_TOKENS - 1
+    assert MOST_DRAFTS == ROUND_TOKENS - 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.state.pages import PAGE
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import SEQUENCE_TOKENS
 from tests.short_models import Shorten
 
 NEW = 8  # tokens until which a sequence is watched
@@ -164,7 +164,7 @@ IDS = torch.randint(4000, (60,), generator=torch.Generator().manual_seed(9)).tol
 START = 28  # tokens of a prompt, run together
 
 
-@pytest.mark.parametrize("size", [*range(2, 9), EXACT_TOKENS])
+@pytest.mark.parametrize("size", [*range(2, 9), SEQUENCE_TOKENS])
 def test_tokens_of_one_step_are_those_of_steps_of_one(model: lowbit.Model, size: int) -> None:
     runner = model.engine.runner
     found = []

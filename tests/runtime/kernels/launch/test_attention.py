@@ -7,7 +7,6 @@ import pytest
 
 from lowbit.runtime.kernels.launch.attention import (
     KEYS,
-    MOST_OF_ONE,
     MOST_SPLITS,
     attention_launch,
     join_bytes,
@@ -15,7 +14,7 @@ from lowbit.runtime.kernels.launch.attention import (
 )
 from lowbit.runtime.kernels.launch.device import STATIC_SHARED
 from lowbit.runtime.state.pages import PAGE
-from lowbit.runtime.thresholds import EXACT_TOKENS
+from lowbit.runtime.thresholds import EXACT_TOKENS, SEQUENCE_TOKENS
 
 REACHES = (1, 40, 129, 256, 257, 1024, 40960, 262144)
 
@@ -32,7 +31,7 @@ def test_key_splits_fit_what_kernels_take_for_granted(head_dim: int) -> None:
         assert PAGE % (KEYS * keys.blocks) == 0  # the keys of a warp lie in one page
         assert keys.most & (keys.most - 1) == 0
         assert keys.most <= MOST_SPLITS
-        assert join_bytes(shared, head_dim, keys.warps, 1, MOST_OF_ONE) <= STATIC_SHARED
+        assert join_bytes(shared, head_dim, keys.warps, 1, SEQUENCE_TOKENS) <= STATIC_SHARED
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])
@@ -53,7 +52,7 @@ def test_attention_takes_every_key_and_column_once(head_dim: int, reach: int, to
         assert columns * launch.parts == head_dim
         assert launch.parts == 1 or columns % 64 == 0  # what lanes load of a row at a time
         warps = keys.warps * (keys.groups if launch.splits == 1 else 1)
-        needed = join_bytes(shared, head_dim, warps, launch.parts, MOST_OF_ONE)
+        needed = join_bytes(shared, head_dim, warps, launch.parts, SEQUENCE_TOKENS)
         assert needed <= STATIC_SHARED
         if launch.ahead:
             assert launch.splits == 1
