@@ -24,7 +24,7 @@ from lowbit.runtime.state.device_state import DeviceState
 from lowbit.runtime.state.host_rings import write
 from lowbit.runtime.state.pages import PAGE, SCRATCH
 from lowbit.runtime.state.step import NO_SLOT, Span, Step
-from lowbit.runtime.thresholds import EXACT_TOKENS, LONG_TOKENS
+from lowbit.runtime.thresholds import LONG_TOKENS, SEQUENCE_TOKENS
 
 WIDTHS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)  # tokens
 MOST_CHUNKS = 2 * len(WIDTHS)  # graphs, before and after LONG_TOKENS
@@ -63,7 +63,7 @@ class Chunks:
 
     def takes(self, tokens: int) -> bool:
         """True if a chunk of so many tokens is padded; others are launched as they are."""
-        return EXACT_TOKENS < tokens <= WIDTHS[-1]
+        return SEQUENCE_TOKENS < tokens <= WIDTHS[-1]
 
     def run(self, sequence: Sequence, ids: Numbers[int]) -> Tensor:
         """Run the next tokens of a prompt through the layers; see `takes`.

@@ -17,7 +17,7 @@ from lowbit.runtime.engine.chunks import WIDTHS, Chunks, key_of
 from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.request import TokenRequest
 from lowbit.runtime.engine.scheduler import CHUNK
-from lowbit.runtime.thresholds import EXACT_TOKENS, LONG_TOKENS
+from lowbit.runtime.thresholds import LONG_TOKENS, SEQUENCE_TOKENS
 from tests.runtime.engine.graph_stand_in import run_through_graphs
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def recorded(model: lowbit.Model) -> list[Any]:
 def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
     """But for LONG_TOKENS, which no chunk has, and the CPU's, which pads none."""
     most = getattr(thresholds, threshold)
-    for count in range(EXACT_TOKENS + 1, WIDTHS[-1] + 1):
+    for count in range(SEQUENCE_TOKENS + 1, WIDTHS[-1] + 1):
         width, _ = key_of(0, count)
         assert count <= width
         assert (width <= most) == (count <= most) or threshold == "CPU_PACKED_TOKENS"
@@ -77,7 +77,7 @@ def test_a_padded_chunk_stands_where_its_length_does(threshold: str) -> None:
 
 def test_widths_reach_the_longest_chunk_and_waste_less_than_half() -> None:
     assert WIDTHS[-1] == CHUNK
-    assert all(2 * count > key_of(0, count)[0] for count in range(EXACT_TOKENS + 1, CHUNK + 1))
+    assert all(2 * count > key_of(0, count)[0] for count in range(SEQUENCE_TOKENS + 1, CHUNK + 1))
 
 
 def test_a_key_says_where_a_chunk_begins() -> None:
