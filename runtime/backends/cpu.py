@@ -243,6 +243,9 @@ def head_input(
 
 def leave_rows(x: Tensor, rows: Tensor, positions: Tensor, trail: Tensor) -> None:
     """Leave hidden states in the trails of their rows; see `Ops.leave_rows`."""
+    if len(x) == 1:  # in every step of a lone sequence; an index takes three times as long
+        trail[rows.item(), positions.item() % trail.shape[1]] = x[0]  # type: ignore[index]
+        return
     trail[rows.long(), positions.long() % trail.shape[1]] = x
 
 

@@ -7,7 +7,7 @@ tasks still share their steps.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -160,16 +160,24 @@ class Engine:
             worked = bool(self._sent) or budget < CHUNK
             self._commit()
             return worked
-        started = time.perf_counter()
+        started, recorded, read = time.perf_counter(), self._recorded, _tokens_read(decoding)
         with nullcontext() if self.threads is None else self.threads.limit():
             plain = self._decode(decoding)
             self._commit(1 + begun if on_gpu else 0)
         seconds = time.perf_counter() - started
         if self.threads is not None:
             self.threads.note((len(decoding), plain), seconds)
-        if self.drafting is not None and plain and budget == CHUNK and under_way < 2:
-            self.drafting.costs.note_step(len(decoding), seconds)
+        if self.drafting is not None:
+            alone = budget == CHUNK and under_way < 2 and recorded == self._recorded
+            tokens = _tokens_read(decoding) - read
+            self.drafting.settle(len(decoding), plain, seconds if alone else None, tokens)
         return True
+
+    @property
+    def _recorded(self) -> int:
+        """CUDA graphs that are there: a step that records one takes long."""
+        rounds = 0 if self.drafting is None else len(self.drafting.verifier.graphs)
+        return len(self.runner.graphs) + rounds
 
     def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.
@@ -353,3 +361,8 @@ class Engine:
         del running
         self.scheduler.empty_room()
         self._interrupted = False
+
+
+def _tokens_read(sequences: Iterable[Sequence]) -> int:
+    """Tokens of the sequences that the host has read, without the first, which the prompt gives."""
+    return sum(max(0, len(each.output) - 1) for each in sequences)

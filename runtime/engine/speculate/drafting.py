@@ -14,6 +14,17 @@ from lowbit.runtime.engine.load_options import MOST_DRAFTS, LoadOptions
 from lowbit.runtime.engine.results import Sent
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.sequence import Ended, Sequence
+from lowbit.runtime.engine.speculate.budget import (
+    UNLIMITED,
+    Budget,
+    affordable,
+    begin_request,
+    begin_trial,
+    end_trial,
+    plan_drafts,
+    spend,
+    wait,
+)
 from lowbit.runtime.engine.speculate.dflash import Blocks
 from lowbit.runtime.engine.speculate.handover import slots_after
 from lowbit.runtime.engine.speculate.mtp import (
@@ -24,13 +35,13 @@ from lowbit.runtime.engine.speculate.mtp import (
     new_mtp_rounds,
 )
 from lowbit.runtime.engine.speculate.proposals import (
+    OUTLIER,
     Cost,
     Costs,
     NewDrafter,
     NgramDrafter,
     PlacedPace,
     Plan,
-    common_plan,
     new_costs,
 )
 from lowbit.runtime.engine.speculate.verify import Part, Source, VerifiedRound, Verifier
@@ -40,6 +51,7 @@ from lowbit.runtime.thresholds import ROUND_TOKENS
 # Chances of MTP drafts to be right behind right ones, by position, before any has been checked.
 MTP_GUESSES = (0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35)
 BLOCK_GUESSES = (0.75,) * MOST_DRAFTS  # of block drafts
+QUIET = 7  # plain steps in a row for which nobody looks whether drafts pay now
 LONG = 64  # tokens without a mask from which on the MTP head processes the prompt
 
 Proposal = tuple[Numbers[int], Source]
@@ -56,6 +68,8 @@ class Drafting:
         mtp: rounds by the MTP head; None without.
         costs: of rounds.
         blocks: block drafter; None without.
+        budget: steps that drafts may still lose.
+        resting: the head or the drafter would not pay at present, so that it reads nothing.
     """
 
     verifier: Verifier
@@ -64,6 +78,14 @@ class Drafting:
     mtp: MtpRounds | None
     costs: Costs
     blocks: Blocks | None = None
+    budget: Budget = UNLIMITED
+    resting: bool = False
+    _in_rounds: bool = False  # the last step of the engine checked drafts
+    _quiet: int = 0  # plain steps to take before anything is planned
+    _left: bool = False  # this step of the engine is no plain one, or waited for all before it
+    _estimate: float = 1.0  # cost of the last round
+    _excess: float = 0.0  # cost since the last plain step beyond that of its rounds
+    _rounds: int = 0  # since the last plain step
     _last_pace: PlacedPace = field(init=False)  # of the last sequence with checked drafts
 
     def __post_init__(self) -> None:
@@ -73,6 +95,7 @@ class Drafting:
 
     def begin(self, sequence: Sequence) -> None:
         """Take up a sequence whose first token is being chosen."""
+        self.budget, self._quiet = begin_request(self.budget), 0
         if self.new_drafter is not None:
             sequence.drafts.drafter = self.new_drafter(sequence.request.prompt)
         modelled = self.mtp is not None or self.blocks is not None
@@ -80,9 +103,13 @@ class Drafting:
             sequence.drafts.pace = self._last_pace.successor()
 
     def read_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
-        """Let the MTP head process a part of a prompt, from a position on."""
+        """Let the MTP head process a part of a prompt, from a position on; its end while it rests.
+
+        Drafts behind a prompt of which the head knows the end alone are right nearly as often.
+        """
         if self.mtp is not None and _predictable(sequence):
-            self.mtp.cache.read_prompt(sequence, first, hidden)
+            cache = self.mtp.cache
+            (cache.skip_prompt if self.resting else cache.read_prompt)(sequence, first, hidden)
 
     def choose(
         self, sequences: list[Sequence], sent: Collection[Sent]
@@ -98,9 +125,58 @@ class Drafting:
             A round to run; "plain" for a step without drafts; "read" to ask again once all steps
             under way have been read.
         """
+        if self._quiet > 0:
+            self._quiet -= 1
+            return "plain"
+        choice = self._choose(sequences, sent)
+        if choice == "plain" and self.resting and not self._copying(sequences):
+            self._quiet = QUIET
+        self._left = self._left or choice != "plain"
+        if isinstance(choice, MtpRound):
+            self._estimate = self.costs.drafting(len(sequences))(choice.drafts)
+            self.budget = begin_trial(self.budget)
+        elif isinstance(choice, VerifiedRound):
+            blocked = any(part.source == "block" for part in choice.parts)
+            cost = (self.costs.drafting if blocked else self.costs.checking)(len(sequences))
+            self._estimate = cost(max(len(part.drafts) for part in choice.parts))
+            if blocked:
+                self.budget = begin_trial(self.budget)
+        return choice
+
+    def settle(self, sequences: int, plain: bool, seconds: float | None, tokens: int) -> None:
+        """Count a step of the engine in the budget, and learn from its time.
+
+        Args:
+            sequences: in the step.
+            plain: it sent a step without drafts.
+            seconds: until the steps before it were read; None if anything but rounds held it up.
+            tokens: of all sequences, that it read.
+        """
+        if not (self._left or self._in_rounds):
+            self.budget = wait(self.budget)
+            if seconds is not None:
+                self.costs.note_step(sequences, seconds)
+            return
+        expected = 1.0 if plain else self._estimate
+        taken = self.costs.in_steps(sequences, seconds)
+        taken = expected if taken is None else min(taken, OUTLIER * (1 + self._estimate))
+        self.budget = spend(self.budget, taken, tokens / sequences)
+        self._excess += taken - expected
+        self._rounds += not plain
+        if plain:
+            if self._rounds == 1:
+                self.costs.note_change(self._excess)
+            self._excess, self._rounds = 0.0, 0
+        self._in_rounds, self._left = not plain, False
+
+    def _choose(
+        self, sequences: list[Sequence], sent: Collection[Sent]
+    ) -> VerifiedRound | MtpRound | Literal["plain", "read"]:
+        """Choose the next step; see `choose`."""
         started = time.perf_counter()
         plan = self._plan(sequences)
         made = 0 if plan is None else plan.drafts
+        self.resting = self.budget.limited and plan is not None and not made
         copies = self._proposals(sequences, 1.0 if plan is None else plan.gain)
         if self.mtp is not None and made:
             if 2 * sum(bool(ids) for ids, _ in copies) <= len(sequences):
@@ -108,19 +184,18 @@ class Drafting:
                 if sent and not follows:
                     return "read"
                 _skip_copies(sequences, copies)
+                if not self._in_rounds and self.budget.limited:
+                    self.mtp.cache.skip(sequences)
                 return MtpRound(self.mtp, sequences, made, first=not follows)
             copies = self._proposals(sequences, 1.0)
         promising = (self.blocks is not None and made) or any(ids for ids, _ in copies)
         if sent and (promising or any(isinstance(each, MtpRound) for each in sent)):
             return "read"
         _skip_copies(sequences, copies)
-        self._keep_up(sequences)
+        if not self.resting:
+            self._keep_up(sequences)
         parts = [] if sent else self._parts(sequences, copies, made)
         blocked = any(part.source == "block" for part in parts)
-        if plan is not None and not blocked and (made == 0 or self.blocks is not None):
-            for each in sequences:
-                if each.drafts.pace is not None:
-                    each.drafts.pace.skip()
         if not any(part.drafts for part in parts):
             return "plain"
         return VerifiedRound(self.verifier, parts, started if blocked else None)
@@ -128,12 +203,14 @@ class Drafting:
     def learn(self, step: Sent) -> None:
         """Learn the costs of drafts from a step that has been read."""
         if isinstance(step, MtpRound):
+            self.budget = end_trial(self.budget, step.right > 0)
             self._last_pace = step.sequences[0].drafts.pace or self._last_pace
             if step.seconds is not None:
                 self.costs.note_head(step.drafts, len(step.sequences), step.seconds)
         elif isinstance(step, VerifiedRound):
             blocks = [part for part in step.parts if part.source == "block"]
             if blocks:
+                self.budget = end_trial(self.budget, step.right > 0)
                 self._last_pace = blocks[0].sequence.drafts.pace or self._last_pace
             if step.seconds is None:
                 return
@@ -179,14 +256,35 @@ class Drafting:
             most = max(_most_free_drafts(each, most) for each in sequences)
         else:
             return None
+        if not self.costs.ready:
+            return None
         chances = [pace.chances for pace in paces]
-        most = min(most, *map(len, chances))
-        return common_plan(chances, most, self.costs.drafting(len(sequences)))
+        most, cost = min(most, *map(len, chances)), self.costs.drafting(len(sequences))
+        return plan_drafts(self.budget, chances, most, cost, self._change)
+
+    @property
+    def _change(self) -> float:
+        """Cost of the change to rounds and back; 0 in rounds."""
+        return 0.0 if self._in_rounds else self.costs.change
 
     def _proposals(self, sequences: Numbers[Sequence], least_gain: float) -> list[Proposal]:
         """Drafts of each sequence: tokens that its constraint forces, else n-gram drafts."""
         cost, most = self.costs.checking(len(sequences)), self._most(sequences)
-        return [_propose(each, most, cost, least_gain) for each in sequences]
+        copies = self._most_copies(sequences)
+        return [_propose(each, most, copies, cost, least_gain) for each in sequences]
+
+    def _most_copies(self, sequences: Numbers[Sequence]) -> int:
+        """Most n-gram drafts of a sequence, which may all be wrong."""
+        if not self.costs.ready:
+            return 0
+        cost = self.costs.checking(len(sequences))
+        return affordable(self.budget, self._most(sequences), cost, self._change)
+
+    def _copying(self, sequences: Numbers[Sequence]) -> bool:
+        """True if a sequence may get drafts from its constraint or from n-grams now."""
+        if any(each.limited for each in sequences):
+            return True
+        return self.new_drafter is not None and self._most_copies(sequences) > 0
 
     def _parts(
         self, sequences: list[Sequence], copies: Numbers[Proposal], blocked: int
@@ -247,19 +345,27 @@ def _most_free_drafts(sequence: Sequence, most: int) -> int:
     return _most_drafts(sequence, most)
 
 
-def _propose(sequence: Sequence, most: int, cost: Cost, least_gain: float) -> Proposal:
-    """Forced or copied drafts of one sequence; none, "copied", if its drafter found none."""
+def _propose(sequence: Sequence, most: int, copies: int, cost: Cost, least_gain: float) -> Proposal:
+    """Forced or copied drafts of one sequence; none, "copied", if its drafter found none.
+
+    Args:
+        sequence: without steps under way, or with those that drafts would wait for.
+        most: drafts that the step has room for; forced ones are always right.
+        copies: that may be wrong.
+        cost: of checking drafts.
+        least_gain: see `Drafter.propose`.
+    """
     most, drafts = _most_drafts(sequence, most), sequence.drafts
     if most == 0 or (sequence.limited and drafts.ahead is None):
         return (), "none"
     if sequence.limited and (forced := drafts.forced[sequence.under_way :]):
         return forced[:most], "forced"
-    if drafts.drafter is None:
+    if drafts.drafter is None or copies == 0:
         return (), "none"
     for token in sequence.output[drafts.told :]:
         drafts.drafter.append(token)
     drafts.told = len(sequence.output)
-    return drafts.drafter.propose(most, cost, least_gain), "copied"
+    return drafts.drafter.propose(min(copies, most), cost, least_gain), "copied"
 
 
 def _skip_copies(sequences: Numbers[Sequence], copies: Numbers[Proposal]) -> None:
@@ -310,4 +416,5 @@ def new_drafting(runner: Runner, options: LoadOptions, drafts: int, device: str)
         mtp=new_mtp_rounds(verifier),
         costs=new_costs(device, mode == "auto", width, drafter=options.drafter is not None),
         blocks=runner.blocks,
+        budget=Budget() if mode == "auto" else UNLIMITED,
     )

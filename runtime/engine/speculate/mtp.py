@@ -38,6 +38,7 @@ from lowbit.runtime.state.step import (
 from lowbit.runtime.thresholds import ROUND_TOKENS, SEQUENCE_TOKENS
 
 MOST_BEHIND = 2 * ROUND_TOKENS  # positions
+TRIAL_BEHIND = ROUND_TOKENS  # positions that the head reads before a trial, in one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,20 @@ class MtpCache:
             self.head.hidden(ids, hidden[: span.count], self.runner.state, step)
         sequence.drafts.seen = stop
 
+    def skip_prompt(self, sequence: Sequence, first: int, hidden: Tensor) -> None:
+        """Leave the end of a part of a prompt in the trail, for a later `catch_up`.
+
+        Args:
+            sequence: whose prompt it is.
+            first: position of the part.
+            hidden: [M, h] of the part, before the final norm.
+        """
+        stop = first + len(hidden)
+        start = max(first, stop - TRIAL_BEHIND)
+        places = self.runner.ints([trail_of(sequence.row, at) for at in range(start, stop)])
+        self.trail.flatten(0, 1)[places.long()] = hidden[start - first :]
+        sequence.drafts.seen = start
+
     def catch_up(self, sequence: Sequence, most: int) -> None:
         """Bring the head up to `most` positions before the last token on the host.
 
@@ -102,6 +117,11 @@ class MtpCache:
             part = partial(self.part, reach, None if self.runner.on_gpu else span)
             self.runner.launch(self.graphs, ("catch up", reach), part, (self.block,))
             sequence.drafts.seen += count
+
+    def skip(self, sequences: Numbers[Sequence]) -> None:
+        """Give up positions that are further behind than TRIAL_BEHIND: reading them costs time."""
+        for each in sequences:
+            each.drafts.seen = max(each.drafts.seen, each.last - TRIAL_BEHIND)
 
     def part(self, reach: int, span: Span | None = None) -> None:
         """Run the positions in `block` through the head: all W, or `span.count` on a CPU."""
@@ -143,6 +163,7 @@ class MtpRound:
         drafts: number for each sequence.
         first: its inputs come from the host, not from the round before.
         seconds: from the end of the round before to its own; None if that is not its cost.
+        right: most drafts of a sequence that were right; 0 before it has been read.
     """
 
     rounds: "MtpRounds"
@@ -150,6 +171,7 @@ class MtpRound:
     drafts: int
     first: bool
     seconds: float | None = None
+    right: int = 0
     _writes: list[tuple[int, ...]] = field(default_factory=list)  # by sequence, see `Part`
     _done: "torch.cuda.Event | None" = None
 
@@ -159,7 +181,7 @@ class MtpRound:
         recorded = len(rounds.verifier.graphs)
         if self.first:
             rounds.enter(self.sequences, self.drafts)
-            rounds.read_at = None
+            rounds.read_at = None if rounds.runner.on_gpu else time.perf_counter()
         self._writes = [part.writes for part in rounds.parts]
         rounds.send()
         if len(rounds.verifier.graphs) != recorded:  # recording held up the host
@@ -186,6 +208,7 @@ class MtpRound:
             tokens = self._accepted(sequence)
             drafts.seen = sequence.last
             right = count_right(tokens, sequence.request.stop_ids)
+            self.right = max(self.right, right)
             drafts.tally.count(self.drafts, right)
             if drafts.pace is not None:
                 drafts.pace.note(self.drafts, right)

@@ -14,14 +14,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-NEWEST = 0.15  # weight of the newest checked draft in a chance
+NEWEST = 0.15  # weight of the newest checked copy in a chance
+NEWEST_PLACED = 0.1  # weight of the newest checked draft of a head or drafter, by its place
 MARGIN = 1.05  # least gain of a plan with drafts, so that a wrong guess of their cost loses little
-FORGET = 0.005  # part of the way back to the first guess, for every step without drafts
-RARELY = 20  # rounds in a row whose first draft was wrong, from which on drafts are tried rarely
+FORGET = 0.005  # part of the way back to the first guess, for every step without copies
 LEARN = 0.15  # part of an error of a cost that a measurement corrects
 OUTLIER = 2.0  # a measurement counts for at most so many times the estimate
+FIRST_STEPS = 3  # of which the fastest counts; the first ones are slower than later ones
 FASTER, SLOWER = 0.1, 0.05  # weight of a step without drafts, below or above the average
 LEAST = 0.01  # lower bound of a cost
+CHANGE = 0.5  # steps: a GPU waits for the host at a change to rounds, the head catches up
+LEARN_CHANGE = 0.3  # as LEARN, of the cost of a change, which is measured rarely
 LEAST_MATCH = 3  # tokens; shorter matches are found in any text
 LONGEST_MATCH = 16  # tokens that are compared
 # First chance that a draft is right, by the least length of the match that it follows.
@@ -81,28 +84,24 @@ class PlacedPace:
         guesses: chance that a draft is right behind right ones, by its place, before any has been
             checked.
         chances: the same, learnt from the drafts that have been checked.
-        wrong: rounds in a row whose first draft was wrong.
     """
 
     guesses: tuple[float, ...]
     chances: list[float] = field(default_factory=list)
-    wrong: int = 0
 
     def __post_init__(self) -> None:
         """Begin with the guesses where nothing else is given."""
         self.chances = self.chances or list(self.guesses)
 
-    def skip(self) -> None:
-        """Move the chances back towards the guesses, more slowly the longer drafts were wrong."""
-        part = FORGET / (1 + min(self.wrong, RARELY))
-        for place, guess in enumerate(self.guesses):
-            self.chances[place] += part * (guess - self.chances[place])
-
     def note(self, drafted: int, right: int) -> None:
-        """Note how many drafts were right; those behind the first wrong one say nothing."""
-        self.wrong = 0 if right else self.wrong + 1
+        """Note how many drafts were right; those behind the first wrong one say nothing.
+
+        Where all were right, the next place becomes likelier, so that it is tried some time.
+        """
         for place in range(min(right + 1, drafted, len(self.chances))):
-            self.chances[place] += NEWEST * ((place < right) - self.chances[place])
+            self.chances[place] += NEWEST_PLACED * ((place < right) - self.chances[place])
+        if right == drafted < len(self.chances):
+            self.chances[drafted] += NEWEST_PLACED / 2 * (1 - self.chances[drafted])
 
     def successor(self) -> "PlacedPace":
         """The pace of another sequence, which begins halfway between these chances and guesses."""
@@ -110,10 +109,16 @@ class PlacedPace:
         return PlacedPace(self.guesses, [(guess + chance) / 2 for guess, chance in pairs])
 
 
-def common_plan(chances: Sequence[Sequence[float]], most: int, cost: Cost) -> Plan:
+def common_plan(
+    chances: Sequence[Sequence[float]], most: int, cost: Cost, least: float = MARGIN
+) -> Plan:
     """Number of drafts, one for all sequences and at most `most`, with the most tokens per time.
 
-    chances: of each draft to be right behind right ones, by sequence.
+    Args:
+        chances: of each draft to be right behind right ones, by sequence.
+        most: drafts.
+        cost: of checking them.
+        least: gain that drafts must exceed.
     """
     best, expected = Plan(), float(len(chances))
     right = [1.0] * len(chances)
@@ -121,7 +126,7 @@ def common_plan(chances: Sequence[Sequence[float]], most: int, cost: Cost) -> Pl
         right = [so_far * each[drafts - 1] for so_far, each in zip(right, chances, strict=True)]
         expected += sum(right)
         gain = expected / len(chances) / cost(drafts)
-        if gain > max(best.gain, MARGIN):
+        if gain > max(best.gain, least):
             best = Plan(drafts, gain)
     return best
 
@@ -163,14 +168,23 @@ class Costs:
         head: of rounds with drafts from the model's head or a drafter, by drafts.
         measured: learn from the steps; else the first guess stays.
         width: tokens of a step with its padding.
+        change: from plain steps to rounds and back, beyond the rounds.
         step_s: seconds of a step of one token; None before the first.
+        steps: measured ones.
     """
 
     given: Line
     head: Line
     measured: bool = False
     width: Callable[[int], int] = field(default=lambda tokens: tokens)
+    change: float = 0.0
     step_s: float | None = None
+    steps: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """True if the unit of the costs is known, or is not measured."""
+        return not self.measured or self.steps >= FIRST_STEPS
 
     def checking(self, sequences: int) -> Cost:
         """Cost of checking k drafts of each sequence in a step."""
@@ -188,7 +202,10 @@ class Costs:
             one = seconds / self._plain(tokens)
             known = one if self.step_s is None else self.step_s
             found = min(one, OUTLIER * known)
-            self.step_s = known + (FASTER if found < known else SLOWER) * (found - known)
+            weight = FASTER if found < known else SLOWER
+            first = self.steps < FIRST_STEPS
+            self.step_s = min(found, known) if first else known + weight * (found - known)
+            self.steps += 1
 
     def note_round(self, tokens: int, seconds: float) -> None:
         """Note the time of a step with drafts from the host, of `tokens` in all."""
@@ -200,6 +217,18 @@ class Costs:
         if self.measured and self.step_s is not None:
             beyond = self.width(sequences * (1 + drafts)) - sequences
             self.head.learn(beyond, seconds / self.step_s)
+
+    def note_change(self, cost: float) -> None:
+        """Note the cost of a change from plain steps to a round and back."""
+        if self.measured:
+            most = OUTLIER * max(self.change, CHANGE)
+            self.change += LEARN_CHANGE * (min(max(cost, 0.0), most) - self.change)
+
+    def in_steps(self, sequences: int, seconds: float | None) -> float | None:
+        """A time in plain steps of so many sequences; None if one of the two is unknown."""
+        if seconds is None or self.step_s is None or not self.ready:
+            return None
+        return seconds / (self.step_s * self._plain(sequences))
 
     def _plain(self, sequences: int) -> float:
         """Cost of a step without drafts."""
@@ -228,7 +257,8 @@ def new_costs(
     else:
         given, block, head = Line(0.15, 0.08), Line(0.35, 0.08), Line(0.05, 0.18)
     made = block if drafter else head
-    return Costs(given, made, measured, width or (lambda tokens: tokens))
+    change = CHANGE if measured else 0.0
+    return Costs(given, made, measured, width or (lambda tokens: tokens), change)
 
 
 class Drafter(Protocol):

@@ -79,12 +79,14 @@ class VerifiedRound:
         parts: one for each sequence, ROUND_TOKENS tokens at most.
         started: time at which drafting began, or at which it was sent.
         seconds: from then until it was done; None if a graph was recorded meanwhile.
+        right: most drafts of a block that were right; 0 before it has been read.
     """
 
     verifier: "Verifier"
     parts: list[Part]
     started: float | None = None
     seconds: float | None = None
+    right: int = 0
     _drafts: list[tuple[int, ...]] = field(default_factory=list)  # by part, checked ones
     _failed: Ended = field(default_factory=list)
     _done: "torch.cuda.Event | None" = None
@@ -126,7 +128,10 @@ class VerifiedRound:
             sequence = part.sequence
             if sequence in failed:
                 continue
-            _note(part, count_right(tokens, sequence.request.stop_ids))
+            right = count_right(tokens, sequence.request.stop_ids)
+            _note(part, right)
+            if part.source == "block":
+                self.right = max(self.right, right)
             for slot, token in zip(part.writes, tokens, strict=False):
                 advance(sequence, slot)
                 end = results.append(sequence, token)

@@ -2,13 +2,17 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from lowbit.runtime.engine.runner import Runner
 from lowbit.runtime.engine.speculate.drafting import Drafting
-from lowbit.runtime.engine.speculate.mtp import new_mtp_rounds
+from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
 from lowbit.runtime.engine.speculate.proposals import Cost, Costs, Line, NewDrafter
 from lowbit.runtime.engine.speculate.verify import Verifier
+
+VOCABULARY = 4096  # of the bundled models
 
 
 @dataclass
@@ -60,6 +64,24 @@ def guessers(
         return count, draw.randint(0, count)
 
     return lambda ids: Guesser(truths[tuple(ids)], counts, wrong)
+
+
+@dataclass(slots=True)
+class KnownRounds(MtpRounds):
+    """Rounds by a head whose drafts are replaced by those of a known text, right or all wrong.
+
+    Attributes:
+        text: prompt and output, for one sequence.
+        right: drafts are those of the text.
+    """
+
+    text: Tensor = field(kw_only=True)
+    right: bool = field(kw_only=True)
+
+    def draft(self, B: int, k: int, reach: int) -> Tensor:
+        MtpRounds.draft(self, B, k, reach)
+        first = int(self.round_inputs.positions[0])
+        return (self.text[first + 1 : first + 1 + k] + (not self.right))[None] % VOCABULARY
 
 
 def drafting_by(new_drafter: NewDrafter | None, runner: Runner, most: int) -> Drafting:

@@ -1,0 +1,204 @@
+"""`auto` in an engine whose clock counts steps of the model: what it loses, when it rests."""
+
+import time
+from collections.abc import Sequence as Numbers
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit.runtime as lowbit
+from lowbit.runtime.engine.runner import Runner
+from lowbit.runtime.engine.sequence import Sequence
+from lowbit.runtime.engine.speculate.budget import BURST, SHARE, Budget
+from lowbit.runtime.engine.speculate.drafting import QUIET, Drafting, new_drafting
+from lowbit.runtime.engine.speculate.mtp import TRIAL_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
+from lowbit.runtime.engine.speculate.proposals import Plan
+from lowbit.runtime.engine.speculate.verify import Verifier
+from tests.runtime.engine.speculate.guesses import KnownRounds
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+GREEDY = lowbit.SamplingParams()
+PROMPT = tuple(7 * index % 4000 for index in range(40))
+TOKENS = 257  # of which the first comes from the prompt
+STEP, ROUND, CAUGHT_UP = 1.0, {1: 1.5, 2: 1.9, 3: 2.1}, 0.4  # seconds on the clock
+
+
+@pytest.fixture(scope="module")
+def model() -> lowbit.Model:
+    return lowbit.load(
+        EXAMPLES / "models" / "tiny-qwen3.5",
+        device="cpu",
+        dtype=torch.float32,
+        context=400,
+        max_sequences=2,
+        speculate="auto",
+        draft_tokens=3,
+        threads=1,
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that plain steps, rounds by the head and its catching up have taken."""
+    passed = [0.0]
+    decode, send, catch_up = Runner.decode, MtpRounds.send, MtpCache.part
+
+    def timed_decode(runner: Runner, *given: object) -> object:
+        passed[0] += STEP
+        return decode(runner, *given)  # type: ignore[arg-type]
+
+    def timed_send(rounds: MtpRounds) -> None:
+        passed[0] += ROUND[rounds.drafts]
+        send(rounds)
+
+    def timed_part(cache: MtpCache, *given: object) -> None:
+        passed[0] += CAUGHT_UP
+        catch_up(cache, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runner, "decode", timed_decode)
+    monkeypatch.setattr(MtpRounds, "send", timed_send)
+    monkeypatch.setattr(MtpCache, "part", timed_part)
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[0])
+    return passed
+
+
+@pytest.fixture
+def truth(model: lowbit.Model) -> list[int]:
+    """Output of plain decoding."""
+    model.engine.drafting = None
+    model.engine.forget()
+    return list(model.engine.generate(PROMPT, GREEDY, TOKENS + 60).result())
+
+
+def auto(model: lowbit.Model, truth: Numbers[int], right: bool) -> Drafting:
+    """As `--speculate auto` makes it for a head whose drafts are all right or wrong, no copies."""
+    runner = model.engine.runner
+    drafting = new_drafting(runner, model.options, 3, "cpu")
+    assert drafting is not None
+    assert drafting.budget == Budget()
+    rounds = new_mtp_rounds(Verifier(runner))
+    assert rounds is not None
+    text = torch.tensor([*PROMPT, *truth])
+    drafting.mtp = KnownRounds(rounds.cache, rounds.verifier, text=text, right=right)
+    drafting.verifier, drafting.new_drafter = rounds.verifier, None
+    model.engine.drafting = drafting
+    return drafting
+
+
+def timed(model: lowbit.Model, clock: list[float], truth: Numbers[int]) -> float:
+    """Tokens per second behind the first one."""
+    model.engine.forget()
+    handle = model.engine.generate(PROMPT, GREEDY, TOKENS)
+    found = [next(handle)]
+    before = clock[0]
+    found += handle
+    assert found == list(truth[:TOKENS])
+    return (TOKENS - 1) / (clock[0] - before)
+
+
+def test_wrong_drafts_cost_two_percent_at_most(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    drafting = auto(model, truth, right=False)
+    speeds = [timed(model, clock, truth) for _ in range(5)]
+    assert min(speeds) >= 0.98
+    assert min(speeds) < 1.0  # drafts were tried
+    lost = sum((TOKENS - 1) / speed for speed in speeds) - 5 * (TOKENS - 1)
+    steps = 5 * (TOKENS - 1)
+    overrun = max(ROUND.values()) + CAUGHT_UP
+    assert lost <= (steps + BURST + overrun) / (1 - SHARE) - steps
+    assert drafting.costs.step_s == pytest.approx(STEP)
+
+
+def test_right_drafts_are_as_fast_as_always_drafting(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    auto(model, truth, right=True)
+    timed(model, clock, truth)  # learns what rounds cost
+    assert timed(model, clock, truth) >= 0.97 * 4 / ROUND[3]
+
+
+def test_a_head_that_rests_reads_the_end_of_a_prompt_alone(
+    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = auto(model, truth, right=False)
+    read = []
+    whole = MtpCache.read_prompt
+
+    def noted(cache: MtpCache, sequence: Sequence, first: int, hidden: torch.Tensor) -> None:
+        read.append(first)
+        whole(cache, sequence, first, hidden)
+
+    monkeypatch.setattr(MtpCache, "read_prompt", noted)
+    timed(model, clock, truth)
+    assert read == [0]  # not known to be wrong then
+    assert drafting.resting
+    model.engine.forget()
+    handle = model.engine.generate(PROMPT, GREEDY, 9)
+    next(handle)
+    [sequence] = model.engine.scheduler.running
+    assert read == [0]
+    assert sequence.drafts.seen == len(PROMPT) - TRIAL_BEHIND
+    handle.result()
+
+
+def test_a_resting_head_does_not_keep_up(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    drafting = auto(model, truth, right=False)
+    timed(model, clock, truth)
+    drafting.budget = Budget(level=-100.0)
+    before = clock[0]
+    handle = model.engine.generate(PROMPT, GREEDY, 200)
+    next(handle)
+    handle.result()
+    assert clock[0] - before == 199 * STEP  # nothing but plain steps
+
+
+def test_drafts_wait_for_the_time_of_a_step(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    drafting = auto(model, truth, right=True)
+    handle = model.engine.generate(PROMPT, GREEDY, 60)
+    begun = [next(handle) for _ in range(4)]
+    assert handle.tally.rounds == 0
+    assert drafting.costs.ready
+    begun += handle
+    assert handle.tally.rounds > 0
+    assert begun == truth[:60]
+
+
+def test_nothing_is_planned_in_quiet_steps(
+    model: lowbit.Model, clock: list[float], truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = auto(model, truth, right=False)
+    timed(model, clock, truth)
+    drafting.budget = Budget(level=-100.0)
+    planned = []
+    plan = Drafting._plan
+
+    def noted(drafting: Drafting, sequences: Numbers[Sequence]) -> Plan | None:
+        planned.append(clock[0])
+        return plan(drafting, sequences)
+
+    monkeypatch.setattr(Drafting, "_plan", noted)
+    model.engine.generate(PROMPT, GREEDY, 100).result()
+    assert len(planned) <= 99 // (1 + QUIET) + 2
+
+
+def test_another_request_is_planned_at_once(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    drafting = auto(model, truth, right=True)
+    drafting.resting, drafting._quiet = True, 5
+    model.engine.generate(PROMPT, GREEDY, 2).result()
+    assert drafting._quiet < 5
+
+
+@pytest.mark.parametrize("mode", ["mtp", "ngram"])
+def test_a_source_that_was_asked_for_has_no_limit(model: lowbit.Model, mode: str) -> None:
+    options = lowbit.LoadOptions(speculate=mode)  # type: ignore[arg-type]
+    drafting = new_drafting(model.engine.runner, options, 3, "cpu")
+    assert drafting is not None
+    assert not drafting.budget.limited
