@@ -3,19 +3,21 @@
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.bench.settings import BenchSettings
+from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.models.loader import OpenedModel
+from lowbit.runtime.models.loader import OpenedModel, without_head
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
@@ -56,12 +58,14 @@ class Speed:
         first_token_s: see `TimedRun`.
         tokens_per_s: over the tokens after the first.
         speculation: drafts of the runs after the first; None where speculation is off.
+        speculation_factor: see `in_turn`.
     """
 
     cold_first_token_s: float
     first_token_s: float
     tokens_per_s: float
     speculation: Speculated | None = None
+    speculation_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,8 @@ class BenchResult:
             model that fits the processor's cache can exceed 1, speculation too.
         speculation: drafts of the timed runs; None where speculation is off. They follow a prompt
             without a meaning; real text may have other shares accepted.
+        speculation_factor: decode speed against runs without drafts, which took turns with these;
+            None where speculation is off.
     """
 
     device: str
@@ -126,6 +132,7 @@ class BenchResult:
     bandwidth: float
     roofline_share: float
     speculation: Speculated | None = None
+    speculation_factor: float | None = None
 
 
 def bench(model: Model, settings: BenchSettings) -> BenchResult:
@@ -164,18 +171,21 @@ def bench(model: Model, settings: BenchSettings) -> BenchResult:
         bandwidth=bandwidth,
         roofline_share=speed.tokens_per_s * step / bandwidth,
         speculation=speed.speculation,
+        speculation_factor=speed.speculation_factor,
     )
 
 
 def measure_speed(model: Model, settings: BenchSettings) -> Speed:
     """Times of the runs after one to warm up; errors as in `bench`."""
     check_fits(model, settings)
-    cold, *timed = [timed_run(model, settings) for _ in range(settings.runs + 1)]
+    runs, factor = in_turn(model, settings.runs, lambda: timed_run(model, settings))
+    cold, *timed = runs
     return Speed(
         cold_first_token_s=cold.first_token_s,
         first_token_s=statistics.median(run.first_token_s for run in timed),
         tokens_per_s=statistics.median(run.tokens_per_s for run in timed),
         speculation=summed(run.speculation for run in timed),
+        speculation_factor=factor,
     )
 
 
@@ -216,7 +226,7 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
 
     Experts count as often as they are hit on average, all of them equally likely.
     """
-    opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
+    opened, dtype, config = _trunk(model), model.dtype, model.opened.config
     unread = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
         unread = config.vocab_size * config.hidden_size * dtype.itemsize
@@ -289,6 +299,49 @@ def summed(found: Iterable[Speculated | None]) -> Speculated | None:
     return total.speculated if counted else None
 
 
+def _trunk(model: Model) -> OpenedModel:
+    """The model without MTP head and drafter."""
+    return replace(without_head(model.opened), drafter=None)
+
+
+@contextmanager
+def plain_steps(engine: Engine, graphs: Graphs) -> Iterator[None]:
+    """Decode what is inside without drafts, as if the model had been loaded with `off`.
+
+    Args:
+        engine: without requests.
+        graphs: of such steps, which leave nothing for the MTP head.
+    """
+    runner = engine.runner
+    before = engine.drafting, runner.trail, runner.graphs
+    engine.drafting, runner.trail, runner.graphs = None, None, graphs
+    try:
+        yield
+    finally:
+        engine.drafting, runner.trail, runner.graphs = before
+
+
+def in_turn(
+    model: Model, runs: int, run: Callable[[], TimedRun]
+) -> tuple[list[TimedRun], float | None]:
+    """Runs, one more to warm up first, each behind one without drafts if the model speculates.
+
+    Returns:
+        The runs, and the median of their tokens per second against those without drafts; None
+        where speculation is off.
+    """
+    found, plain, graphs = [], [], Graphs(model.engine.runner.graphs)
+    for _ in range(1 + runs):
+        if model.engine.drafting is not None:
+            with plain_steps(model.engine, graphs):
+                plain.append(run().tokens_per_s)
+        found.append(run())
+    if not plain:
+        return found, None
+    rates = statistics.median(each.tokens_per_s for each in found[1:])
+    return found, rates / statistics.median(plain[1:])
+
+
 def tokens_before(batch: int, speculation: bool) -> int:
     """Most tokens that a sequence of a batch may get while the prompts of others run.
 
@@ -297,13 +350,6 @@ def tokens_before(batch: int, speculation: bool) -> int:
     if not speculation:
         return batch
     return sum(max(1, ROUND_TOKENS // running) for running in range(1, batch + 1))
-
-
-def _trunk(opened: OpenedModel) -> OpenedModel:
-    """The model without MTP head and drafter."""
-    config = opened.checkpoint.config
-    specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
-    return replace(opened, specs=specs, head=False, draft=None, drafter=None)
 
 
 def timed_run(model: Model, settings: BenchSettings) -> TimedRun:

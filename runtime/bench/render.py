@@ -48,6 +48,8 @@ def show_result(name: str, result: BenchResult) -> None:
             ("tokens a round", _rounds(result.speculation)),
             ("drafts accepted by position", _accepted(result.speculation)),
         ]
+    if result.speculation_factor is not None:
+        rows.append(("against off, in turn", f"x {result.speculation_factor:.2f}"))
     each = "token" if result.speculation is None else "plain step"
     rows += [
         (f"read per {each}", gigabytes(result.step_bytes)),
@@ -75,7 +77,7 @@ def show_sweep(name: str, sweep: Sweep) -> None:
     batched, cached = sweep.over == "batch", sweep.over == "context"
     columns += ["against the first"] if batched else ["first token"]
     columns += ["KV read at"] if cached else []
-    columns += ["tokens/round"] if drafts else []
+    columns += ["tokens/round", "against off"] if drafts else []
     table = plain_table(title, columns[:1], columns[1:])
     for each in sweep.points:
         first = 0.0 if each.first_token_s is None else each.first_token_s
@@ -83,7 +85,8 @@ def show_sweep(name: str, sweep: Sweep) -> None:
         row += [gigabytes(each.step_bytes), _percent(each.roofline_share)]
         row += [f"x {each.relative:.2f}" if batched else f"{first * 1e3:.1f} ms"]
         row += [_rate(each.kv_bytes_per_s)] if cached else []
-        row += [_rounds(each.speculation)] if each.speculation is not None else []
+        if each.speculation is not None and each.speculation_factor is not None:
+            row += [_rounds(each.speculation), f"x {each.speculation_factor:.2f}"]
         table.add_row(*row)
     console = results()
     console.print(table)

@@ -4,6 +4,7 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from lowbit.runtime.bench.bench import (
     check_fits,
     check_sequences,
     device_name,
+    in_turn,
     measure_speed,
     read_bandwidth,
     step_bytes,
@@ -54,6 +56,8 @@ class Point:
         roofline_share: of the tokens per second that the read bandwidth would allow, a step for
             each.
         speculation: drafts of the timed runs; None where speculation is off.
+        speculation_factor: tokens per second against runs without drafts, which took turns with
+            these; None where speculation is off.
     """
 
     at: int
@@ -66,6 +70,7 @@ class Point:
     kv_bytes_per_s: float | None
     roofline_share: float
     speculation: Speculated | None = None
+    speculation_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +158,12 @@ def over_batches(model: Model, batches: Sequence[int], settings: BenchSettings) 
     check_fits(model, settings)
     timed = []
     for batch in sorted(set(batches)):
-        _, *runs = [batched_run(model, batch, settings) for _ in range(settings.runs + 1)]
+        run = partial(batched_run, model, batch, settings)
+        (_, *runs), factor = in_turn(model, settings.runs, run)
         rate = statistics.median(run.tokens_per_s for run in runs)
         drafts = summed(run.speculation for run in runs)
         step = step_bytes(model, settings.middle, batch)
-        timed.append(_Timed(batch, batch, rate, None, step, drafts))
+        timed.append(_Timed(batch, batch, rate, None, step, drafts, factor))
     return _sweep("batch", model.device, timed, settings)
 
 
@@ -180,6 +186,7 @@ class _Timed:
     first_token_s: float | None
     step: StepBytes
     speculation: Speculated | None
+    factor: float | None
 
     @property
     def step_s(self) -> float:
@@ -190,7 +197,15 @@ def _timed(at: int, model: Model, settings: BenchSettings) -> _Timed:
     """Measure a point of one sequence."""
     speed = measure_speed(model, settings)
     step = step_bytes(model, settings.middle)
-    return _Timed(at, 1, speed.tokens_per_s, speed.first_token_s, step, speed.speculation)
+    return _Timed(
+        at,
+        1,
+        speed.tokens_per_s,
+        speed.first_token_s,
+        step,
+        speed.speculation,
+        speed.speculation_factor,
+    )
 
 
 def _sweep(over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSettings) -> Sweep:
@@ -212,6 +227,7 @@ def _sweep(over: Axis, device: str, timed: Sequence[_Timed], settings: BenchSett
                 kv_bytes_per_s=kv_rate if over == "context" else None,
                 roofline_share=each.step.total / each.step_s / bandwidth,
                 speculation=each.speculation,
+                speculation_factor=each.factor,
             )
         )
     new, sampled = settings.new_tokens, settings.sampled

@@ -163,8 +163,11 @@ def bench(
     """Measure load time, time to the first token, decode speed, memory and share of the roofline.
 
     --contexts, --group-sizes and --batches each measure a series instead, which --plot draws.
-    Prompts are arbitrary tokens: with --speculate, real text has more or fewer drafts accepted.
+    Without --speculate no token is drafted. With it, runs take turns with runs without, and the
+    factor between the two is shown. Prompts are arbitrary tokens, so real text has more or fewer
+    drafts accepted.
     """
+    options = replace(options, speculate=options.speculate or "off")
     settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
     points = zip(SWEEPS, (contexts, group_sizes, batches), strict=True)
     asked = [sweep for sweep, values in points if values is not None]

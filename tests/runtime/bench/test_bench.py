@@ -50,6 +50,7 @@ def test_reports_every_figure(run: Run) -> None:
     assert measured.pop("sampled") is False
     assert measured.pop("extra_bytes") is None
     assert measured.pop("speculation") is None
+    assert measured.pop("speculation_factor") is None
     assert measured.pop("prompt") == "arbitrary tokens"
     assert (measured["prompt_tokens"], measured["new_tokens"]) == (9, 5)
     assert all(measured[key] > 0 for key in measured if key != "device")

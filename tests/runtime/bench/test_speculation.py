@@ -17,6 +17,7 @@ from lowbit.runtime.bench.bench import GREEDY, arbitrary_prompt, step_bytes, sum
 from lowbit.runtime.bench.settings import BenchSettings
 from lowbit.runtime.cli.main import main
 from lowbit.runtime.engine.engine import Engine
+from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.stats import Speculated
 from tests.runtime.engine.speculate.guesses import Guesser, drafting_by
 
@@ -45,17 +46,26 @@ def test_json_has_the_drafts_of_the_timed_runs() -> None:
     check_counts(measured["speculation"], 2 * 11)
     assert measured["prompt"] == "arbitrary tokens"
     plain = json.loads(run("--json", *SHORT).stdout)
+    assert measured["speculation_factor"] > 0
     assert plain["speculation"] is None
+    assert plain["speculation_factor"] is None
     assert plain["step_bytes"] == measured["step_bytes"]  # a plain step does not run the head
     assert plain["weight_bytes"] < measured["weight_bytes"]
 
 
 def test_the_table_says_what_it_measured() -> None:
     table = run(*SHORT, *MTP).stdout
-    for words in ("tokens a round", "accepted by position", "arbitrary tokens", "per plain step"):
+    for words in (
+        "tokens a round",
+        "accepted by position",
+        "arbitrary tokens",
+        "per plain step",
+        "against off, in turn",
+    ):
         assert words in table
     plain = run(*SHORT).stdout
     assert "round " not in plain
+    assert "against off" not in plain
     assert "arbitrary tokens" not in plain
 
 
@@ -68,10 +78,12 @@ def test_every_point_has_its_drafts(sweep: tuple[str, str]) -> None:
         sequences = each["at"] if sweep[0] == "--batches" else 1
         most = 11 + tokens_before(sequences, True)
         check_counts(each["speculation"], 2 * sequences * most)
+        assert each["speculation_factor"] > 0
         assert each["us_per_step"] == pytest.approx(sequences * 1e6 / each["tokens_per_s"])
     table = run(*options).stdout
     assert "tokens/round" in table
     assert "us/token" in table
+    assert "against off" in table
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -99,6 +111,40 @@ def test_a_batch_is_counted_by_its_tokens(monkeypatch: pytest.MonkeyPatch, batch
     assert speed.tokens_per_s == 3 * batch
     assert speed.speculation is not None
     assert speed.speculation.tokens_a_round == 3.0
+
+
+def test_the_factor_is_against_runs_without_drafts_in_turn() -> None:
+    model = load(HYBRID, device="cpu", context=64, speculate="mtp", draft_tokens=2)
+    engine, runner = model.engine, model.engine.runner
+    before = engine.drafting, runner.trail, runner.graphs
+    seen, rates = [], iter((9, 9, 100, 150, 90, 160, 110, 200))
+
+    def run() -> bench_module.TimedRun:
+        seen.append((engine.drafting, runner.trail, runner.graphs))
+        return bench_module.TimedRun(0.0, 1.0, next(rates))
+
+    found, factor = bench_module.in_turn(model, 3, run)
+    assert seen[1::2] == [before] * 4
+    assert [each[:2] for each in seen[::2]] == [(None, None)] * 4
+    [graphs] = {id(each[2]) for each in seen[::2]}  # recorded once
+    assert graphs != id(runner.graphs)
+    assert [each.tokens for each in found] == [9, 150, 160, 200]
+    assert factor == 160 / 100  # medians without the first ones
+    assert (engine.drafting, runner.trail, runner.graphs) == before
+    engine.drafting = None
+    rates = iter((5, 7))
+    assert bench_module.in_turn(model, 1, run)[1] is None
+
+
+def test_drafts_are_back_after_a_run_that_fails() -> None:
+    model = load(HYBRID, device="cpu", context=64, speculate="mtp", draft_tokens=2)
+    engine, runner = model.engine, model.engine.runner
+    graphs = runner.graphs
+    with pytest.raises(RequestError), bench_module.plain_steps(engine, Graphs()):
+        raise RequestError("no room")
+    assert engine.drafting is not None
+    assert runner.trail is not None
+    assert runner.graphs is graphs
 
 
 class Given:
