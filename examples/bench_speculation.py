@@ -9,7 +9,9 @@ Without any: 8B and 3.5-4B on a GPU, else the bundled models. One sequence, gree
               output of plain decoding, so that acceptance is forced
   head        the same with the drafts of the model's MTP head thrown away behind their making, and
               with those drafts themselves (`own`); a large random model has a draft head
-  auto        the head's drafts as `--speculate auto` tries them, all wrong
+  auto        the head's drafts as `--speculate auto` tries them, in turn with plain decoding: all
+              wrong in answers that follow each other, all wrong in the first answer of an engine,
+              and all right
   copied      n-gram drafts of 60 lines that the output repeats: real searches, forced acceptance
   repeat      of a folder: a prompt that asks for 60 lines to be repeated, nothing forced
 `cost` is the time of a round against a plain step's. Output that is not that of plain decoding is
@@ -35,12 +37,13 @@ from speculation_table import Row, show
 from lowbit.formats.architectures import read_config
 from lowbit.formats.shell.failure import reported
 from lowbit.formats.shell.output import print_json
-from lowbit.runtime.bench.bench import GREEDY, device_name, settle
+from lowbit.runtime.bench.bench import GREEDY, device_name, plain_steps, settle
 from lowbit.runtime.engine.engine import Engine
-from lowbit.runtime.engine.graphs import width_for
+from lowbit.runtime.engine.graphs import Graphs, width_for
 from lowbit.runtime.engine.load import choose_device, load
 from lowbit.runtime.engine.load_options import MOST_DRAFTS, RECURRENT_DRAFTS
 from lowbit.runtime.engine.model import Model
+from lowbit.runtime.engine.speculate.budget import Budget
 from lowbit.runtime.engine.speculate.drafting import Drafting
 from lowbit.runtime.engine.speculate.mtp import MtpRounds, new_mtp_rounds
 from lowbit.runtime.engine.speculate.proposals import (
@@ -60,6 +63,7 @@ DRAFTS = (1, 3, 7, 15)
 HEAD_DRAFTS = (1, 2, 3, 4)
 PROMPT, TOKENS = 64, 160  # with the drafts behind them within the first reach of attention
 LINES, LINE = 60, 10  # lines, and tokens of each where they have no meaning
+FIRST_ANSWER = 256  # tokens
 CONTEXT = 2048
 DRAFT_ROWS, LARGE_VOCABULARY = 32_768, 100_000  # a draft head as lowbit-convert makes it
 
@@ -113,9 +117,11 @@ class Bench:
     tokens: int
     model: Model | None = field(default=None, repr=False)
     verifier: Verifier = field(init=False, repr=False)
+    plain_graphs: Graphs = field(init=False, repr=False)  # of steps as with speculation off
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verifier", Verifier(self.engine.runner))
+        object.__setattr__(self, "plain_graphs", Graphs(self.engine.runner.graphs))
 
     @property
     def width(self) -> Callable[[int], int] | None:
@@ -145,6 +151,9 @@ class Bench:
     def run(self, drafting: Drafting | None, prompt: Sequence[int], tokens: int) -> Timed:
         """One run; its first step is not timed, and no round is cut short at its end."""
         engine = self.engine
+        if drafting is None and engine.runner.trail is not None:
+            with plain_steps(engine, self.plain_graphs):
+                return self.run(None, prompt, tokens)
         engine.drafting = drafting
         engine.forget()
         handle = engine.generate(prompt, GREEDY, tokens + 2 * (MOST_DRAFTS + 1))
@@ -232,16 +241,36 @@ def head_rows(bench: Bench, plain: Timed, truth: Sequence[int]) -> list[Row]:
     return rows
 
 
-def auto_row(bench: Bench) -> Row:
-    """Drafts of the head, all wrong, as `auto` tries them, in a run longer than its first tries."""
-    tokens, most = bench.tokens * 6, RECURRENT_DRAFTS
+def auto_rows(bench: Bench) -> list[Row]:
+    """Drafts of the head, all wrong or all right, as `auto` tries them."""
+    return [
+        auto_row(bench, "auto, all wrong", "none", bench.tokens * 6, kept=True),
+        auto_row(bench, "auto, all wrong, first answer", "none", FIRST_ANSWER, kept=False),
+        auto_row(bench, "auto, all right", "all", bench.tokens * 6, kept=True),
+    ]
+
+
+def auto_row(bench: Bench, name: str, accepted: str, tokens: int, kept: bool) -> Row:
+    """Runs as `auto`, in turn with plain ones; `kept` for one engine that learns from all runs."""
+    most = RECURRENT_DRAFTS
     truth = known_output(bench, bench.prompt, tokens)
-    plain = bench.median(lambda: None, bench.prompt, tokens)
-    head = bench.new_head(truth, "none")
+    head = bench.new_head(truth, accepted)
     verifier = head.verifier if head else bench.verifier
-    drafting = Drafting(verifier, most, None, head, new_costs(bench.device, True, bench.width))
-    auto = bench.median(lambda: drafting, bench.prompt, tokens)
-    row = row_of(bench, "auto", most, plain, truth, {"plain": plain, "auto": auto})
+
+    def new() -> Drafting:
+        costs = new_costs(bench.device, True, bench.width)
+        return Drafting(verifier, most, None, head, costs, budget=Budget())
+
+    drafting = new()
+    runs: dict[str, list[Timed]] = {"plain": [], "auto": []}
+    for _ in range(1 + bench.runs):
+        runs["plain"].append(bench.run(None, bench.prompt, tokens))
+        runs["auto"].append(bench.run(drafting if kept else new(), bench.prompt, tokens))
+    middle = {
+        name: sorted(some[1:], key=lambda run: run.rate)[bench.runs // 2]
+        for name, some in runs.items()
+    }
+    row = row_of(bench, name, most, middle["plain"], truth, middle)
     return replace(row, round_ms=None, cost=None)
 
 
@@ -283,7 +312,7 @@ def rows_of(bench: Bench) -> tuple[Timed, list[Row]]:
     truth = known_output(bench, bench.prompt, bench.tokens)
     rows = [*known_rows(bench, plain, truth), *head_rows(bench, plain, truth)]
     if bench.engine.decoder.mtp is not None:
-        rows.append(auto_row(bench))
+        rows += auto_rows(bench)
     rows.append(copied_row(bench))
     if bench.model is not None:
         rows.append(repeat_row(bench, bench.model))

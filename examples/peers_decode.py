@@ -80,7 +80,14 @@ def lowbit(folder: Path, device: str, recipe: Any) -> Decode:
     """Quantized while it is read."""
     from lowbit.runtime import SamplingParams, load
 
-    model = load(folder, device=device, context=PROMPT + NEW, max_sequences=1, quantize=recipe)
+    model = load(
+        folder,
+        device=device,
+        context=PROMPT + NEW,
+        max_sequences=1,
+        quantize=recipe,
+        speculate="off",
+    )
 
     def decode() -> list[float]:
         model.engine.forget()

@@ -116,7 +116,9 @@ def test_speculation_is_measured_on_a_cpu() -> None:
     assert [(row["drafter"], row["k"]) for row in rows] == [
         *(("known", k) for k in (1, 3, 7, 15)),
         *(("head", k) for k in (1, 2, 3, 4)),
-        ("auto", 7),
+        ("auto, all wrong", 7),
+        ("auto, all wrong, first answer", 7),
+        ("auto, all right", 7),
         ("copied", 15),
     ]
     for row in rows[:8]:
