@@ -127,10 +127,11 @@ class Drafting:
         """
         if self._quiet > 0:
             self._quiet -= 1
-            return "plain"
+            if not self._copying(sequences):
+                return "plain"
         choice = self._choose(sequences, sent)
-        if choice == "plain" and self.resting and not self._copying(sequences):
-            self._quiet = QUIET
+        free = not any(each.limited for each in sequences)
+        self._quiet = QUIET if choice == "plain" and self.resting and free else 0
         self._left = self._left or choice != "plain"
         if isinstance(choice, MtpRound):
             self._estimate = self.costs.drafting(len(sequences))(choice.drafts)
@@ -281,10 +282,14 @@ class Drafting:
         return affordable(self.budget, self._most(sequences), cost, self._change)
 
     def _copying(self, sequences: Numbers[Sequence]) -> bool:
-        """True if a sequence may get drafts from its constraint or from n-grams now."""
-        if any(each.limited for each in sequences):
+        """True if a sequence has n-gram drafts now; else the step passes without them."""
+        if self.new_drafter is None or self._most_copies(sequences) == 0:
+            return False
+        copies = self._proposals(sequences, 1.0)
+        if any(ids for ids, _ in copies):
             return True
-        return self.new_drafter is not None and self._most_copies(sequences) > 0
+        _skip_copies(sequences, copies)
+        return False
 
     def _parts(
         self, sequences: list[Sequence], copies: Numbers[Proposal], blocked: int

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence as Numbers
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from lowbit.runtime.engine.sequence import Sequence
 from lowbit.runtime.engine.speculate.budget import BURST, SHARE, Budget
 from lowbit.runtime.engine.speculate.drafting import QUIET, Drafting, new_drafting
 from lowbit.runtime.engine.speculate.mtp import TRIAL_BEHIND, MtpCache, MtpRounds, new_mtp_rounds
-from lowbit.runtime.engine.speculate.proposals import Plan
+from lowbit.runtime.engine.speculate.proposals import Cost, Plan
 from lowbit.runtime.engine.speculate.verify import Verifier
-from tests.runtime.engine.speculate.guesses import KnownRounds
+from tests.runtime.engine.speculate.guesses import Guesser, KnownRounds
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 GREEDY = lowbit.SamplingParams()
@@ -185,6 +186,39 @@ def test_nothing_is_planned_in_quiet_steps(
     monkeypatch.setattr(Drafting, "_plan", noted)
     model.engine.generate(PROMPT, GREEDY, 100).result()
     assert len(planned) <= 99 // (1 + QUIET) + 2
+
+
+def test_copies_are_found_in_quiet_steps(
+    model: lowbit.Model, clock: list[float], truth: list[int]
+) -> None:
+    """Each token of an answer is followed by copies as soon as there are some."""
+    for place in range(20, 32):
+        drafting = auto(model, truth, right=False)
+        timed(model, clock, truth)
+        drafting.budget = Budget(pause=1000)  # enough for copies, and no trial of the head
+        late = Late(truth, lambda most: (min(2, most),) * 2, place=place)
+        drafting.new_drafter = lambda ids, late=late: late
+        model.engine.forget()
+        handle = model.engine.generate(PROMPT, GREEDY, 40)
+        begun = [next(handle)]
+        drafting.budget = Budget(pause=1000)
+        begun += handle
+        assert begun == truth[:40]
+        assert late.found[0] == place
+
+
+@dataclass
+class Late(Guesser):
+    """Proposes drafts from a place of the output on."""
+
+    place: int = 0
+    found: list[int] = field(default_factory=list)
+
+    def propose(self, most: int, cost: Cost, least_gain: float) -> list[int]:
+        if self.at < self.place:
+            return []
+        self.found.append(self.at)
+        return Guesser.propose(self, most, cost, least_gain)
 
 
 def test_another_request_is_planned_at_once(
