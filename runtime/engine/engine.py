@@ -160,7 +160,10 @@ class Engine:
             worked = bool(self._sent) or budget < CHUNK
             self._commit()
             return worked
-        started, recorded, read = time.perf_counter(), self._recorded, _tokens_read(decoding)
+        recorded, read = self._recorded, 0
+        if self.drafting is not None:
+            read = _tokens_read(decoding)
+        started = time.perf_counter()
         with nullcontext() if self.threads is None else self.threads.limit():
             plain = self._decode(decoding)
             self._commit(1 + begun if on_gpu else 0)
@@ -175,9 +178,10 @@ class Engine:
 
     @property
     def _recorded(self) -> int:
-        """CUDA graphs that are there: a step that records one takes long."""
-        rounds = 0 if self.drafting is None else len(self.drafting.verifier.graphs)
-        return len(self.runner.graphs) + rounds
+        """CUDA graphs that are there, where drafts are: a step that records one takes long."""
+        if self.drafting is None:
+            return 0
+        return len(self.runner.graphs) + len(self.drafting.verifier.graphs)
 
     def logits(self, ids: Ids[int], start: int = 0) -> Tensor:
         """Logits after every token from `start` on: [T - start, V] float32, on the device.
