@@ -30,6 +30,7 @@ PRINTED: dict[str, Any] = {
     "roofline_share": 0.8,
     "quantized_at_load": None,
     "speculation": None,
+    "speculation_factor": None,
 }
 
 
