@@ -80,14 +80,7 @@ def lowbit(folder: Path, device: str, recipe: Any) -> Decode:
     """Quantized while it is read."""
     from lowbit.runtime import SamplingParams, load
 
-    model = load(
-        folder,
-        device=device,
-        context=PROMPT + NEW,
-        max_sequences=1,
-        quantize=recipe,
-        speculate="off",
-    )
+    model = load(folder, device=device, context=PROMPT + NEW, max_sequences=1, quantize=recipe)
 
     def decode() -> list[float]:
         model.engine.forget()

@@ -277,12 +277,8 @@ def main(name: str | None, recipe: str | None, tokens: tuple[int, ...]) -> None:
     most = max(tokens)
     if Path(name).is_dir():
         engine = lowbit.load(
-            name,
-            device="cuda",
-            quantize=recipe,  # type: ignore[arg-type]
-            max_sequences=most,
-            speculate="off",
-        ).engine
+            name, device="cuda", quantize=recipe, max_sequences=most  # type: ignore[arg-type]
+        ).engine  # fmt: skip
     else:
         engine = random_engine(name, 8 if recipe == "int8" else 4, 512, most)
     for _ in engine.generate(list(range(64)), lowbit.SamplingParams(), 4):

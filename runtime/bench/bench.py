@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lowbit.formats.architectures import part_of
 from lowbit.formats.errors import RequestError
 from lowbit.formats.machine.free_memory import free_bytes
 from lowbit.runtime.bench.settings import BenchSettings
@@ -17,7 +18,7 @@ from lowbit.runtime.engine.graphs import Graphs
 from lowbit.runtime.engine.model import Model
 from lowbit.runtime.engine.stats import Speculated, Tally
 from lowbit.runtime.engine.stream import Handle
-from lowbit.runtime.models.loader import OpenedModel, without_head
+from lowbit.runtime.models.loader import OpenedModel
 from lowbit.runtime.state.sampler import SamplingParams
 from lowbit.runtime.thresholds import ROUND_TOKENS
 
@@ -226,7 +227,7 @@ def step_bytes(model: Model, tokens: int, batch: int = 1) -> StepBytes:
 
     Experts count as often as they are hit on average, all of them equally likely.
     """
-    opened, dtype, config = _trunk(model), model.dtype, model.opened.config
+    opened, dtype, config = _trunk(model.opened), model.dtype, model.opened.config
     unread = 0  # an untied embedding is read one row at a time
     if not config.tie_word_embeddings:
         unread = config.vocab_size * config.hidden_size * dtype.itemsize
@@ -299,11 +300,6 @@ def summed(found: Iterable[Speculated | None]) -> Speculated | None:
     return total.speculated if counted else None
 
 
-def _trunk(model: Model) -> OpenedModel:
-    """The model without MTP head and drafter."""
-    return replace(without_head(model.opened), drafter=None)
-
-
 @contextmanager
 def plain_steps(engine: Engine, graphs: Graphs) -> Iterator[None]:
     """Decode what is inside without drafts, as if the model had been loaded with `off`.
@@ -350,6 +346,13 @@ def tokens_before(batch: int, speculation: bool) -> int:
     if not speculation:
         return batch
     return sum(max(1, ROUND_TOKENS // running) for running in range(1, batch + 1))
+
+
+def _trunk(opened: OpenedModel) -> OpenedModel:
+    """The model without MTP head and drafter."""
+    config = opened.checkpoint.config
+    specs = tuple(spec for spec in opened.specs if part_of(config, spec.name) == "decoder")
+    return replace(opened, specs=specs, head=False, draft=None, drafter=None)
 
 
 def timed_run(model: Model, settings: BenchSettings) -> TimedRun:

@@ -167,7 +167,6 @@ def bench(
     factor between the two is shown. Prompts are arbitrary tokens, so real text has more or fewer
     drafts accepted.
     """
-    options = replace(options, speculate=options.speculate or "off")
     settings = BenchSettings(prompt_tokens, new_tokens, runs, sampled)
     points = zip(SWEEPS, (contexts, group_sizes, batches), strict=True)
     asked = [sweep for sweep, values in points if values is not None]

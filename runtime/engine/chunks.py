@@ -132,7 +132,7 @@ def new_chunks(
 
 
 def key_of(first: int, tokens: int) -> tuple[int, bool]:
-    """What launches of a chunk depend on: its width, and whether it begins at LONG_TOKENS or later.
+    """A chunk's width, and whether it begins at LONG_TOKENS or later: all that launches depend on.
 
     Args:
         first: position of its first token.

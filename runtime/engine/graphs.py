@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ class Graphs:
             most: graphs that are kept.
         """
         self._most = most
-        self._sharing: list[Graphs] = [] if beside is None else beside._sharing
-        self._sharing.append(self)
+        self._sharing: WeakSet[Graphs] = WeakSet() if beside is None else beside._sharing
+        self._sharing.add(self)
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:

@@ -202,7 +202,7 @@ def _on_graphs(part: Callable[..., None], recording: list[Graph]) -> Callable[..
 def _chunks_through_graphs(
     model: Model, recording: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same for chunks of prompts, which are padded."""
+    """Padded chunks of prompts through graphs too."""
     runner = model.engine.runner
     decoder: Any = PaddedDecoder(runner.decoder)
     graphs = Graphs(beside=runner.graphs, most=MOST_CHUNKS)

@@ -100,7 +100,7 @@ def recorded(model: lowbit.Model) -> list[Any]:
 def test_a_replayed_prompt_leaves_the_bytes_of_a_launched_one(
     long_model: lowbit.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every width, replayed for other tokens and another number of them than recorded."""
+    """Each width is replayed for other tokens, and another number of them, than recorded."""
     for width, before in zip(WIDTHS, (16, *WIDTHS), strict=False):
         for count in (width, before + 1):
             left_by(long_model, IDS[count : 2 * count])

@@ -144,7 +144,7 @@ PADDED = [
 def test_padding_changes_no_bit(
     randn: Randn, make_rope: MakeRope, device: str, heads: Heads, past: int, M: int, width: int
 ) -> None:
-    """Of neither result nor pages, whatever padding holds."""
+    """Padding changes neither result nor pages, whatever it holds."""
     if width > PROMPT_TOKENS and not hopper():
         pytest.skip("PyTorch attends to so many tokens, without padding")
     Hq, Hkv, D, R, gated, gain = heads

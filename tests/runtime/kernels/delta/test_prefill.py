@@ -88,7 +88,7 @@ def test_prefill_in_pieces(
 def test_padding_changes_no_bit(
     make_layer: MakeLayer, sizes: Sizes, M: int, width: int, target: int
 ) -> None:
-    """Of neither result nor slots, whatever padding holds and wherever it would be written."""
+    """Padding changes neither result nor slots, whatever it holds and wherever it would go."""
     layer = make_layer(sizes)
     padded, (qkvz, ba) = layer.copy(), layer.inputs(width)
     qkvz[M:], ba[M:] = float("nan"), float("nan")
