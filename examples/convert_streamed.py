@@ -5,17 +5,18 @@
 
 Every shard of the source is a sparse file with a true header, one for a layer. A shard gets its
 numbers just before the converter reaches it and loses them once it is read, so that the disk holds
-three layers and the result. The numbers' own time is subtracted from the wall time.
+three layers, an embedding that the head is read from too, and the result. The numbers' own time is
+subtracted from the wall time.
 """
 
 import json
+import math
 import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,28 @@ from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, INDEX_FILE
 from lowbit.formats.safetensors.shards import lay_out
 
 POOL = 1 << 23  # random numbers, 16 MB; every shard repeats them
-AHEAD = 256_000_000  # source bytes that are there before the converter reaches them
+AHEAD = 2_000_000_000  # source bytes filled before they are done: more than the blocks in flight
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of the source, and when it is read.
+
+    Attributes:
+        path: of the file.
+        header: its length in bytes.
+        size: of the whole file.
+        first: source bytes that the converter has read before it reads the first of this shard.
+        last: source bytes that it has read after the last of this shard.
+    """
+
+    path: Path
+    header: int
+    size: int
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -42,32 +62,29 @@ class Source:
     """A checkpoint whose shards have numbers only around the place that is being read.
 
     Attributes:
-        shards: path, length of the header and length of the file, in the order of reading.
+        shards: files in any order.
         pool: numbers to write.
         filled: shards that have or had numbers.
         emptied: shards that have lost them again.
         seconds: time that writing numbers took.
     """
 
-    shards: list[tuple[Path, int, int]]
+    shards: list[Shard]
     pool: Tensor
-    filled: int = 0
-    emptied: int = 0
+    filled: set[Path] = field(default_factory=set)
+    emptied: set[Path] = field(default_factory=set)
     seconds: float = 0.0
 
     def reach(self, done: int) -> None:
         """Fill and empty shards so that the bytes after the first `done` can be read."""
         begun = time.monotonic()
-        start = 0
-        for number, (path, header, size) in enumerate(self.shards):
-            end = start + size - header
-            if number >= self.filled and start <= done + AHEAD:
-                fill(path, header, size, self.pool)
-                self.filled = number + 1
-            if number >= self.emptied and end <= done:
-                resize(path, header, size)
-                self.emptied = number + 1
-            start = end
+        for shard in self.shards:
+            if shard.path not in self.filled and shard.first <= done + AHEAD:
+                fill(shard.path, shard.header, shard.size, self.pool)
+                self.filled.add(shard.path)
+            if shard.path not in self.emptied and shard.last <= done:
+                resize(shard.path, shard.header, shard.size)
+                self.emptied.add(shard.path)
         self.seconds += time.monotonic() - begun
 
 
@@ -90,12 +107,12 @@ def resize(path: Path, header: int, size: int) -> None:
 def make_source(config: Mapping[str, Any], folder: Path) -> Source:
     """Write headers, index and config.json of a checkpoint with a shard for every layer."""
     shards, index = [], {}
-    for number, entries in enumerate(layers(config)):
+    for number, (entries, first, last) in enumerate(layers(config)):
         name = f"model-{number:05d}.safetensors"
         (shard,) = lay_out(entries, 1 << 62)
         (folder / name).write_bytes(shard.header)
         resize(folder / name, len(shard.header), shard.size)
-        shards.append((folder / name, len(shard.header), shard.size))
+        shards.append(Shard(folder / name, len(shard.header), shard.size, first, last))
         index |= dict.fromkeys((entry[0] for entry in entries), name)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
@@ -104,15 +121,30 @@ def make_source(config: Mapping[str, Any], folder: Path) -> Source:
     return Source(shards, pool)
 
 
-def layers(config: Mapping[str, Any]) -> Iterator[list[Entry]]:
-    """Tensors of every shard, in the order in which the converter reads them."""
-    specs = [spec for spec in tensor_table(config) if not (spec.role == "head" and is_tied(config))]
-    for _, group in groupby(specs, lambda spec: split_layer(spec.name)[:2]):
-        entries: dict[str, Entry] = {}
-        for spec in group:
-            name, shape = fused(config, spec.name, spec.shape)
-            entries[name] = (name, torch.bfloat16, shape)
-        yield list(entries.values())
+def layers(config: Mapping[str, Any]) -> Iterator[tuple[list[Entry], int, int]]:
+    """Tensors of every shard, and the source bytes read before its first and after its last.
+
+    The converter reads tensors in the order of the table; a tied head is read from the embedding,
+    which stands in the first shard.
+    """
+    shards: list[tuple[dict[str, Entry], int]] = []
+    ends: list[int] = []
+    done, previous = 0, None
+    for spec in tensor_table(config):
+        start, done = done, done + math.prod(spec.shape) * torch.bfloat16.itemsize
+        if spec.role == "head" and is_tied(config):
+            ends[0] = done
+            continue
+        layer = split_layer(spec.name)[:2]
+        if layer != previous:
+            shards.append(({}, start))
+            ends.append(done)
+            previous = layer
+        name, shape = fused(config, spec.name, spec.shape)
+        shards[-1][0][name] = (name, torch.bfloat16, shape)
+        ends[-1] = done
+    for (entries, first), last in zip(shards, ends, strict=True):
+        yield list(entries.values()), first, last
 
 
 def fused(
@@ -167,7 +199,7 @@ def main(size: str, out: Path, count: int | None, recipe: str, device: str, keep
         seconds = time.monotonic() - begun - (source.seconds - unread)
     tensors = len(done.manifest.tensors)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    read_bytes = sum(end - start for _, start, end in source.shards)
+    read_bytes = sum(shard.size - shard.header for shard in source.shards)
     written = sum(file.size_bytes for file in done.manifest.files)
     click.echo(
         f"{read_bytes / 1e9:.1f} GB to {written / 1e9:.1f} GB, {tensors:,} tensors, in "

@@ -5,11 +5,15 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from torch import Tensor
+
+from lowbit.formats.safetensors import checkpoint
 
 pytestmark = pytest.mark.scripts
 
@@ -67,11 +71,31 @@ def test_shards_are_filled_before_they_are_read(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     main = runpy.run_path(str(EXAMPLES / "convert_streamed.py"))["main"]
-    main.callback.__globals__["AHEAD"] = 1_000_000  # less than a shard
+    main.callback.__globals__["AHEAD"] = 4_000_000  # less than the source, more than is in flight
+    empty: set[str] = set()
+
+    def resize(path: Path, header: int, size: int) -> None:
+        resize_truly(path, header, size)
+        empty.add(path.name)
+
+    def fill(path: Path, *place: Any) -> None:
+        fill_truly(path, *place)
+        empty.discard(path.name)
+
+    def read_at(path: Path, offset: int, out: Tensor) -> None:
+        unread.extend([path.name] if path.name in empty else [])
+        read_truly(path, offset, out)
+
+    unread: list[str] = []
+    resize_truly, fill_truly = (main.callback.__globals__[name] for name in ("resize", "fill"))
+    read_truly = checkpoint.read_at
+    main.callback.__globals__.update(resize=resize, fill=fill)
+    monkeypatch.setattr(checkpoint, "read_at", read_at)
     config = EXAMPLES / "models" / "tiny-qwen3.5-moe" / "config.json"
     out = tmp_path / "out"
     done = CliRunner().invoke(main, [str(config), str(out), "--layers", "2", "--keep"])
     assert done.exit_code == 0, done.output
+    assert unread == []
     assert "GB at the peak" in done.output
     tensors = load_file(out / "model.safetensors")
     scales = [tensor for name, tensor in tensors.items() if name.endswith("weight_scale")]
