@@ -32,8 +32,6 @@ SYSTEM, FIRST, SECOND = message(90), message(70), message(130)
 LONG = message(1100)  # longer than a chunk
 CASES = [
     ("tiny-qwen3", torch.float32),
-    ("tiny-qwen3", torch.bfloat16),
-    ("tiny-qwen3.5", torch.float32),
     ("tiny-qwen3.5", torch.bfloat16),
     ("tiny-qwen3.5-moe", torch.bfloat16),
 ]
