@@ -87,8 +87,9 @@ machine_options = with_options(
         "--kv-cache",
         type=click.Choice(KV_CACHES),
         show_default=DEFAULT_KV_CACHE,
-        help="Keys and values in the cache: BF16, INT8 in half the memory, rounded, or BF16 while "
-        "it fits, else INT8 (auto). On a GPU BF16 alone so far.",
+        help="Type of the keys and values in the cache: bf16, int8, which takes half the memory "
+        "and rounds them, or auto, which is bf16 while that fits, else int8. On a GPU bf16 alone "
+        "so far.",
     ),
     device_choice(named_device),
     click.option(

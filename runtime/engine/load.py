@@ -65,13 +65,7 @@ def load(
     options = replace(options or LoadOptions(), **keywords)
     device = choose_device(options.device)  # before anything is fetched
     dtype = options.dtype or torch.bfloat16
-    if dtype == torch.float32 and device != "cpu":
-        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
-    if options.kv_cache == "int8" and device not in INT8_DEVICES:
-        raise RequestError(
-            "an int8 cache runs on the CPU only, a GPU has no kernel for it yet",
-            hint="use --kv-cache bf16, or --device cpu",
-        )
+    _check_types(dtype, options, device)
     folder = locate(str(folder)).folder
     drafter = None if options.drafter is None else locate(str(options.drafter)).folder
     started = time.perf_counter()
@@ -123,6 +117,17 @@ def load(
         cache=cache,
         kv_cache=chosen,
     )
+
+
+def _check_types(dtype: torch.dtype, options: LoadOptions, device: str) -> None:
+    """Refuse types of activations and of the cache that a device does not compute with."""
+    if dtype == torch.float32 and device != "cpu":
+        raise RequestError("float32 runs on the CPU only", hint="use device='cpu'")
+    if options.kv_cache == "int8" and device not in INT8_DEVICES:
+        raise RequestError(
+            "an int8 cache runs on the CPU only, a GPU has no kernel for it yet",
+            hint="use --kv-cache bf16, or --device cpu",
+        )
 
 
 def _open(
