@@ -23,6 +23,7 @@ from lowbit.convert.export.gguf_file import DENSE, GgufTensor, Place, read_rows
 from lowbit.convert.export.gptq import FP16_MAX
 from lowbit.convert.export.outputs import row_parts, row_ranges
 from lowbit.convert.export.proof import Decoded
+from lowbit.convert.export.rope import check_yarn
 from lowbit.convert.export.source import BLOCK_WEIGHTS, Linear, PackedSource, check_scales
 from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
 from lowbit.formats.architectures.names import any_expert, expert_of, split_layer, without_model
@@ -50,6 +51,7 @@ def check(source: PackedSource) -> None:
                 f"blocks of {BLOCK}"
             )
     family(source).check(source.config, source)
+    check_yarn(source.config, "llama.cpp")
     check_one_dtype(source)
     check_scales(source, torch.float16, FP16_MAX)
 

@@ -3,6 +3,7 @@
 from lowbit.convert.export.gguf import blocks_in_all, family
 from lowbit.convert.export.gguf_file import U32, Value
 from lowbit.convert.export.gguf_tokenizer import tokenizer_metadata
+from lowbit.convert.export.rope import gguf_keys
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.config import Experts
 from lowbit.formats.architectures.decoder import text_part
@@ -46,6 +47,7 @@ def metadata(source: PackedSource, name: str) -> dict[str, Value]:
         f"{arch}.rope.freq_base": config.rope_theta,
         f"{arch}.rope.dimension_count": U32(config.rotary_dim),
     }
+    result |= gguf_keys(config.rope_scaling, arch)
     if config.experts is not None:
         result |= _expert_keys(config.experts, arch)
     result |= names.metadata(config, source, arch)

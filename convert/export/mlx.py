@@ -17,6 +17,7 @@ from lowbit.convert.export.architectures.architecture import Mlx
 from lowbit.convert.export.layout import Layout, Place
 from lowbit.convert.export.outputs import Output, copied, row_parts
 from lowbit.convert.export.proof import Decoded
+from lowbit.convert.export.rope import BETAS, check_yarn
 from lowbit.convert.export.source import Linear, PackedSource, check_scales, row_blocks
 from lowbit.convert.export.stacks import chained, check_one_dtype, stack_shape, stacked
 from lowbit.formats.architectures.names import expert_of
@@ -42,6 +43,7 @@ def check(source: PackedSource) -> None:
     check_scales(source, dtype, torch.finfo(dtype).max / 128)
     check_one_dtype(source)
     family(source).check(source.config)
+    check_yarn(source.config, "mlx-lm", BETAS)
 
 
 def family(source: PackedSource) -> Mlx[Any]:

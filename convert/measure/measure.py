@@ -26,11 +26,11 @@ from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
 from lowbit.convert.measure.record import Flip, LogitQuality, Position, TextKind
 from lowbit.convert.original.blocks import block_map
 from lowbit.convert.original.device import open_device
-from lowbit.convert.original.evaluation_text import WINDOW, EvalText, Text, tokenize
+from lowbit.convert.original.evaluation_text import EvalText, Text, tokenize
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures.decoder import text_part
+from lowbit.formats.architectures import read_config
 from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.draft_head import open_draft_head
 from lowbit.formats.errors import CheckpointError, QuantizationError
@@ -130,9 +130,7 @@ def _drafting(
 
 
 def _context(weights: Weights) -> int:
-    config = weights.checkpoint.config
-    context = text_part(config).get("max_position_embeddings", WINDOW)
-    return max(2, int(context))
+    return max(2, read_config(weights.checkpoint.config).max_position_embeddings)
 
 
 def _shape(windows: Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.architectures.decoder import text_part
+from lowbit.formats.architectures import read_config
 from lowbit.formats.errors import CheckpointError, RequestError
 from lowbit.formats.files.user_file import read_text_file
 from lowbit.formats.printable import printable
@@ -237,9 +237,8 @@ def _load_template(folder: Path) -> Render:
 
 def _context(folder: Path) -> int:
     """The longest sequence of the model."""
-    config = read_json(folder / CONFIG_FILE)
-    context = text_part(config).get("max_position_embeddings")
-    if type(context) is not int or context < 2:
+    context = read_config(read_json(folder / CONFIG_FILE)).max_position_embeddings
+    if context < 2:
         raise CheckpointError(
             f"`{folder / CONFIG_FILE}`: max_position_embeddings is {context}, expected at least 2"
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from lowbit.formats.architectures.rope import RopeScaling
+
 
 @dataclass(frozen=True, slots=True)
 class LinearLayers:
@@ -77,6 +79,8 @@ class Config:
 
     Attributes:
         intermediate_size: width of the MLP, or of an expert where there are experts.
+        max_position_embeddings: most positions, with YaRN those that it gives.
+        rope_scaling: None for plain rotations.
         eos_token_ids: tokens that end a text, unless generation_config.json names others.
     """
 
@@ -91,6 +95,7 @@ class Config:
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None = field(default=None, kw_only=True)
     eos_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lowbit.formats.architectures.rope import MAX_POSITIONS
+from lowbit.formats.architectures.rope import MAX_POSITIONS, POSITIONS
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_fields, read_ids, shown
 
@@ -28,7 +28,7 @@ SIZES = (  # INNER aside, which mixtures of experts do not have
     Field("hidden_size", least=1, most=2**20),
     Field("num_hidden_layers", least=1, most=MAX_LAYERS),
     Field("num_attention_heads", least=1, most=MAX_HEADS),
-    Field("max_position_embeddings", least=1, most=MAX_POSITIONS),
+    Field(POSITIONS, least=1, most=MAX_POSITIONS),
     Field("rms_norm_eps", "number", least=1e-12, most=0.1),
 )
 KV_HEADS = Field("num_key_value_heads", least=1, most=MAX_HEADS)

@@ -28,7 +28,7 @@ from lowbit.formats.architectures.rope import (
     LLAMA3,
     PLAIN,
     SHARE,
-    Llama3Rope,
+    YARN,
     RopeConfig,
     read_rope,
 )
@@ -54,12 +54,10 @@ class DenseConfig(Config):
     Attributes:
         qk_norm: every q and k head is normed before it is rotated.
         qkv_bias: q, k and v have a bias.
-        rope_scaling: None for plain rotations.
     """
 
     qk_norm: bool = True
     qkv_bias: bool = False
-    rope_scaling: Llama3Rope | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DenseConfig":
@@ -90,6 +88,7 @@ def read_values(config: Mapping[str, Any], kinds: Collection[str] = (FULL,)) -> 
     theta = LLAMA_THETA if model_type == "llama" else REQUIRED
     rope = _rope(config, values["max_position_embeddings"], theta)
     return values | {
+        "max_position_embeddings": rope.positions,
         "rope_theta": rope.theta,
         "qk_norm": model_type in QK_NORM,
         "qkv_bias": model_type in QKV_BIAS,
@@ -115,7 +114,7 @@ def _heads(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int
 
 
 def _rope(config: Mapping[str, Any], positions: int, theta: object) -> RopeConfig:
-    rope = read_rope(config, positions, (PLAIN, LLAMA3), theta)
+    rope = read_rope(config, positions, (PLAIN, LLAMA3, YARN), theta)
     if rope.share != 1.0:
         raise UnsupportedModelError(
             f"config.json: `{SHARE}: {shown(rope.share)}` is not implemented"

@@ -29,7 +29,7 @@ from lowbit.formats.architectures.decoder import (
 )
 from lowbit.formats.architectures.experts import mlp_layer
 from lowbit.formats.architectures.names import MTP_PREFIX
-from lowbit.formats.architectures.rope import SHARE, check_sections, read_rope
+from lowbit.formats.architectures.rope import SHARE, read_rope, read_sections
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.fields import Field, read_field, read_fields, shown
@@ -127,11 +127,13 @@ def read_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = read_fields(text, FIELDS)
     check_multiple(values, "num_attention_heads", "num_key_value_heads")
     check_multiple(values, "linear_num_value_heads", "linear_num_key_heads")
-    check_sections(text)
+    read_sections(text)
     rope = read_rope(text, values["max_position_embeddings"], share=DEFAULT_ROTARY_SHARE)
     _check_rotary(values["head_dim"], rope.share)
     return values | {
+        "max_position_embeddings": rope.positions,
         "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "rotary_share": rope.share,
         "layer_types": _layer_types(text, values["num_hidden_layers"]),
         "tie_word_embeddings": is_tied(config),

@@ -2,11 +2,12 @@
 
 `rope_scaling` (the older key) wins over `rope_parameters` beside it. `rope_theta`,
 `partial_rotary_factor` and `original_max_position_embeddings` may also stand at the top of the
-config.
+config. `frequencies.py` computes what they mean.
 """
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.formats.errors import UnsupportedModelError
@@ -15,14 +16,25 @@ from lowbit.formats.fields import MAX_SHOWN, REQUIRED, Field, read_field, read_f
 MAX_POSITIONS = 2**24  # positions are FP32 numbers, which are exact up to here
 THETA, SHARE, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
 MAX_THETA = 1e15  # published models go up to 1e11
-PLAIN = "default"
-LLAMA3 = "llama3"
+PLAIN, LLAMA3, YARN = "default", "llama3", "yarn"
+POSITIONS, SECTIONS, INTERLEAVED = "max_position_embeddings", "mrope_section", "mrope_interleaved"
 LLAMA3_FIELDS = (
     Field("factor", "number", least=1, most=1e6),
     Field("low_freq_factor", "number", least=0, most=1e6, exclusive=True),
     Field("high_freq_factor", "number", least=0, most=1e6, exclusive=True),
 )
-SECTIONS = "mrope_section"
+YARN_FIELDS = (
+    Field("factor", "number", least=1, most=1e6),
+    Field("beta_fast", "number", least=0, most=1e6, exclusive=True, default=32.0, nullable=True),
+    Field("beta_slow", "number", least=0, most=1e6, exclusive=True, default=1.0, nullable=True),
+    Field("truncate", "flag", default=True),
+)
+ATTENTION = "attention_factor"
+MSCALES = ("mscale", "mscale_all_dim")
+YARN_KEYS = (
+    *("rope_type", "type", THETA, SHARE, ORIGINAL, SECTIONS, INTERLEAVED, ATTENTION, *MSCALES),
+    *(field.key for field in YARN_FIELDS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,30 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnRope:
+    """Rope scaling of type `yarn`, static: the same at every length.
+
+    Attributes:
+        factor: divides the frequency of slow rotations.
+        original_max_position: positions of the model before it was extended.
+        beta_fast: rotations of more turns than that over the original positions stay.
+        beta_slow: rotations of fewer turns than that are slow.
+        truncate: the ramp between the two begins and ends at whole dimensions.
+        attention_factor: cosines and sines are multiplied by it, scores by its square.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+RopeScaling = Llama3Rope | YarnRope
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding of a model.
 
@@ -50,17 +86,20 @@ class RopeConfig:
         theta: base of the frequencies.
         share: part of a head's dimensions that is rotated, above 0 and at most 1.
         scaling: None for plain rotations.
+        positions: most positions of the model. Of YaRN they are the original ones times the factor,
+            since configs leave max_position_embeddings as it was before.
     """
 
     theta: float
     share: float
-    scaling: Llama3Rope | None
+    scaling: RopeScaling | None
+    positions: int
 
 
 def read_rope(
     config: Mapping[str, Any],
     positions: int,
-    kinds: Collection[str] = (PLAIN,),
+    kinds: Collection[str] = (PLAIN, YARN),
     theta: object = REQUIRED,
     share: float = 1.0,
 ) -> RopeConfig:
@@ -79,20 +118,31 @@ def read_rope(
     """
     key, rope = _parameters(config)
     kind = _kind(key, rope)
+    hidden = None
+    if key == "rope_scaling" and config.get("rope_parameters"):
+        hidden = "`rope_scaling` wins over the `rope_parameters` beside it, as in transformers"
     if kind not in kinds:
         raise UnsupportedModelError(
             f"config.json: rope scaling `{kind[:MAX_SHOWN]}` is not implemented",
-            hint="`rope_scaling` wins over the `rope_parameters` beside it, as in transformers"
-            if key == "rope_scaling" and config.get("rope_parameters")
-            else None,
+            hint=hidden or f"implemented: {', '.join(kinds)}",
         )
     merged = {name: config[name] for name in (THETA, SHARE) if name in config} | rope
+    if theta is REQUIRED and merged.get(THETA) is None:
+        raise UnsupportedModelError(f"config.json lacks `{THETA}`", hint=hidden)
+    base: float = read_field(merged, Field(THETA, "number", least=1, most=MAX_THETA, default=theta))
+    scaling: RopeScaling | None = None
+    if kind == LLAMA3:
+        scaling = _llama3(config, rope, positions)
+    elif kind == YARN:
+        scaling = _yarn(config, key, rope, base)
+        positions = _extended(scaling, positions)
     return RopeConfig(
-        theta=read_field(merged, Field(THETA, "number", least=1, most=MAX_THETA, default=theta)),
+        theta=base,
         share=read_field(
             merged, Field(SHARE, "number", least=0, most=1, exclusive=True, default=share)
         ),
-        scaling=_llama3(config, rope, positions) if kind == LLAMA3 else None,
+        scaling=scaling,
+        positions=positions,
     )
 
 
@@ -145,15 +195,108 @@ def _llama3(config: Mapping[str, Any], rope: Mapping[str, Any], positions: int) 
     return scaling
 
 
-def check_sections(config: Mapping[str, Any]) -> None:
-    """Refuse a malformed `mrope_section`; for text, whose positions are equal, it has no effect.
+def _yarn(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], theta: float) -> YarnRope:
+    """YaRN's values; unlike transformers, nothing is ignored and no length is guessed."""
+    unknown = [name for name in rope if name not in YARN_KEYS]
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json: `{key}.{unknown[0][:MAX_SHOWN]}` is not a known key of rope scaling "
+            f"`{YARN}`",
+            hint=f"known: {', '.join(YARN_KEYS)}",
+        )
+    values = read_fields(rope, YARN_FIELDS)
+    if values["beta_fast"] < values["beta_slow"]:
+        raise UnsupportedModelError(
+            f"config.json: `beta_fast` {values['beta_fast']:g} must be at least `beta_slow` "
+            f"{values['beta_slow']:g}"
+        )
+    if theta == 1:
+        raise UnsupportedModelError(
+            f"config.json: `{THETA}` must be above 1 for rope scaling `{YARN}`, got 1"
+        )
+    return YarnRope(
+        **values,
+        original_max_position=_original(config, key, rope),
+        attention_factor=_attention_factor(key, rope, values["factor"]),
+    )
+
+
+def _original(config: Mapping[str, Any], key: str, rope: Mapping[str, Any]) -> int:
+    """Positions before YaRN, from `key` or the top of the config."""
+    holder = config if ORIGINAL in config else rope  # transformers prefers the top
+    if holder.get(ORIGINAL) is None:
+        raise UnsupportedModelError(
+            f"config.json: `{key}` lacks `{ORIGINAL}`",
+            hint="positions that the model was trained for, 32768 for Qwen3",
+        )
+    original: int = read_field(holder, Field(ORIGINAL, least=1, most=MAX_POSITIONS))
+    inner = rope.get(ORIGINAL, original)
+    if inner != original:
+        raise UnsupportedModelError(
+            f"config.json: `{ORIGINAL}` is {original}, `{key}.{ORIGINAL}` is {shown(inner)}",
+            hint="remove the one that is wrong",
+        )
+    return original
+
+
+def _attention_factor(key: str, rope: Mapping[str, Any], factor: float) -> float:
+    """What cosines and sines are multiplied by: as given, by the two mscales, or YaRN's own."""
+    number = Field("", "number", least=0, most=1e6, exclusive=True, default=None, nullable=True)
+    given, mscale, all_dims = (
+        read_field(rope, replace(number, key=name)) for name in (ATTENTION, *MSCALES)
+    )
+    if (mscale is None) != (all_dims is None):
+        alone, other = MSCALES if all_dims is None else MSCALES[::-1]
+        raise UnsupportedModelError(
+            f"config.json: `{key}.{alone}` without `{other}`, which engines read differently",
+            hint=f"remove it, or state `{ATTENTION}`",
+        )
+    if given is not None and mscale is not None:
+        raise UnsupportedModelError(
+            f"config.json: `{key}.{ATTENTION}` beside `{MSCALES[0]}`, which it would be made of",
+            hint="remove the one that is wrong",
+        )
+    if given is not None:
+        return float(given)
+    if mscale is not None:
+        return yarn_attention(factor, mscale) / yarn_attention(factor, all_dims)
+    return yarn_attention(factor)
+
+
+def yarn_attention(factor: float, mscale: float = 1.0) -> float:
+    """The attention factor that YaRN recommends for a scaling factor."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _extended(scaling: YarnRope, positions: int) -> int:
+    """Positions of a model with YaRN; `positions` are those that its config states."""
+    extended = int(scaling.original_max_position * scaling.factor)
+    product = f"`{ORIGINAL}` {scaling.original_max_position} times `factor` {scaling.factor:g}"
+    if extended > MAX_POSITIONS:
+        raise UnsupportedModelError(
+            f"config.json: {product} is {extended}, expected at most {MAX_POSITIONS}"
+        )
+    if extended < positions:
+        raise UnsupportedModelError(
+            f"config.json: {product} is {extended}, below `{POSITIONS}` {positions}",
+            hint=f"`{ORIGINAL}` are the positions without YaRN",
+        )
+    return extended
+
+
+def read_sections(config: Mapping[str, Any]) -> list[int] | None:
+    """Read `mrope_section`; for text, whose positions are equal, it has no effect.
 
     Raises:
         UnsupportedModelError: not three counts.
     """
-    sections = _parameters(config)[1].get(SECTIONS, [0, 0, 0])
+    rope = _parameters(config)[1]
+    if SECTIONS not in rope:
+        return None
+    sections = rope[SECTIONS]
     counts = sections if isinstance(sections, list) else []
     if len(counts) != 3 or not all(type(n) is int and 0 <= n <= 2**16 for n in counts):
         raise UnsupportedModelError(
             f"config.json: `{SECTIONS}` must be a list of 3 counts, got {shown(sections)}"
         )
+    return counts

@@ -161,7 +161,9 @@ def build(
         layers=tuple(layers),
         norm=read_gain(weights, f"{prefix}norm.weight"),
         head=weights.dense(embedding) if tied else weights.linear("lm_head"),
-        rope=rope_tables(context, config.rotary_dim, config.rope_theta, weights.device),
+        rope=rope_tables(
+            context, config.rotary_dim, config.rope_theta, weights.device, config.rope_scaling
+        ),
         ops=ops,
     )
 

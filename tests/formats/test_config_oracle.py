@@ -18,6 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from lowbit.formats.architectures import Config, is_tied, read_config
 from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.frequencies import attention_factor, rope_frequencies
 from lowbit.formats.architectures.qwen3_5 import Qwen35Config
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.runtime.state.rope import rope_tables
@@ -37,6 +38,8 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+YARN_VALUES: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1024}
+YARN: dict[str, Any] = {"rope_type": "yarn", **YARN_VALUES}
 Content = dict[str, Any]
 
 
@@ -61,7 +64,7 @@ def same_as_transformers(content: Content) -> Config:
     theirs = whole.get_text_config()
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
         assert getattr(ours, key) == getattr(theirs, key), key
-    for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+    for key in ("num_attention_heads", "num_key_value_heads"):
         assert getattr(ours, key) == getattr(theirs, key), key
     derived = theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or derived)
@@ -72,18 +75,27 @@ def same_as_transformers(content: Content) -> Config:
         listed = ends if isinstance(ends, list) else [ends]
         assert list(ours.eos_token_ids) == [end for end in listed if end is not None]
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * ours.num_hidden_layers
-    rotary = ROTARY[content["model_type"]](theirs)
-    assert rotary.attention_scaling == 1.0
+    rotary = ROTARY[content["model_type"]](theirs)  # completes the parameters
+    positions, rope = theirs.max_position_embeddings, theirs.rope_parameters
+    if rope["rope_type"] == "yarn":  # vLLM counts so
+        positions = int(rope["original_max_position_embeddings"] * rope["factor"])
+    assert ours.max_position_embeddings == positions
     if isinstance(ours, DenseConfig):
         assert set(kinds) == {"full_attention"}
-        tables = rope_tables(4, ours.head_dim, ours.rope_theta, "cpu", ours.rope_scaling)
     else:
         assert isinstance(ours, Qwen35Config)
         assert kinds == list(ours.layer_types)
-        tables = rope_tables(4, ours.rotary_dim, ours.rope_theta, "cpu")
-    angles = torch.arange(4.0)[:, None] * rotary.inv_freq
-    torch.testing.assert_close(tables.cos, angles.cos(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(tables.sin, angles.sin(), rtol=0, atol=1e-5)
+    scaling = ours.rope_scaling
+    frequencies = rope_frequencies(ours.rotary_dim, ours.rope_theta, scaling)
+    assert attention_factor(scaling) == rotary.attention_scaling
+    if rope["rope_type"] == "llama3":  # another order of the same sums
+        torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=1e-5, atol=0)
+    else:
+        assert torch.equal(frequencies, rotary.inv_freq)
+    tables = rope_tables(4, ours.rotary_dim, ours.rope_theta, "cpu", scaling)
+    angles, factor = torch.arange(4.0)[:, None] * rotary.inv_freq, rotary.attention_scaling
+    torch.testing.assert_close(tables.cos, angles.cos() * factor, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=0, atol=1e-5)
     return ours
 
 
@@ -145,6 +157,69 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], Content]] = {
         DENSE,
         {"rope_parameters": LLAMA3 | {"rope_theta": 1e5, "attention_factor": 1.5}},
     ),
+    "yarn": (tuple(ROTARY), {"rope_scaling": YARN, "rope_theta": 1e6}),
+    "yarn-parameters": (
+        tuple(ROTARY),
+        {"rope_parameters": YARN | {"rope_theta": 1e6}, "max_position_embeddings": 1280},
+    ),
+    "yarn-older-name": (
+        tuple(ROTARY),
+        {"rope_scaling": {**YARN_VALUES, "type": "yarn"}, "rope_theta": 5e4},
+    ),
+    "yarn-of-the-card": (
+        ("qwen3_5", "qwen3_5_text"),
+        {
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "rope_type": "yarn",
+                "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+                "factor": 4.0,
+                "original_max_position_embeddings": 262144,
+            },
+        },
+    ),
+    "yarn-original-at-the-top": (
+        tuple(ROTARY),
+        {
+            "rope_parameters": {"rope_type": "yarn", "factor": 2.5, "rope_theta": 1e6},
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "yarn-every-key": (
+        tuple(ROTARY),
+        {
+            "rope_parameters": YARN
+            | {"rope_theta": 1e4, "beta_fast": 16, "beta_slow": 2.5, "truncate": False}
+            | {"attention_factor": 1.25, "mscale": None, "mscale_all_dim": None},
+        },
+    ),
+    "yarn-nulls": (
+        tuple(ROTARY),
+        {
+            "rope_parameters": YARN
+            | {"rope_theta": 1e4, "beta_fast": None, "beta_slow": None, "attention_factor": None},
+        },
+    ),
+    "yarn-mscales": (
+        tuple(ROTARY),
+        {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "yarn-of-few-positions": (  # the ramp ends before it begins
+        tuple(ROTARY),
+        {
+            "rope_parameters": YARN
+            | {"rope_theta": 1e4, "factor": 2048, "original_max_position_embeddings": 2},
+        },
+    ),
+    "yarn-of-factor-one": (
+        tuple(ROTARY),
+        {
+            "rope_parameters": YARN
+            | {"rope_theta": 1e6, "factor": 1, "original_max_position_embeddings": 4096},
+        },
+    ),
     "no-kv-heads": (DENSE, {"num_key_value_heads": None}),
     "llama-2-theta": (("llama",), {"rope_parameters": None}),
     "older-layer-types": (DENSE, {"layer_types": ["attention"] * 6}),
@@ -172,20 +247,23 @@ def test_what_is_read_is_what_transformers_reads(model_type: str, case: str) -> 
     same_as_transformers(content)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 REFUSED: dict[str, tuple[Content, str]] = {
-    "yarn-beside-plain": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": THETA},
-        "rope scaling `yarn`",
+    "dynamic-beside-plain": (
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": THETA},
+        "rope scaling `dynamic`",
     ),
-    "plain-beside-yarn": ({"rope_scaling": {}, "rope_parameters": YARN}, "rope scaling `yarn`"),
+    "plain-beside-dynamic": (
+        {"rope_scaling": {}, "rope_parameters": DYNAMIC},
+        "rope scaling `dynamic`",
+    ),
     "types-disagree": (
         {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
         '`rope_type: "default"` and `type: "yarn"`',
     ),
     "mrope-alone": ({"rope_scaling": THETA | {"rope_type": "mrope"}}, "rope scaling `mrope`"),
     "by-layer": (
-        {"rope_parameters": THETA | {"full_attention": YARN}},
+        {"rope_parameters": THETA | {"full_attention": DYNAMIC}},
         "`rope_parameters.full_attention` is an object",
     ),
     "no-type": ({"rope_parameters": THETA | {"rope_type": None}}, "`rope_type` must be a string"),
@@ -222,7 +300,7 @@ def test_what_is_not_implemented_is_refused_by_name(model_type: str, case: str) 
         (lambda c: c.update(model_type="qwen3_5_text"), "`text_config` beside model_type"),
         (lambda c: c["text_config"].update(model_type="qwen3_5_moe_text"), "`text_config.model_ty"),
         (lambda c: c.update(tie_word_embeddings=False), "`tie_word_embeddings` is false, `text_"),
-        (lambda c: c.update(rope_scaling=YARN), "`rope_scaling` beside `text_config`"),
+        (lambda c: c.update(rope_scaling=DYNAMIC), "`rope_scaling` beside `text_config`"),
         (lambda c: c["text_config"].update(output_gate_type="sigmoid"), "`output_gate_type: "),
         (lambda c: c.pop("tie_word_embeddings"), "`tie_word_embeddings` is false, `text_config.t"),
         (lambda c: c["text_config"].update(tie_word_embeddings="no"), "must be true or false"),
@@ -250,13 +328,19 @@ SCALARS = st.sampled_from(
         *(float("nan"), float("inf"), float("-inf")),
     ]
 )
-ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *LLAMA3, "mrope_section")
+ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", *LLAMA3, "mrope_section"),
+    *("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+)
+MSCALES = {"mscale": 0.8, "mscale_all_dim": 1.5}
 KINDS = st.sampled_from(["default", "llama3", "yarn", "linear", "mrope"])
 ROPE = st.one_of(
     st.sampled_from([None, {}, [], "yarn", True]),
     st.builds(
         lambda base, kind, changes: {**base, **kind, **changes},
-        st.sampled_from([{}, THETA, LLAMA3, LLAMA3 | THETA | {"rope_type": "llama3"}]),
+        st.sampled_from(
+            [{}, THETA, LLAMA3, LLAMA3 | THETA | {"rope_type": "llama3"}, YARN, YARN | MSCALES]
+        ),
         st.one_of(st.just({}), st.just({}), st.builds(lambda kind: {"type": kind}, KINDS)),
         st.dictionaries(st.sampled_from(ROPE_KEYS), SCALARS, max_size=1),
     ),

@@ -209,7 +209,7 @@ def test_irregular_layer_types_are_used() -> None:
         ({"attn_output_gate": False}, "`attn_output_gate: false`"),
         ({"mtp_use_dedicated_embeddings": True}, "`mtp_use_dedicated_embeddings: true`"),
         ({"num_experts": 8}, "`num_experts: 8` is not implemented"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling `yarn`"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope scaling `llama3`"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.3, "rope_theta": 1e7}, "head_dim": 64},
             "`partial_rotary_factor` 0.3 of `head_dim` 64 rotates 19 dimensions",

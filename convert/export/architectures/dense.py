@@ -1,4 +1,4 @@
-"""Dense decoders in GGUF and MLX; MLX has them as the checkpoint does.
+"""Dense decoders in GGUF and MLX; MLX has their tensors as the checkpoint does.
 
 llama.cpp's `llama` rotates neighbours instead of halves, so rows of q and k are interleaved.
 """
@@ -9,8 +9,10 @@ from torch import Tensor
 from lowbit.convert.export.architectures.architecture import Exported, Gguf, Mlx
 from lowbit.convert.export.architectures.layer_names import ATTENTION, MLP
 from lowbit.convert.export.gguf_file import GgufTensor
+from lowbit.convert.export.rope import mlx_rope
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.dense import DenseConfig
+from lowbit.formats.architectures.rope import Llama3Rope
 from lowbit.formats.errors import FormatError
 
 
@@ -36,9 +38,9 @@ def _rows_of(config: DenseConfig, model_type: str, kind: str) -> Tensor | None:
 
 
 def _rope_factors(config: DenseConfig) -> list[GgufTensor]:
-    """Divisors of the rotation frequencies for a `llama3` rope scaling; empty for plain ropes."""
+    """Divisors of the rotation frequencies for a `llama3` rope scaling; empty for other ropes."""
     scaling = config.rope_scaling
-    if scaling is None:
+    if not isinstance(scaling, Llama3Rope):
         return []
     D, theta = config.head_dim, config.rope_theta
     lengths = 2 * torch.pi * theta ** (torch.arange(0, D, 2, dtype=torch.float64) / D)
@@ -56,5 +58,5 @@ EXPORTED = Exported(
         rows_of=_rows_of,
         more_tensors=_rope_factors,
     ),
-    mlx=Mlx(),
+    mlx=Mlx(config=lambda config, source, content: mlx_rope(config, content)),
 )

@@ -16,10 +16,12 @@ from lowbit.convert.export.architectures.architecture import Change, Exported, G
 from lowbit.convert.export.architectures.layer_names import ATTENTION, MLP
 from lowbit.convert.export.gguf_blocks import BLOCK
 from lowbit.convert.export.gguf_file import U32, I32s, Value
+from lowbit.convert.export.rope import mlx_scaling
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures import is_tied
 from lowbit.formats.architectures.decoder import FULL, LINEAR, TEXT, text_part
 from lowbit.formats.architectures.qwen3_5 import NESTED_PREFIX, Qwen35Config
+from lowbit.formats.architectures.rope import read_sections
 from lowbit.formats.architectures.table import Role
 from lowbit.formats.errors import FormatError
 
@@ -107,8 +109,8 @@ def _vector(kind: str, role: Role, value: Tensor) -> Tensor:
 
 def _metadata(config: Qwen35Config, source: PackedSource, arch: str) -> dict[str, Value]:
     """Sizes of the gated DeltaNet, kinds of layer, rope sections."""
-    rope = text_part(source.checkpoint.config).get("rope_parameters") or {}
-    sections = [*rope.get("mrope_section", SECTIONS), 0, 0, 0, 0][:4]
+    found = read_sections(text_part(source.checkpoint.config))
+    sections = [*(found or SECTIONS), 0, 0, 0, 0][:4]
     result: dict[str, Value] = {
         f"{arch}.rope.dimension_sections": I32s(sections),
         f"{arch}.ssm.conv_kernel": U32(config.linear_conv_kernel_dim),
@@ -166,10 +168,11 @@ def _mlx_config(
     """State the values that mlx-lm would otherwise default differently."""
     content = {**content, "model_type": "qwen3_5"}  # mlx-lm does not know the text-only name
     text = {**text_part(content)}
-    rope = {**(text.get("rope_parameters") or {})}
+    rope = {**(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})}
     rope |= {
         "rope_theta": config.rope_theta,
         "partial_rotary_factor": config.rotary_dim / config.head_dim,
+        **mlx_scaling(config.rope_scaling),
     }
     text |= {
         "rope_parameters": {"rope_type": "default", **rope},

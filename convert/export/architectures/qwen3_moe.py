@@ -4,6 +4,7 @@ from typing import Any
 
 from lowbit.convert.export.architectures.architecture import Exported, Gguf, Mlx
 from lowbit.convert.export.architectures.layer_names import ATTENTION, EXPERTS
+from lowbit.convert.export.rope import mlx_rope
 from lowbit.convert.export.source import PackedSource
 from lowbit.formats.architectures.experts import COUNT
 from lowbit.formats.architectures.names import any_expert
@@ -29,8 +30,7 @@ def _mlx_config(
     }
     return {
         **defaults,
-        **content,
-        "rope_theta": config.rope_theta,
+        **mlx_rope(config, content),
         COUNT.key: config.experts.count,
         NORMED.key: True,
     }

@@ -122,8 +122,13 @@ def test_windows_end_where_the_context_of_the_model_does(model: Path) -> None:
     config["max_position_embeddings"] = 48
     (model / "config.json").write_text(json.dumps(config))
     assert read_calibration(STORIES, model, length=512, limit=3).samples.shape == (3, 48)
-    (model / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="max_position_embeddings is None"):
+    yarn = {"type": "yarn", "factor": 2, "original_max_position_embeddings": 40}
+    config["rope_scaling"] = yarn | {"rope_theta": 1e6}
+    (model / "config.json").write_text(json.dumps(config))
+    assert read_calibration(STORIES, model, length=512, limit=3).samples.shape == (3, 80)
+    config |= {"rope_scaling": None, "max_position_embeddings": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="max_position_embeddings is 1, expected"):
         read_calibration(STORIES, model, length=512, limit=3)
 
 

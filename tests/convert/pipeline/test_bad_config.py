@@ -27,10 +27,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "`rms_norm_eps` must be a number from 1e-12 to 0.1, got NaN",
     ),
     "theta": ({"rope_theta": -math.inf}, "`rope_theta` must be a number from 1 to 1e+15, got -Inf"),
-    "yarn": (
-        {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
-        "rope scaling `yarn` is not implemented",
+    "rope": (
+        {"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "default"}},
+        "rope scaling `linear` is not implemented",
     ),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 0}}, "`factor` must be a number from 1"),
     "layer-types": ({"layer_types": ["full_attention"] * 3}, "`layer_types` must be a list of 2"),
     "end": ({"eos_token_id": 384}, "`eos_token_id` must be a token id from 0 to 383"),
 }

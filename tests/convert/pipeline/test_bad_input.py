@@ -98,8 +98,9 @@ def test_unknown_architecture(refuse: Refuse, small: Path, model_type: object) -
 
 
 def test_rope_scaling(refuse: Refuse, small: Path) -> None:
-    set_config(small, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    refuse(small, "config.json: rope scaling `yarn` is not implemented", None)
+    set_config(small, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    implemented = "implemented: default, llama3, yarn"
+    refuse(small, "config.json: rope scaling `dynamic` is not implemented", implemented)
 
 
 def test_index_that_names_a_missing_shard(

@@ -23,7 +23,17 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "`rms_norm_eps` must be a number from 1e-12 to 0.1, got 0",
     ),
     "theta": (CONFIG, {"rope_parameters": {"rope_theta": math.inf}}, "`rope_theta` must be"),
-    "yarn": (CONFIG, {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope scaling `yarn`"),
+    "rope": (CONFIG, {"rope_scaling": {"type": "linear", "factor": 4}}, "rope scaling `linear`"),
+    "hidden-theta": (
+        CONFIG,
+        {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 512}},
+        "hint: `rope_scaling` wins over the `rope_parameters` beside it",
+    ),
+    "yarn": (
+        CONFIG,
+        {"rope_scaling": {"type": "yarn", "factor": 4, "rope_theta": 1e6}},
+        "`rope_scaling` lacks `original_max_position_embeddings`",
+    ),
     "positions": (CONFIG, {"max_position_embeddings": 10**12}, "`max_position_embeddings` must"),
     "temperature": (GENERATION, {"temperature": "warm"}, "`temperature` must be a number from 0"),
     "top-k": (GENERATION, {"top_k": 50.0}, "`top_k` must be an integer from 0 to"),

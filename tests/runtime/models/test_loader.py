@@ -165,9 +165,9 @@ SCHEMES: dict[str, tuple[Callable[[Config], None], type[LowbitError], str]] = {
         "model_type `mamba` is not supported",
     ),
     "rope scaling": (
-        lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 4}),
+        lambda c: c.update(rope_scaling={"rope_type": "dynamic", "factor": 4}),
         UnsupportedModelError,
-        "rope scaling `yarn` is not implemented",
+        "rope scaling `dynamic` is not implemented",
     ),
     "missing size": (
         lambda c: void(c.pop("hidden_size")),
