@@ -15,6 +15,7 @@ from lowbit.formats.architectures.rope import (
     yarn_attention,
 )
 from lowbit.formats.errors import FormatError
+from lowbit.formats.fields import shown
 
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # defaults of every engine
 
@@ -38,8 +39,8 @@ def check_yarn(config: Config, engine: str, stated: Collection[str] = ()) -> Non
         value = getattr(scaling, key)
         if key not in stated and value != default:
             raise FormatError(
-                f"config.json: rope scaling `{YARN}` with `{key}` {value:g}: {engine} takes it as "
-                f"{default:g}",
+                f"config.json: rope scaling `{YARN}` with `{key}` {shown(value)}: {engine} takes "
+                f"it as {shown(default)}",
                 hint="export to gptq or awq, which keep config.json as it is",
             )
 
