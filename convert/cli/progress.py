@@ -23,6 +23,7 @@ PHASES = {
     "compare": "comparing",
     "weights": "comparing weights",
     "logits": "comparing logits",
+    "long": "comparing long texts",
 }
 
 

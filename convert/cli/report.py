@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     show_default="DIR",
     help="Write quality.json, quality.html and the card there.",
 )
+@click.option(
+    "--long",
+    is_flag=True,
+    help="Also on windows of up to 32,768 tokens: passages repeated, lines looked up far back, and "
+    "an INT8 cache of keys and values against a BF16 one.",
+)
 @eval_text_option
 @gate_option
 @device_option
@@ -55,6 +61,7 @@ def report(
     folder: Path,
     source: str | None,
     out: Path | None,
+    long: bool,
     eval_texts: tuple[Path, ...],
     gate: tuple["Condition", ...],
     device: str,
@@ -73,7 +80,7 @@ def report(
     check_gate(gate, texts)
     asks = not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     origin = reporting.prepare_report(folder, source, _ask if asks else None, out)
-    request = reporting.LogitRequest(texts, device, None if as_json else note)
+    request = reporting.LogitRequest(texts, device, None if as_json else note, long)
     with progress_bars(quiet=as_json) as progress:
         found = reporting.write_full_report(folder, origin, request, progress, out)
     result = hold(gate, found.quality)

@@ -208,6 +208,52 @@ class LogitQuality:
 
 
 @dataclass(frozen=True, slots=True)
+class Needle:
+    """Lines that were hidden in long texts and looked up from about one distance.
+
+    A model finds a line if it ranks first every token that only the hidden line tells.
+
+    Attributes:
+        distance: tokens, on average.
+        lines: number of them, one a text.
+        found_original: lines that the original finds.
+        found_packed: that the packed model finds.
+        found_bf16: that it finds with a BF16 cache of keys and values.
+        found_int8: that it finds with an INT8 cache.
+    """
+
+    distance: int
+    lines: int
+    found_original: int
+    found_packed: int
+    found_bf16: int
+    found_int8: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongQuality:
+    """The packed model on long texts that need what stands far before.
+
+    Attributes:
+        length: tokens of a window.
+        repeated: windows whose second half repeats the first; the tables of positions are theirs.
+        kl_mean: packed against the original, on all windows, nats.
+        cache_kl_mean: the packed model with an INT8 cache against itself with a BF16 one.
+        positions: packed against the original.
+        cache: an INT8 cache, which stands for `packed` here, against a BF16 one.
+        needles: the farthest lines first.
+    """
+
+    length: int
+    repeated: int
+    kl_mean: float
+    cache_kl_mean: float
+    positions: tuple[Position, ...]
+    cache: tuple[Position, ...]
+    needles: tuple[Needle, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of a packed folder.
 
@@ -240,6 +286,7 @@ class QualityReport:
         held_out_excess: share by which errors of the calibration's layers on held-out windows are
             above those on windows it learned from; None where that is not known.
         coverage: tokens that experts were calibrated on, by layer; empty where they were not.
+        long: on long texts; None where they were not asked for.
     """
 
     lowbit_version: str
@@ -254,6 +301,7 @@ class QualityReport:
     parameters: int | None = None
     held_out_excess: float | None = None
     coverage: tuple[Coverage, ...] = ()
+    long: LongQuality | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object that quality.json holds."""
@@ -280,7 +328,7 @@ def read_quality(folder: Path) -> QualityReport | None:
     except FileNotFoundError:
         return None
     where = str(path)
-    _add_missing(content, ("held_out_excess",))
+    _add_missing(content, ("held_out_excess", "long"))
     if schema == 2:
         _add_missing(content, ("measured_on", "original", "model_type", "parameters"))
     for row in rows if isinstance(rows := content.get("weights"), list) else ():
@@ -290,9 +338,19 @@ def read_quality(folder: Path) -> QualityReport | None:
     content["sizes"] = record(Sizes, content.get("sizes"), f"{where}: sizes")
     if content.get("logits") is not None:
         content["logits"] = _logits(content["logits"], schema, f"{where}: logits")
+    if content["long"] is not None:
+        content["long"] = _long(content["long"], f"{where}: long")
     found = record(QualityReport, content, where)
     check_ranges(found, where)
     return found
+
+
+def _long(content: Any, where: str) -> LongQuality:
+    if not isinstance(content, dict):
+        raise FormatError(f"`{where}` is not an object")
+    kinds = (("positions", Position), ("cache", Position), ("needles", Needle))
+    parts = {key: records(kind, content.get(key), f"{where}: {key}") for key, kind in kinds}
+    return record(LongQuality, {**content, **parts}, where)
 
 
 def _logits(content: Any, schema: int, where: str) -> LogitQuality:

@@ -9,9 +9,10 @@ from pathlib import Path
 from lowbit.convert.measure.build import build_report
 from lowbit.convert.measure.compare import measure_weights
 from lowbit.convert.measure.coverage import Coverage, coverage_of
+from lowbit.convert.measure.long import measure_long
 from lowbit.convert.measure.measure import Measured, Note, measure_logits
 from lowbit.convert.measure.overfitting import held_out_excess
-from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.record import LongQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
@@ -39,11 +40,13 @@ class LogitRequest:
         texts: the first gives the headline figures.
         device: `cpu` or `cuda`.
         note: told, before the work, how much memory it takes, and which original was found.
+        long: also on long texts, made of the first one.
     """
 
     texts: Sequence[Text]
     device: str = "cpu"
     note: Note | None = None
+    long: bool = False
 
     def measure(self, original: Path, packed: Path, progress: Progress) -> Measured:
         """Compare a packed folder with its original."""
@@ -53,6 +56,19 @@ class LogitRequest:
             self.texts,
             self.device,
             lambda done, total: progress("logits", done, total),
+            self.note,
+        )
+
+    def measure_long(self, original: Path, packed: Path, progress: Progress) -> LongQuality | None:
+        """Compare both on long texts, and an INT8 cache with BF16; None where nobody asked."""
+        if not self.long:
+            return None
+        return measure_long(
+            original,
+            packed,
+            self.texts[0],
+            self.device,
+            lambda done, total: progress("long", done, total),
             self.note,
         )
 
@@ -203,7 +219,7 @@ def write_full_report(
         folder: packed checkpoint.
         origin: of `prepare_report`.
         request: how logits are to be compared.
-        progress: called with ("verify", "source", "weights" or "logits", done, in all).
+        progress: called with ("verify", "source", "weights", "logits" or "long", done, in all).
         place: folder for the report's files; the packed one when None.
 
     Raises:
@@ -221,8 +237,10 @@ def write_full_report(
         original, folder, request.device, lambda done, total: progress("weights", done, total)
     )
     found = request.measure(original, folder, progress)
+    far = request.measure_long(original, folder, progress)
     weights = _with_outputs(weights, found.output_errors)
     report = build_report(folder, weights, found.logits, original, origin.repo, *_known(folder))
+    report = replace(report, long=far)
     return _save(folder, report, place)
 
 

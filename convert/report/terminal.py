@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowbit.convert.measure.record import QualityReport
+from lowbit.convert.measure.record import LongQuality, QualityReport
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report import words
 from lowbit.convert.report.linears import kinds, scheme_text, worst
@@ -28,6 +28,9 @@ def render_terminal(console: Console, report: QualityReport, worst_rows: int = W
         worst_rows: number of linears shown one by one.
     """
     console.print(_summary(report))
+    if report.long is not None:
+        console.print(_positions(report.long))
+        console.print(_needles(report.long))
     if report.weights:
         console.print(_kinds(report))
         if sentence := traded(report):
@@ -97,6 +100,31 @@ def size_text(report: QualityReport) -> str:
         return f"{words.size(sizes.folder_bytes)}, {bits}"
     share = words.percent(sizes.folder_bytes / sizes.source_bytes, 1)
     return f"{words.size(sizes.source_bytes)} → {words.size(sizes.folder_bytes)} ({share}), {bits}"
+
+
+def _positions(long: LongQuality) -> Table:
+    """Mean KL by position: of the packed model, and what an INT8 cache adds."""
+    title = f"a passage and its repetition, {long.repeated} x {long.length:,} tokens"
+    table = plain_table(title, ("tokens",), ("perplexity", "KL", "KL of an INT8 cache"))
+    for place, cache in zip(long.positions, long.cache, strict=False):
+        table.add_row(
+            f"{place.start:,} to {place.stop:,}",
+            f"{words.perplexity(place.nll_original)} → {words.perplexity(place.nll_packed)}",
+            words.kl_with_error(place.kl_mean, place.kl_error),
+            words.kl_with_error(cache.kl_mean, cache.kl_error),
+        )
+    return table
+
+
+def _needles(long: LongQuality) -> Table:
+    """Lines found by their distance, by each model and with each cache."""
+    title = f"lines found again in {long.length:,} tokens"
+    figures = ("lines", "original", "packed", "BF16 cache", "INT8 cache")
+    table = plain_table(title, ("tokens back",), figures)
+    for row in long.needles:
+        found = (row.found_original, row.found_packed, row.found_bf16, row.found_int8)
+        table.add_row(f"{row.distance:,}", *map(str, (row.lines, *found)))
+    return table
 
 
 def _kinds(report: QualityReport) -> Table:

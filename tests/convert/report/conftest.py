@@ -12,6 +12,8 @@ from lowbit.convert.measure.record import (
     Flip,
     Histogram,
     LogitQuality,
+    LongQuality,
+    Needle,
     Noise,
     Position,
     QualityReport,
@@ -160,6 +162,26 @@ def extras() -> dict[str, Any]:
             0.954,
         ),
     }
+
+
+@pytest.fixture
+def long() -> LongQuality:
+    """Figures of long texts."""
+    return LongQuality(
+        length=2048,
+        repeated=2,
+        kl_mean=0.031,
+        cache_kl_mean=0.00006,
+        positions=(
+            Position(0, 128, 1000, 0.021, 0.94, 1.20, 1.22),
+            Position(128, 2048, 9000, 0.016, 0.95, 1.10, 1.11, 0.0005),
+        ),
+        cache=(
+            Position(0, 128, 1000, 0.00005, 0.99, 1.22, 1.22),
+            Position(128, 2048, 9000, 0.0007, 0.99, 1.11, 1.11, 0.0002),
+        ),
+        needles=(Needle(1900, 4, 4, 3, 3, 2), Needle(300, 4, 4, 4, 4, 4)),
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.convert.measure.record import QualityReport, read_quality
+from lowbit.convert.measure.record import LongQuality, QualityReport, read_quality
 from lowbit.convert.measure.speed import Speed
 from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.report.html import recipe_facts, render_html
@@ -34,9 +34,11 @@ CALM = settings(
 
 
 @pytest.fixture
-def full(make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any]) -> QualityReport:
+def full(
+    make_report: MakeReport, make_row: MakeRow, extras: dict[str, Any], long: LongQuality
+) -> QualityReport:
     rows = tuple(make_row(f"model.layers.{n}.mlp.up_proj", output=0.05) for n in range(12))
-    return make_report(rows, **extras)
+    return replace(make_report(rows, **extras), long=long)
 
 
 def test_sections_that_are_folded(full: QualityReport, read_page: ReadPage) -> None:

@@ -1,0 +1,136 @@
+"""Long contexts: what packing costs at every distance, and what an INT8 cache adds to it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.convert.measure.logits import Models, compare, work
+from lowbit.convert.measure.metrics import TokenFigures, positions
+from lowbit.convert.measure.pair import open_pair
+from lowbit.convert.measure.peak import check_peak, logits_peak_bytes
+from lowbit.convert.measure.record import LongQuality, Needle
+from lowbit.convert.original.device import open_device
+from lowbit.convert.original.evaluation_text import Text
+from lowbit.convert.original.long_text import LongText, long_text
+from lowbit.convert.original.model import load_layered_model
+from lowbit.convert.original.quiet import without_advice
+from lowbit.convert.original.rounded_cache import with_cache
+from lowbit.convert.original.weights import Weights
+from lowbit.formats.architectures import read_config
+from lowbit.formats.errors import QuantizationError
+from lowbit.formats.kv_cache import BF16_CACHE, INT8_CACHE
+
+
+def measure_long(
+    source: Path,
+    packed: Path,
+    text: Text,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> LongQuality:
+    """Compare a packed model with its original, and its INT8 cache with a BF16 one, far back.
+
+    Args:
+        source: folder of the original checkpoint, with tokenizer.json.
+        packed: folder of the packed checkpoint.
+        text: passages of it are repeated, and lines are hidden in it.
+        device: `cpu` or `cuda`.
+        progress: called with (work done, work in all), in weights times tokens.
+        note: told, before the work, how much memory it takes.
+
+    Raises:
+        CheckpointError: a folder that cannot be read.
+        FormatError: packed weights that break the layout.
+        QuantizationError: a model gives NaN or infinite logits.
+        RequestError: context or text are too short.
+        ResourceError: a GPU is asked for where there is none, or there is too little memory.
+        UnsupportedModelError: transformers has no causal language model for the checkpoint.
+    """
+    place = open_device(device)
+    weights = open_pair(source, packed)
+    config = weights[0].checkpoint.config
+    made = long_text(source, text, read_config(config).max_position_embeddings)
+    windows = torch.cat([made.repeated, made.searched])
+    need = logits_peak_bytes(config, (len(windows), made.length), device=device)
+    check_peak(need, device)
+    if note is not None:
+        note(
+            f"comparing {len(windows)} windows of {made.length:,} tokens twice, in at most "
+            f"{need / 1e9:.2f} GB of memory"
+        )
+    figures = _compared(weights, windows, place, progress or (lambda done, total: None))
+    for found in figures:
+        if not (found.nll_original.isfinite().all() and found.nll_packed.isfinite().all()):
+            raise QuantizationError(
+                f"`{source}` or `{packed}` gives NaN or infinite logits on a long text"
+            )
+    return _summarize(made, windows, figures[0], figures[1])
+
+
+def _compared(
+    weights: tuple[Weights, Weights],
+    windows: Tensor,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> list[TokenFigures]:
+    """The packed model against the original, and its INT8 cache against a BF16 one."""
+    with torch.inference_mode(), without_advice():
+        original, packed = (load_layered_model(one, windows.shape[1], device) for one in weights)
+        pairs: list[Models] = [
+            (original, packed),
+            (with_cache(packed, BF16_CACHE), with_cache(packed, INT8_CACHE)),
+        ]
+        total, done = sum(work(pair[0], windows) for pair in pairs), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        return [compare(pair, windows, device, advance).figures for pair in pairs]
+
+
+def _summarize(
+    made: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
+) -> LongQuality:
+    repeated = slice(len(made.repeated) * (made.length - 1))
+    return LongQuality(
+        length=made.length,
+        repeated=len(made.repeated),
+        kl_mean=float(packed.kl.mean()),
+        cache_kl_mean=float(cache.kl.mean()),
+        positions=positions(packed.part(repeated), made.length),
+        cache=positions(cache.part(repeated), made.length),
+        needles=tuple(_needles(made, windows, packed, cache)),
+    )
+
+
+def _needles(
+    made: LongText, windows: Tensor, packed: TokenFigures, cache: TokenFigures
+) -> Iterator[Needle]:
+    """Lines found by each model, by their place in the windows, from the farthest."""
+    labels = windows[len(made.repeated) :, 1:]
+    right = [
+        top.view(len(windows), -1)[len(made.repeated) :] == labels
+        for top in (
+            packed.top_original,
+            packed.top_packed,
+            cache.top_original,
+            cache.top_packed,
+        )
+    ]
+    for line in sorted({lookup.line for lookup in made.lookups}):
+        same = [lookup for lookup in made.lookups if lookup.line == line]
+        found = [
+            # The logits of a token are those of the position before it.
+            sum(
+                bool(hits[one.window, one.answer.start - 1 : one.answer.stop - 1].all())
+                for one in same
+            )
+            for hits in right
+        ]
+        distance = round(sum(lookup.distance for lookup in same) / len(same))
+        yield Needle(distance, len(same), *found)
