@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowbit.convert.measure.record import LogitQuality, QualityReport, TextKind
+from lowbit.convert.measure.record import LogitQuality, LongQuality, QualityReport, TextKind
 from lowbit.formats.errors import RequestError
 
 CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
@@ -33,6 +33,10 @@ OF_A_TEXT: Mapping[str, Callable[[TextKind], float | None]] = {
     "kl_p99": lambda kind: kind.kl_p99,
     "top1": lambda kind: kind.top1_agreement,
     "ppl_change": lambda kind: kind.perplexity_change,
+}
+OF_LONG_TEXTS: Mapping[str, Callable[[LongQuality], float]] = {
+    "long_kl": lambda long: long.kl_mean,
+    "cache_kl": lambda long: long.cache_kl_mean,
 }
 SIZE = "bits_per_weight"
 
@@ -115,7 +119,7 @@ def _condition(text: str) -> Condition:
         )
     name, operator, number = match.groups()
     kind, _, figure = name.rpartition(".")
-    known = OF_A_TEXT if kind else {**HEADLINE, SIZE: None}
+    known = OF_A_TEXT if kind else {**HEADLINE, **OF_LONG_TEXTS, SIZE: None}
     if figure not in known:
         of = f" of the text `{kind}`" if kind else ""
         raise RequestError(f"`{figure}` is no figure{of}; figures are {', '.join(known)}")
@@ -158,6 +162,10 @@ def _figure(condition: Condition, report: QualityReport) -> float | str:
     """The figure of a condition, or why it is not known."""
     if condition.figure == SIZE:
         return report.sizes.bits_per_weight
+    if condition.figure in OF_LONG_TEXTS:
+        if report.long is None:
+            return "which `report --long` measures"
+        return OF_LONG_TEXTS[condition.figure](report.long)
     logits = report.logits
     if logits is None:
         return "the logits were not measured"

@@ -8,6 +8,7 @@ from lowbit.convert.measure.gate import check_texts, hold, parse_gate
 from lowbit.convert.measure.record import (
     Histogram,
     LogitQuality,
+    LongQuality,
     QualityReport,
     Sizes,
     TextKind,
@@ -160,3 +161,15 @@ def test_without_logits_only_the_size_is_known(report: QualityReport) -> None:
     assert hold(parse_gate("bits_per_weight<5"), bare).passed
     (outcome,) = hold(parse_gate("kl_mean<1"), bare).outcomes
     assert (outcome.met, outcome.reason) == (False, "the logits were not measured")
+
+
+def test_figures_of_long_texts(report: QualityReport) -> None:
+    gate = parse_gate("long_kl<0.04,cache_kl<0.0003")
+    for outcome in hold(gate, report).outcomes:
+        assert (outcome.met, outcome.found) == (False, None)
+        assert outcome.reason == "which `report --long` measures"
+    long = LongQuality(2048, 1, 0.03, 0.0004, (), (), ())
+    outcomes = hold(gate, replace(report, long=long)).outcomes
+    assert [(outcome.met, outcome.found) for outcome in outcomes] == [(True, 0.03), (False, 0.0004)]
+    with pytest.raises(RequestError, match="`cache_kl` is no figure of the text `prose`"):
+        parse_gate("prose.cache_kl<1")
