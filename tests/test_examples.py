@@ -56,6 +56,7 @@ def test_bits_table_names_what_is_wrong() -> None:
     ("script", "words"),
     [
         ("make_random_checkpoint", "Write a random checkpoint of SIZE"),
+        ("make_lookup_model", "Write a model into FOLDER that finds what stands far back"),
         ("train_tiny_experts", "Train a mixture of experts on TEXT from its dense SIBLING"),
         ("train_tiny_drafter", "Train a DFlash drafter for the target model FOLDER"),
     ],

@@ -1,8 +1,8 @@
 """Text that cannot be predicted without what stands far before: passages repeated, lines looked up.
 
 A repeated window is a passage, then the same passage again. A searched window is a text with lines
-like `The number of Mary is 4 9 1 7.` hidden in it at equal distances; at its end they all come
-again, in the same order, so that the first is looked up farthest back.
+like `The colors of Mary are red white blue pink.` hidden in it at equal distances; at its end they
+all come again, in the same order, so that the first is looked up farthest back.
 """
 
 import random
@@ -21,7 +21,9 @@ LEAST = 1024  # below this the lines to be looked up leave no room for text
 ALL_TOKENS = 98_304  # of all windows, a third of them repeated
 MOST_REPEATED, MOST_SEARCHED = 2, 4  # windows
 NAMES = ("Mary", "John", "Lucy", "Peter", "Anna", "Tom", "Sarah", "Ben")  # one a line
-DIGITS = 4
+# Most tokenizers have a token for each of these words.
+COLORS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink", "orange", "purple")
+ASKED = 4  # colors of a line
 SEED = 7
 
 
@@ -64,7 +66,7 @@ class LongText:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A hidden line as tokens, of which [start, stop) are the number."""
+    """A hidden line as tokens, of which [start, stop) are the colors."""
 
     ids: tuple[int, ...]
     start: int
@@ -98,7 +100,7 @@ def long_text(folder: Path, text: Text, context: int) -> LongText:
     windows, lookups = [], []
     count = min(MOST_SEARCHED, max(1, ALL_TOKENS // 3 * 2 // length))
     for number, filling in enumerate(_spread(ids, length, count)):
-        lines = [_line(tokenizer, name, chance.sample(range(10), DIGITS)) for name in NAMES]
+        lines = [_line(tokenizer, name, chance.sample(COLORS, ASKED)) for name in NAMES]
         window, found = _hide(filling, lines, number)
         windows.append(window)
         lookups += found
@@ -116,12 +118,12 @@ def _spread(ids: list[int], length: int, count: int) -> list[list[int]]:
     return [ids[number * step :][:length] for number in range(count)]
 
 
-def _line(tokenizer: TextTokenizer, name: str, digits: list[int]) -> Line:
+def _line(tokenizer: TextTokenizer, name: str, colors: list[str]) -> Line:
     """A line, and which of its tokens nobody could guess."""
-    before = f"\nThe number of {name} is"
-    number = "".join(f" {digit}" for digit in digits)
-    whole = tokenizer.encode(f"{before}{number}.\n")
-    start, stop = (_shared(whole, tokenizer.encode(part)) for part in (before, before + number))
+    before = f"\nThe colors of {name} are"
+    told = "".join(f" {color}" for color in colors)
+    whole = tokenizer.encode(f"{before}{told}.\n")
+    start, stop = (_shared(whole, tokenizer.encode(part)) for part in (before, before + told))
     return Line(tuple(whole), start, max(stop, start + 1))
 
 

@@ -1,6 +1,7 @@
 """Long texts: figures equal those of whole models, and a line is found where all of it is."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lowbit.convert.original.evaluation_text import Text
 from lowbit.convert.original.long_text import LEAST, long_text
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.kv_cache import quantize_vectors, widen_vectors
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +88,26 @@ def test_figures_are_those_of_whole_models(source: Path, packed: Path, stories: 
     assert [step[0] for step in seen] == sorted(step[0] for step in seen)
 
 
+def test_a_model_that_looks_lines_up_finds_them(tmp_path: Path, stories: str) -> None:
+    write = runpy.run_path(str(EXAMPLES / "make_lookup_model.py"))["write"]
+    write(tmp_path / "lookup", LEAST)
+    packed = convert(tmp_path / "lookup", tmp_path / "packed").folder
+    found = measure_long(tmp_path / "lookup", packed, Text("stories", "stories", stories))
+    for row in found.needles:
+        assert (row.lines, row.found_original, row.found_packed) == (1, 1, 1)
+        assert (row.found_bf16, row.found_int8) == (1, 1)
+    # A passage is no surprise when it comes again.
+    assert found.positions[-1].start == LEAST // 2
+    assert found.positions[-1].nll_original < 1 < found.positions[-2].nll_original
+
+
 def figures_of(labels: Tensor, tops: tuple[Tensor, Tensor]) -> TokenFigures:
     zeros = torch.zeros(labels.numel(), dtype=torch.float64)
     first, second = (top.flatten() for top in tops)
     return TokenFigures(zeros, zeros, zeros, zeros, first, second, zeros, zeros)
 
 
-def test_a_line_is_found_where_every_token_of_its_number_is(
+def test_a_line_is_found_where_every_token_that_it_tells_is(
     source: Path, stories: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_module, "MOST_SEARCHED", 2)
@@ -101,7 +117,7 @@ def test_a_line_is_found_where_every_token_of_its_number_is(
     wrong = labels + 1
 
     def known(skipped: tuple[int, ...] = ()) -> Tensor:
-        """First choices of a model that is right about numbers alone, and not about some tokens."""
+        """First choices of a model that is right about colors alone, and not about some tokens."""
         tops = wrong.clone()
         for lookup in made.lookups:
             for place in range(lookup.answer.start, lookup.answer.stop):
