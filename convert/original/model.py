@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.experts import separate_experts
+from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.weights import Weights
 from lowbit.formats.architectures import is_tied, prefix_of
 from lowbit.formats.errors import CheckpointError, UnsupportedModelError
@@ -117,7 +118,8 @@ def _transformers_config(weights: Weights) -> Any:
             f"`{weights.name}`: transformers does not know model_type `{model_type}`"
         )
     try:
-        return AutoConfig.for_model(**content)
+        with without_advice():
+            return AutoConfig.for_model(**content)
     except StrictDataclassError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
         raise CheckpointError(f"`{weights.name}`: config.json is not valid: {reason}") from None

@@ -1,6 +1,8 @@
 """Models with YaRN from the original to the report, beside transformers on the whole model."""
 
+import io
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,23 @@ def test_the_original_runs_as_in_transformers(source: Path, stories: str) -> Non
     off = (found - expected).abs().amax(dim=(0, 2)) / expected.abs().max()
     assert off[:ORIGINAL].max() < 1e-5
     assert off[ORIGINAL:].max() < 1e-5
+
+
+def test_a_config_as_cards_have_it_is_no_reason_to_warn(short: Path, tmp_path: Path) -> None:
+    source = stated(short, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 80}))
+    said = io.StringIO()
+    handler, logger = logging.StreamHandler(said), logging.getLogger("transformers")
+    once: Any = logging.Logger.warning_once  # type: ignore[attr-defined]  # of transformers
+    once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        model = load_layered_model(open_weights(source), 8, CPU)
+    finally:
+        logger.removeHandler(handler)
+    assert len(model.layers) == 2
+    assert said.getvalue() == ""
 
 
 @pytest.mark.filterwarnings("ignore")
