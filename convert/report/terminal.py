@@ -83,6 +83,12 @@ def _summary(report: QualityReport) -> Table:
             table.add_row("same experts", words.routing(logits.routing))
         if logits.drafting is not None:
             table.add_row("drafts of MTP", words.drafts(logits.drafting))
+    if report.long is not None:
+        table.add_row(
+            "long texts",
+            f"mean KL {words.kl(report.long.kl_mean)} nats; an INT8 cache adds "
+            f"{words.kl(report.long.cache_kl_mean)}",
+        )
     table.add_row("size", size_text(report))
     if logits is not None:
         when = "" if report.measured_on is None else f", on {printable(report.measured_on)}"

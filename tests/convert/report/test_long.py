@@ -76,6 +76,7 @@ def test_tables_in_a_terminal(report: QualityReport) -> None:
     out = io.StringIO()
     render_terminal(Console(file=out, width=120), report)
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "long texts mean KL 0.0310 nats; an INT8 cache adds 6.00e-05" in lines
     assert "a passage and its repetition, 2 x 2,048 tokens" in lines
     assert "128 to 2,048 3.004 → 3.034 0.0160 ± 0.0005 0.0007 ± 0.0002" in lines
     assert "lines found again in 2,048 tokens" in lines
