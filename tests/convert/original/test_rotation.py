@@ -140,7 +140,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def logits(weights: Weights, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """Logits of transformers' model of the weights, written to a folder."""
     folder.mkdir()
-    config = weights.checkpoint.config | {"tie_word_embeddings": False, "dtype": "float32"}
+    config = {**weights.checkpoint.config, "tie_word_embeddings": False, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     names = {*weights.checkpoint.tensors, "lm_head.weight"}
     cpu = torch.device("cpu")
