@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert.original.mtp import FC, LAYER, MtpHead, chained
+from lowbit.convert.original.mtp import LAYER, MtpHead, chained
+from lowbit.formats.architectures.names import MTP_FC
 from lowbit.formats.layout.scheme import Scheme
 
 WEIGHTS = (0.51, 0.31, 0.18)  # of the steps, as FastMTP has them
@@ -85,7 +86,7 @@ class Trained:
         norms = self.head.norms
         return MtpHead(
             norms={name: _Called(norms[name], {"weight": weights[name]}) for name in norms},
-            fc=weights[FC],
+            fc=weights[MTP_FC],
             layer=_Called(self.head.layer, inner),
             arguments=self.head.arguments,
         )

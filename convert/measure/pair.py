@@ -5,7 +5,7 @@ from pathlib import Path
 from lowbit.convert.original.rotation import rotation_roles
 from lowbit.convert.original.weights import Weights, open_weights
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.formats.architectures import ROTATABLE, is_tied
+from lowbit.formats.architectures import architecture_of, is_tied
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.manifest import Manifest, read_manifest
 
@@ -40,12 +40,16 @@ def _looks_rotated(original: Weights, packed: Weights) -> bool:
     A rotation leaves gains of one where the original has others, and a head beside the embedding.
     """
     config = original.checkpoint.config
-    if config.get("model_type") not in ROTATABLE or is_tied(packed.checkpoint.config):
+    stream = architecture_of(config).stream
+    if stream is None or is_tied(packed.checkpoint.config):
         return False
+    one = 0 if stream.zero_centred else 1
     roles = rotation_roles(config, original.checkpoint.tensors)
     gains = [name for name, role in roles.items() if role.kind == "gain"]
-    tensors = (original.checkpoint, packed.checkpoint)
-    if not all(name in side.tensors for side in tensors for name in gains):
-        return False
-    before, after = ([side.read(name) for name in gains] for side in tensors)
-    return all((gain == 1).all() for gain in after) and not all((g == 1).all() for g in before)
+    found = [name for name in gains if name in packed.checkpoint.tensors]  # some drop the MTP head
+    before, after = ([w.checkpoint.read(name) for name in found] for w in (original, packed))
+    return (
+        bool(found)
+        and all((gain == one).all() for gain in after)
+        and not all((gain == one).all() for gain in before)
+    )

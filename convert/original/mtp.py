@@ -18,16 +18,18 @@ from lowbit.convert.original.blocks import BlockMap
 from lowbit.convert.original.model import LayeredModel
 from lowbit.convert.original.walk import HEAD_ROWS, HEAD_TOKENS, blocks
 from lowbit.convert.original.weights import Weights
-from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.architectures.names import (
+    MTP_EMBEDDING_NORM,
+    MTP_FC,
+    MTP_HIDDEN_NORM,
+    MTP_NORM,
+    MTP_PREFIX,
+)
 from lowbit.formats.draft_head import DraftHead
 from lowbit.formats.layout.packing import dequantize, unpack
 
 LAYER = f"{MTP_PREFIX}layers.0."
-EMBEDDING_NORM = f"{MTP_PREFIX}pre_fc_norm_embedding.weight"
-HIDDEN_NORM = f"{MTP_PREFIX}pre_fc_norm_hidden.weight"
-FC = f"{MTP_PREFIX}fc.weight"
-FINAL_NORM = f"{MTP_PREFIX}norm.weight"
-NORMS = (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)
+NORMS = (MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM, MTP_NORM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class MtpHead:
 
     def joined(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Inputs of the layer: [..., h] embeddings of tokens and [..., h] states to [..., h]."""
-        e, h = self.norms[EMBEDDING_NORM](embeddings), self.norms[HIDDEN_NORM](hidden)
+        e, h = self.norms[MTP_EMBEDDING_NORM](embeddings), self.norms[MTP_HIDDEN_NORM](hidden)
         return torch.cat((e, h), dim=-1) @ self.fc.T
 
     def __call__(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class MtpHead:
         }
         out = self.layer(x[None], **arguments)
         y = out[0] if isinstance(out, tuple) else out
-        return cast(Tensor, self.norms[FINAL_NORM](y[0]))
+        return cast(Tensor, self.norms[MTP_NORM](y[0]))
 
 
 def chained(
@@ -117,7 +119,7 @@ def load_mtp_head(model: LayeredModel, device: torch.device) -> MtpHead | None:
             name: _filled(model.norm, model.weights, name[: -len("weight")], device)
             for name in NORMS
         },
-        fc=model.weights.read(FC, (h, 2 * h), device),
+        fc=model.weights.read(MTP_FC, (h, 2 * h), device),
         layer=_filled(model.layers[number], model.weights, LAYER, device),
         arguments=model.arguments[number],
     )

@@ -12,11 +12,24 @@ S are signs, C [m, m] a cosine transform and H [n, n] Hadamard's matrix. Both ar
 element, by single additions and products in a fixed order, so that a CPU and a GPU give the same
 bits.
 
+A head for multi-token prediction (MTP) reads what the trunk's head reads, and shares that head:
+
+    x = fc [norm_e(embedding), norm_h(H)],  H = trunk's state times the final norm's gain g,
+    H' = the state of x's layers times mtp.norm's gain g',  logits = W H'
+
+Once W has taken over g, both states come without a gain. So fc's columns take over g, divided by
+its root mean square because norm_h would have divided by about as much; and the stream of MTP's own
+layers is scaled by D = (g' / rms g') / (g / rms g) before it is rotated, which makes W diag(g) D
+proportional to W diag(g'). The norms between see a stream scaled by D: they divide by another root
+mean square, by rms D for a stream whose channels are equally loud. What differs from token to token
+around that changes drafts slightly, and nothing else.
+
 Hidden states, and so adapters trained on the original, do not fit a rotated model.
 """
 
 import hashlib
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,8 +45,16 @@ from lowbit.formats.architectures import (
     architecture_of,
     is_tied,
     prefix_of,
-    read_config,
     tensor_table,
+)
+from lowbit.formats.architectures.names import (
+    MTP_EMBEDDING_NORM,
+    MTP_FC,
+    MTP_HIDDEN_NORM,
+    MTP_NORM,
+    MTP_PREFIX,
+    any_expert,
+    split_layer,
 )
 from lowbit.formats.errors import UnsupportedModelError
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
@@ -44,7 +65,11 @@ KEPT = 2  # matrices with mixed rows: the last blocks of one are at work while t
 HELD_BYTES = 4 * KEPT + 4  # a weight: of matrices kept, and of the one that is read
 COLUMNS_BYTES = 4 * 4 * COLUMNS  # while they are rotated
 
-Kind = Literal["reads", "writes", "gain"]
+VISION_WRITER = re.compile(r"(?:^|\.)visual\.(?:merger|deepstack_merger_list\.\d+)\.linear_fc2\.")
+LARGEST_RATIO = 16.0  # of MTP's gain to the final norm's; a channel beyond it is left as it is
+
+Kind = Literal["reads", "writes", "gain", "joins"]
+MIXED = ("writes", "joins")  # kinds whose rows belong to a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +77,17 @@ class Role:
     """The part of a tensor in the rotation.
 
     Attributes:
-        kind: its columns, or its rows, belong to the stream; or it is a norm's gain, of one then.
+        kind: its columns, or its rows, belong to the stream; or it is a norm's gain, of one then;
+            or it is MTP's fc, whose columns are of the trunk's stream and rows of MTP's own.
         source: the tensor of the checkpoint; the embedding's for a head tied to it.
         gain: the norm whose gain its columns take over.
+        mtp: its stream is that of MTP's layers.
     """
 
     kind: Kind
     source: str
     gain: str | None = None
+    mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +111,8 @@ class Rotation:
     def whole(self, name: str, device: torch.device) -> Tensor:
         """A tensor of the result, float32."""
         raw = self.checkpoint.read(self.source(name))
-        if name in self.roles and self.roles[name].kind == "writes":
-            return _mixed(raw, device)  # read once: nobody asks for its rows again
+        if name in self.roles and self.roles[name].kind in MIXED:
+            return self._mix(self.roles[name], raw, device)  # nobody asks for its rows again
         return self.rows(name, 0, raw, device)
 
     def rows(self, name: str, start: int, raw: Tensor, device: torch.device) -> Tensor:
@@ -100,23 +128,67 @@ class Rotation:
         if role is None:
             return raw.to(device).to(torch.float32)
         if role.kind == "gain":
-            return torch.ones(raw.shape, device=device)
-        if role.kind == "writes":
-            return self._mixed_rows(role.source, device)[start : start + len(raw)].clone()
+            return torch.full(raw.shape, 1.0 - self._added, device=device)
+        if role.kind in MIXED:
+            return self._mixed_rows(role, device)[start : start + len(raw)].clone()
         w = raw.to(device).to(torch.float32)
         if role.gain is not None:
-            w = w * self.checkpoint.read(role.gain).to(device).to(torch.float32)
+            gain = self._gain(role.gain)
+            w = w * (gain / _unit(self._ratio()) if role.mtp else gain).to(device)
         return rotated(w)
 
-    def _mixed_rows(self, source: str, device: torch.device) -> Tensor:
-        """R^T W of a matrix whose output goes to the stream, of which blocks are asked for."""
-        key = source, device
+    @property
+    def _added(self) -> float:
+        """Number that norms add to their weight."""
+        stream = architecture_of(self.checkpoint.config).stream
+        return 1.0 if stream is not None and stream.zero_centred else 0.0
+
+    def _gain(self, norm: str) -> Tensor:
+        """Gain of a norm: [h] float32, on the CPU."""
+        return self.checkpoint.read(norm).to(torch.float32) + self._added
+
+    def _ratio(self) -> Tensor:
+        """D of MTP's stream: [h] float32, on the CPU."""
+        ratio = _unit(self._gain(MTP_NORM)) / _unit(self._gain(self._final_norm))
+        size = ratio.abs()
+        return torch.where((size < LARGEST_RATIO) & (size > 1 / LARGEST_RATIO), ratio, 1.0)
+
+    @property
+    def _final_norm(self) -> str:
+        gain = self.roles[HEAD].gain
+        if gain is None:
+            raise RuntimeError("the head reads the final norm")  # a bug: `rotation_roles` says so
+        return gain
+
+    def _mixed_rows(self, role: Role, device: torch.device) -> Tensor:
+        """A whole matrix with mixed rows, of which blocks are asked for."""
+        key = role.source, device
         with self._lock:
             if key not in self._mixed:
                 while len(self._mixed) >= KEPT:
                     self._mixed.popitem(last=False)
-                self._mixed[key] = _mixed(self.checkpoint.read(source), device)
+                self._mixed[key] = self._mix(role, self.checkpoint.read(role.source), device)
             return self._mixed[key]
+
+    def _mix(self, role: Role, raw: Tensor, device: torch.device) -> Tensor:
+        """R^T W, or R^T D W, of a stored matrix [h, K] whose output goes to the stream: float32."""
+        if role.kind == "joins":
+            raw = self._join(raw, device)
+        return _mixed(raw, device, self._ratio() if role.mtp else None)
+
+    def _join(self, raw: Tensor, device: torch.device) -> Tensor:
+        """MTP's fc [h, 2 h] for an embedding and a state in the other basis: float32."""
+        half = raw.shape[1] // 2
+        state = self._gain(MTP_HIDDEN_NORM) * _unit(self._gain(self._final_norm))
+        for_state = raw[:, half:].to(device).to(torch.float32) * state.to(device)
+        for_embedding = raw[:, :half].to(device).to(torch.float32)
+        for_embedding = for_embedding * self._gain(MTP_EMBEDDING_NORM).to(device)
+        return torch.cat((rotated(for_embedding), rotated(for_state)), dim=1)
+
+
+def _unit(gain: Tensor) -> Tensor:
+    """A gain divided by its root mean square, on the CPU so that it has the same bits anywhere."""
+    return gain / gain.square().mean().sqrt()
 
 
 def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Role]:
@@ -137,25 +209,35 @@ def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[st
             f"config.json: a `{config['model_type']}` model cannot be rotated",
             hint=f"rotated are: {', '.join(ROTATABLE)}",
         )
-    table = tensor_table(config, names)
-    layers, tied = read_config(config).num_hidden_layers, is_tied(config)
+    table = [spec for spec in tensor_table(config, names) if spec.name in names]
     decoder = prefix_of(config, names)
     final_norm = f"{decoder}norm.weight"
     embedding = next(spec.name for spec in table if spec.role == "embedding")
-    roles = {embedding: Role("reads", embedding)}
-    for number in range(layers):
-        prefix = f"{decoder}layers.{number}."
-        for norm, readers in stream.readers.items():
-            gain = f"{prefix}{norm}.weight"
-            roles[gain] = Role("gain", gain)
-            for module in readers:
-                name = f"{prefix}{module}.weight"
-                roles[name] = Role("reads", name, gain)
-        for module in stream.writers:
-            name = f"{prefix}{module}.weight"
-            roles[name] = Role("writes", name)
-    roles[final_norm] = Role("gain", final_norm)
-    roles[HEAD] = Role("reads", embedding if tied else HEAD, final_norm)
+    roles = {
+        embedding: Role("reads", embedding),
+        final_norm: Role("gain", final_norm),
+        HEAD: Role("reads", embedding if is_tied(config) else HEAD, final_norm),
+    }
+    norms = {module: norm for norm, modules in stream.readers.items() for module in modules}
+    for name in (spec.name for spec in table):
+        prefix, layer, rest = split_layer(name)
+        module, mtp = any_expert(rest).removesuffix(".weight"), prefix == MTP_PREFIX
+        if layer is None:
+            continue
+        if module in stream.readers:
+            roles[name] = Role("gain", name)
+        elif module in norms:
+            gain = f"{prefix}layers.{layer}.{norms[module]}.weight"
+            roles[name] = Role("reads", name, gain, mtp)
+        elif module in stream.writers:
+            roles[name] = Role("writes", name, mtp=mtp)
+    if MTP_FC in names:
+        roles |= {
+            name: Role("gain", name) for name in (MTP_EMBEDDING_NORM, MTP_HIDDEN_NORM, MTP_NORM)
+        }
+        roles[MTP_FC] = Role("joins", MTP_FC, mtp=True)
+    for name in filter(VISION_WRITER.search, names):  # what it makes of an image joins the stream
+        roles[name] = Role("reads" if name.endswith(".bias") else "writes", name)
     return roles
 
 
@@ -167,18 +249,23 @@ def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], dev
         tensors: headers of the original.
         device: where they are mixed; a GPU leaves only the reading to RAM.
     """
-    sizes = [math.prod(tensors[r.source].shape) for r in roles.values() if r.kind == "writes"]
+    sizes = [
+        math.prod(tensors[role.source].shape) * (2 if role.kind == "joins" else 1)
+        for role in roles.values()
+        if role.kind in MIXED
+    ]
     if not sizes:
         return 0
     return max(sizes) * 4 if device == "cuda" else max(sizes) * HELD_BYTES + COLUMNS_BYTES
 
 
-def _mixed(w: Tensor, device: torch.device) -> Tensor:
-    """R^T W of a stored matrix [N, K], a few columns at a time: float32."""
+def _mixed(w: Tensor, device: torch.device, scales: Tensor | None) -> Tensor:
+    """R^T diag(scales) W of a matrix [N, K], a few columns at a time: float32."""
     mixed = torch.empty(w.shape, device=device)
     count = max(1, COLUMNS // len(w))
     for start in range(0, w.shape[1], count):
         columns = w[:, start : start + count].to(device).to(torch.float32)
+        columns = columns if scales is None else columns * scales.to(device)[:, None]
         mixed[:, start : start + count] = rotated(columns.T.contiguous()).T
     return mixed
 

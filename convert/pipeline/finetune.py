@@ -22,7 +22,7 @@ from lowbit.convert.original.blocks import BlockMap, block_map
 from lowbit.convert.original.calibration_text import CalibrationText, read_calibration
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import LayeredModel, load_layered_model
-from lowbit.convert.original.mtp import FC, LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
+from lowbit.convert.original.mtp import LAYER, NORMS, MtpHead, greedy_tokens, load_mtp_head
 from lowbit.convert.original.quiet import without_advice
 from lowbit.convert.original.walk import HEAD_ROWS, embed, load_layer, pass_through
 from lowbit.convert.original.weights import open_weights
@@ -30,6 +30,7 @@ from lowbit.convert.pipeline.folder import check_output, put_in_place
 from lowbit.convert.pipeline.journal import JOURNAL_FILE, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.pipeline.stream import write_at
+from lowbit.formats.architectures.names import MTP_FC
 from lowbit.formats.draft_head import draft_folders, entries, name_in
 from lowbit.formats.errors import FormatError, RequestError
 from lowbit.formats.file_names import REPORT_FILES
@@ -211,7 +212,7 @@ def _begin(packed: PackedCheckpoint, model: LayeredModel, device: torch.device) 
         )
     grids: dict[str, Grid] = {}
     plain: dict[str, Tensor] = {}
-    for name in (FC, *NORMS, *(f"{LAYER}{name}" for name in head.layer.state_dict())):
+    for name in (MTP_FC, *NORMS, *(f"{LAYER}{name}" for name in head.layer.state_dict())):
         module = name.removesuffix(".weight")
         scheme = packed.schemes.get(module)
         if scheme is None:

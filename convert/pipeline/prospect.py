@@ -29,6 +29,7 @@ from lowbit.convert.plan.choice_of_method import (
     gain_of,
     methods,
     needs_no_calibration,
+    unmeasured_rotation,
 )
 from lowbit.convert.plan.matmul_rate import matmul_rate
 from lowbit.convert.plan.method import RTN, Method
@@ -154,7 +155,9 @@ def look_ahead(
         memory = calibration_memory(shapes, method, windows, place.type, threads)
         return Estimate(method, rounding + seconds, memory)
 
-    obstacle = why_not_rotated(config, plan.schemes, tensors)
+    written = {step.source.name for step in plan.steps if step.fate != "dropped"}
+    obstacle = why_not_rotated(config, plan.schemes, written)
+    obstacle = obstacle or unmeasured_rotation(config["model_type"])
     rotatable = obstacle is None
     estimates = [estimate(method) for method in methods(rotatable, experts)]
     if automatic:

@@ -11,8 +11,9 @@ from lowbit.formats.architectures.names import MTP_PREFIX
 from lowbit.formats.errors import QuantizationError
 from lowbit.formats.layout.scheme import Scheme
 
-WEIGHTED, GPTQ = Method("weighted"), Method("gptq")
+WEIGHTED, GPTQ, ROTATED = Method("weighted"), Method("gptq"), Method("gptq", rotate=True)
 WITH_EXPERTS = (RTN, WEIGHTED, GPTQ)  # methods for mixtures of experts, best last
+ROTATION_MEASURED = ("llama", "qwen2", "qwen3")  # model types; others only where it is asked for
 LONGEST_SECONDS = 15 * 60.0  # that gptq may take on a CPU without being asked for
 # Bits from which on round-to-nearest loses next to nothing: KL 0.0005 and less at 8.
 PLENTY_OF_BITS = 8
@@ -48,11 +49,18 @@ def best_gptq(rotatable: bool) -> Method:
     return replace(GPTQ, rotate=rotatable)
 
 
+def unmeasured_rotation(model_type: str) -> str | None:
+    """Reason why `auto` does not rotate models of a type; None where it does."""
+    if model_type in ROTATION_MEASURED:
+        return None
+    return f"the gain is not measured for {model_type}; --method {ROTATED} does it"
+
+
 def methods(rotatable: bool, experts: bool = False) -> tuple[Method, ...]:
     """The methods that estimates are shown for, best last.
 
     Args:
-        rotatable: the checkpoint can be rotated.
+        rotatable: the checkpoint can be rotated, and gains by it.
         experts: it is a mixture of experts.
     """
     if experts:
@@ -66,7 +74,7 @@ def gain_of(method: Method, rotatable: bool, experts: bool = False) -> Gain | No
 
     Args:
         method: the one to be used.
-        rotatable: the checkpoint can be rotated.
+        rotatable: the checkpoint can be rotated, and gains by it.
         experts: it is a mixture of experts.
     """
     found = _gain_of(method, rotatable)
@@ -98,7 +106,7 @@ def automatic_method(
         schemes: of all linears.
         device: `cpu` or `cuda`.
         gptq_seconds: estimated time of gptq there.
-        rotatable: the checkpoint can be rotated.
+        rotatable: the checkpoint can be rotated, and gains by it.
         experts: it is a mixture of experts.
     """
     if needs_no_calibration(schemes):
@@ -120,10 +128,10 @@ def check_method(method: Method, experts: bool, drafter: bool = False) -> None:
             "without its target",
             hint="leave out --method, or give rtn or absmax",
         )
-    if experts and method not in WITH_EXPERTS:
+    if experts and method not in (*WITH_EXPERTS, ROTATED):
         raise QuantizationError(
             f"method `{method}` is not implemented for mixtures of experts",
-            hint=f"implemented: {', '.join(map(str, WITH_EXPERTS))}",
+            hint=f"implemented: {', '.join(map(str, (*WITH_EXPERTS, ROTATED)))}",
         )
 
 

@@ -202,7 +202,8 @@ def make_plan(
     left_out = dropped_mtp(config, tensors, recipe)
     table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
-    obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
+    written = tensors.keys() - (carried.keys() if recipe.drop_vision else ()) - left_out.keys()
+    obstacle = why_not_rotated(config, schemes, written) if recipe.method.rotate else None
     if obstacle is not None:
         raise QuantizationError(
             f"method `{recipe.method}`: this model cannot be rotated: {obstacle}",
@@ -210,10 +211,13 @@ def make_plan(
         )
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
-    rotated = rotation_roles(config, tensors) if recipe.method.rotate else {}
+    rotated = rotation_roles(config, written) if recipe.method.rotate else {}
     steps = _steps(table, tensors, tied, schemes, rotated.keys())
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
-    steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
+    for name in sorted(carried):
+        step = _carry(carried[name], recipe.drop_vision)
+        turned = step.fate == "copied" and name in rotated
+        steps.append(replace(step, fate="rotated") if turned else step)
     outputs = [output for step in steps for output in step.outputs]
     _check_records([name for name, _, _ in outputs] + [step.source.name for step in steps])
     out_config = untied(config) if schemes.get("lm_head") else config

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.plan.choice_of_method import (
+    ROTATION_MEASURED,
     RTN_TO_GPTQ,
     WITH_EXPERTS,
     Gain,
@@ -15,7 +16,7 @@ from lowbit.convert.plan.choice_of_method import (
 )
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.report.linears import main_bits
-from lowbit.formats.architectures import MIXTURES, ROTATABLE
+from lowbit.formats.architectures import MIXTURES
 from lowbit.formats.errors import QuantizationError
 
 MORE_BITS = 1.0  # of the budget that is proposed
@@ -75,7 +76,7 @@ def next_steps(report: QualityReport) -> tuple[str, ...]:
 
 def _better_method(used: str, model_type: str | None) -> Gain | None:
     """The method after the one used; a rounding without calibration is followed by the best."""
-    rotatable = model_type in ROTATABLE
+    rotatable = model_type in ROTATION_MEASURED
     try:
         method = RTN if used == "absmax" else Method.parse(used)
     except QuantizationError:  # a report may come from anybody

@@ -19,13 +19,17 @@ C = TypeVar("C", bound=Config)
 class Stream:
     """Linears of a layer at the residual stream, by their names inside the layer.
 
+    A layer need not have all of them; `*` stands for the number of any expert.
+
     Attributes:
         readers: modules that read a norm's output, by norm.
         writers: modules whose output is added to the stream.
+        zero_centred: norms multiply by one plus their weight.
     """
 
     readers: Mapping[str, tuple[str, ...]]
     writers: tuple[str, ...]
+    zero_centred: bool = False
 
 
 def plain_prefix(config: Mapping[str, Any], names: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from lowbit.formats.architectures.decoder import (
     read_layer_types,
     read_token_ids,
 )
-from lowbit.formats.architectures.experts import mlp_layer
+from lowbit.formats.architectures.experts import MLP_READERS, MLP_WRITERS, mlp_layer
 from lowbit.formats.architectures.rope import (
     LLAMA3,
     PLAIN,
@@ -168,8 +168,8 @@ ARCHITECTURE = Architecture(
     stream=Stream(
         readers={
             "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+            "post_attention_layernorm": MLP_READERS,
         },
-        writers=("self_attn.o_proj", "mlp.down_proj"),
+        writers=("self_attn.o_proj", *MLP_WRITERS),
     ),
 )

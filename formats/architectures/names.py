@@ -7,6 +7,10 @@ _LAYER = re.compile(r"^((?:.*\.)?)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MODEL = re.compile(r"^model\.(?:language_model\.)?")
 MTP_PREFIX = "mtp."  # of the multi-token-prediction head, which has layers of its own
+MTP_EMBEDDING_NORM = f"{MTP_PREFIX}pre_fc_norm_embedding.weight"
+MTP_HIDDEN_NORM = f"{MTP_PREFIX}pre_fc_norm_hidden.weight"
+MTP_FC = f"{MTP_PREFIX}fc.weight"
+MTP_NORM = f"{MTP_PREFIX}norm.weight"
 
 
 class LayerName(NamedTuple):

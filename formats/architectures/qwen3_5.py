@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.formats.architectures.architecture import PREFIX, Architecture
+from lowbit.formats.architectures.architecture import PREFIX, Architecture, Stream
 from lowbit.formats.architectures.config import Config, LinearLayers
 from lowbit.formats.architectures.decoder import (
     FULL,
@@ -27,8 +27,14 @@ from lowbit.formats.architectures.decoder import (
     read_layer_types,
     read_token_ids,
 )
-from lowbit.formats.architectures.experts import mlp_layer
-from lowbit.formats.architectures.names import MTP_PREFIX
+from lowbit.formats.architectures.experts import MLP_READERS, MLP_WRITERS, mlp_layer
+from lowbit.formats.architectures.names import (
+    MTP_EMBEDDING_NORM,
+    MTP_FC,
+    MTP_HIDDEN_NORM,
+    MTP_NORM,
+    MTP_PREFIX,
+)
 from lowbit.formats.architectures.rope import SHARE, read_rope, read_sections
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import UnsupportedModelError
@@ -289,15 +295,15 @@ def _mtp(config: Qwen35Config) -> list[TensorSpec]:
         return []
     h = config.hidden_size
     table = [
-        TensorSpec("mtp.pre_fc_norm_embedding.weight", (h,), "norm"),
-        TensorSpec("mtp.pre_fc_norm_hidden.weight", (h,), "norm"),
-        TensorSpec("mtp.fc.weight", (h, 2 * h), "mtp"),
+        TensorSpec(MTP_EMBEDDING_NORM, (h,), "norm"),
+        TensorSpec(MTP_HIDDEN_NORM, (h,), "norm"),
+        TensorSpec(MTP_FC, (h, 2 * h), "mtp"),
     ]
     for i in range(config.mtp_layers):
         for spec in _layer(config, f"mtp.layers.{i}", FULL):
             role = "mtp" if spec.quantizable else spec.role
             table.append(TensorSpec(spec.name, spec.shape, role, spec.fused_set))
-    return [*table, TensorSpec("mtp.norm.weight", (h,), "norm")]
+    return [*table, TensorSpec(MTP_NORM, (h,), "norm")]
 
 
 ARCHITECTURE = Architecture(
@@ -310,4 +316,15 @@ ARCHITECTURE = Architecture(
     mtp_layers=MTP_LAYERS,
     unquantized={"vision": (VISION_PATTERN,), "decoder": (GATES_PATTERN,)},
     float32_roles=("norm", "delta_state"),
+    stream=Stream(
+        readers={
+            "input_layernorm": (
+                *(f"self_attn.{x}_proj" for x in "qkv"),
+                *(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a")),
+            ),
+            "post_attention_layernorm": MLP_READERS,
+        },
+        writers=("self_attn.o_proj", "linear_attn.out_proj", *MLP_WRITERS),
+        zero_centred=True,
+    ),
 )

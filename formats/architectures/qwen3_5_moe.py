@@ -65,5 +65,6 @@ ARCHITECTURE = Architecture(
         "decoder": (qwen3_5.GATES_PATTERN, ROUTERS_PATTERN),
     },
     float32_roles=qwen3_5.ARCHITECTURE.float32_roles,
+    stream=qwen3_5.ARCHITECTURE.stream,
     experts=True,
 )

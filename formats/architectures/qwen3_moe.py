@@ -62,5 +62,6 @@ ARCHITECTURE = Architecture(
     read_config=Qwen3MoeConfig.from_hf,
     tensor_table=dense.tensor_table,
     unquantized={"decoder": (ROUTERS_PATTERN,)},
+    stream=dense.ARCHITECTURE.stream,
     experts=True,
 )
