@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.cli.progress import progress_bars
 from lowbit.convert.measure.measure import measure_logits
 from lowbit.convert.measure.paired import Difference, paired_difference
@@ -101,10 +101,11 @@ def judge(
     model: Path, options: argparse.Namespace, calib: Path | None, text: Text, folder: Path
 ) -> Iterator[Pair]:
     """Convert and measure a uniform model and the choice of its size, for every uniform one."""
-    checkpoint = open_original(model).checkpoint
+    weights = open_original(model)
+    checkpoint = weights.checkpoint
     start = time.monotonic()
     with progress_bars() as progress:
-        found = find_or_estimate(model, Settings(calib=calib, device=options.device), progress)
+        found = find_or_estimate(weights, Settings(calib=calib, device=options.device), progress)
     if found.is_new:
         print(f"sensitivities: {time.monotonic() - start:.1f} s", file=sys.stderr)
     request = CalibrationRequest(calib, options.calib_samples)

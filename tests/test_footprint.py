@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.pipeline.preview import preview
+from lowbit.convert.pipeline.estimate import open_headers, run_memory
+from lowbit.convert.plan.plan import make_plan
 from lowbit.runtime.engine.load import load
 from lowbit.runtime.models.loader import open_model
 from lowbit.runtime.state.pages import PAGE
@@ -20,7 +21,8 @@ NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3.5"])
 def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> None:
     source = MODELS / name
-    view = preview(str(source), None, Recipe(), 10**9)
+    checkpoint, _ = open_headers(str(source), None)
+    view = run_memory(make_plan(checkpoint.config, checkpoint.tensors, Recipe()))
     convert(source, tmp_path / "out")
     opened = open_model(tmp_path / "out")
     packed = sum(scheme is not None for scheme in opened.schemes.values())
@@ -28,7 +30,7 @@ def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> Non
         opened.config.vocab_size * opened.config.hidden_size
     )
     taken = opened.weight_bytes("cuda", torch.bfloat16)
-    assert taken - small * NORM_BYTES <= view.run_bytes - packed * SHAPE_BYTES <= taken
+    assert taken - small * NORM_BYTES <= view.weight_bytes - packed * SHAPE_BYTES <= taken
 
     model = load(tmp_path / "out", device="cpu", context=view.context, max_sequences=1)
     assert view.context == model.context

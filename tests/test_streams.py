@@ -269,7 +269,7 @@ def test_errors_come_before_long_work(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for work in (
         "convert.pipeline.conversion.make_plan",
-        "convert.pipeline.prospect.make_plan",
+        "convert.plan.plan.make_plan",
         "convert.plan.lookup.load_layered_model",
         "convert.pipeline.own_text.build",
         "convert.measure.pair.open_weights",

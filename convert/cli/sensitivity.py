@@ -92,17 +92,17 @@ def sensitivity(
     from lowbit.convert.cli.progress import progress_bars
     from lowbit.convert.cli.tables import target as render
     from lowbit.convert.plan.cache import check_file, write_file
-    from lowbit.convert.plan.lookup import Settings, find_or_estimate
+    from lowbit.convert.plan.lookup import Settings, find_or_estimate, open_original
     from lowbit.convert.report.sensitivity_plot import heat_map
     from lowbit.formats.files.atomic import attempt
     from lowbit.formats.hub.locate import locate
 
     if out is not None:
         check_file(out)
-    folder = locate(source, revision).folder
+    original = open_original(locate(source, revision).folder)
     settings = Settings(calib, windows, group_sizes, device)
     with progress_bars(quiet=as_json) as progress:
-        found = find_or_estimate(folder, settings, progress, None if as_json else note)
+        found = find_or_estimate(original, settings, progress, None if as_json else note)
     plot = found.file.with_suffix(".svg") if out is None else out.with_suffix(".svg")
     contents = {plot: heat_map(found.sensitivities)}
     if out is not None:

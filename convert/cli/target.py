@@ -1,4 +1,4 @@
-"""From the options of a target to a recipe that meets it."""
+"""From the options of a target to a plan that meets it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from lowbit.convert.plan.allocate import Allocation, Target, allocate
 from lowbit.convert.plan.lookup import (
     Progress,
     Settings,
+    dense_weights,
     find_or_estimate,
-    open_original,
     read_checked,
     rows_of,
 )
+from lowbit.convert.plan.plan import Plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row
 from lowbit.convert.plan.sets import choices_of, fused_sets
-from lowbit.formats.hub.locate import locate
+from lowbit.formats.safetensors.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,18 @@ class TargetRequest:
 
 
 def meet_target(
-    source: str,
-    revision: str | None,
+    source: Checkpoint,
     recipe: Recipe,
     request: TargetRequest,
     settings: Settings,
     max_shard_bytes: int,
     progress: Progress,
     note: Callable[[str], None] | None,
-) -> Recipe:
+) -> Plan:
     """Choose schemes that meet a target, and say on stderr which.
 
     Args:
-        source: folder or Hub id, whose weights are fetched.
-        revision: branch, tag or commit of a Hub id.
+        source: the original, on this machine.
         recipe: recipe for everything else.
         request: the target.
         settings: text, windows, group sizes and device of the sensitivities.
@@ -56,27 +55,26 @@ def meet_target(
         note: called with lines for stderr; None for silence.
 
     Returns:
-        The recipe with the schemes as overrides.
+        A plan by the recipe with the schemes as overrides.
 
     Raises:
         LowbitError: a target that cannot be met, and whatever stops `find_or_estimate`.
     """
-    folder = locate(source, revision).folder
-    checkpoint = open_original(folder).checkpoint
+    weights = dense_weights(source)
+    config, tensors = source.config, source.tensors
 
     def allocated(rows: Sequence[Row]) -> Allocation:
-        config, tensors = checkpoint.config, checkpoint.tensors
         return allocate(config, tensors, recipe, rows, request.target, max_shard_bytes)
 
     if request.sensitivities is None:
-        choices = choices_of(fused_sets(checkpoint.config, checkpoint.tensors), settings.groups)
+        choices = choices_of(fused_sets(config, tensors), settings.groups)
         allocated(rows_of(choices, [1.0] * len(choices)))  # a target out of reach is known now
-        found = find_or_estimate(folder, settings, progress, note)
+        found = find_or_estimate(weights, settings, progress, note)
         if found.failure is not None and note is not None:
             note(f"the sensitivities are not kept for another time: {found.failure}")
     else:
-        found = read_checked(request.sensitivities, folder, progress)
+        found = read_checked(request.sensitivities, weights, progress)
     chosen = allocated(found.sensitivities.rows)
     if note is not None:
         render.allocation(chosen, found)
-    return chosen.recipe
+    return chosen.plan

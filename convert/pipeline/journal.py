@@ -30,7 +30,7 @@ ALWAYS_OURS = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CompletedStep:
     """A step that is done.
 
     Attributes:
@@ -49,12 +49,12 @@ class Finished:
 class Journal:
     """Appends finished steps; a line is a step, the first line names the plan."""
 
-    def __init__(self, file: BinaryIO, finished: list[Finished]) -> None:
+    def __init__(self, file: BinaryIO, finished: list[CompletedStep]) -> None:
         """Wrap an open, locked file positioned at its end."""
         self._file = file
         self.finished = finished
 
-    def append(self, finished: Finished) -> None:
+    def append(self, finished: CompletedStep) -> None:
         """Record a step whose bytes have all been handed to the file system."""
         self._file.write(_line(asdict(finished)))
         self._file.flush()
@@ -187,9 +187,9 @@ def _check_owned(folder: Path, named: Collection[str]) -> None:
             )
 
 
-def _finished(content: dict[str, Any]) -> Finished:
+def _finished(content: dict[str, Any]) -> CompletedStep:
     tensors = tuple(
         OutputTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in content["tensors"]
     )
     sums = content["sums"] and WeightSums(**content["sums"])
-    return Finished(content["step"], content["source_sha256"], tensors, sums)
+    return CompletedStep(content["step"], content["source_sha256"], tensors, sums)

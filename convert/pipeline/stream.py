@@ -22,7 +22,7 @@ from torch import Tensor
 from lowbit.convert.calibrate.store import Calibrated
 from lowbit.convert.measure.weights import WeightSums
 from lowbit.convert.original.rotation import Rotation
-from lowbit.convert.pipeline.journal import Finished
+from lowbit.convert.pipeline.journal import CompletedStep
 from lowbit.convert.plan.plan import Plan, Step
 from lowbit.convert.plan.search import search_on
 from lowbit.formats.errors import QuantizationError
@@ -77,7 +77,7 @@ def stream(
     plan: Plan,
     source: Checkpoint,
     folder: Path | None,
-    record: Callable[[Finished], None],
+    record: Callable[[CompletedStep], None],
     todo: Iterable[int],
     elements: int,
     device: torch.device,
@@ -281,7 +281,7 @@ def _check_finite(block: _Block, source: Checkpoint) -> None:
     )
 
 
-def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
+def _finished(work: _Work, places: dict[str, TensorInfo]) -> CompletedStep:
     step = work.step
     tensors = []
     for name, dtype, shape in step.outputs:
@@ -298,7 +298,7 @@ def _finished(work: _Work, places: dict[str, TensorInfo]) -> Finished:
             )
         )
     sums = work.sums if step.scheme else None
-    return Finished(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
+    return CompletedStep(work.number, work.source_hash.hexdigest(), tuple(tensors), sums)
 
 
 def write_at(descriptor: int, offset: int, view: memoryview) -> None:

@@ -8,7 +8,7 @@ from threading import Lock
 
 import torch
 
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.derivation import check_derived
 from lowbit.convert.pipeline.origin import check_origin
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in, open_draft_head

@@ -13,7 +13,7 @@ from lowbit.convert.original.calibration_text import CalibrationText, read_calib
 from lowbit.convert.original.device import open_device
 from lowbit.convert.original.model import load_layered_model
 from lowbit.convert.original.quiet import without_advice
-from lowbit.convert.original.weights import Weights, open_weights
+from lowbit.convert.original.weights import Weights
 from lowbit.convert.plan.cache import cache_file, check_file, hash_weights, write_file
 from lowbit.convert.plan.rounding import RULE
 from lowbit.convert.plan.sensitivities import SCHEMA, Row, Sensitivities, read_sensitivities
@@ -22,7 +22,8 @@ from lowbit.convert.plan.sets import GROUPS, Choice, choices_of, fused_sets
 from lowbit.formats.architectures.names import any_expert
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
 from lowbit.formats.files.atomic import attempt
-from lowbit.formats.safetensors.checkpoint import CONFIG_FILE
+from lowbit.formats.layout.quantization_config import method_of
+from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, Checkpoint, open_checkpoint
 from lowbit.formats.safetensors.hashing import hash_file
 
 WINDOW = 512
@@ -66,7 +67,7 @@ class Found:
 
 
 def find_or_estimate(
-    folder: Path,
+    weights: Weights,
     settings: Settings,
     progress: Progress,
     note: Callable[[str], None] | None = None,
@@ -77,7 +78,7 @@ def find_or_estimate(
     method and versions. The device is not part of that: devices differ by rounding alone.
 
     Args:
-        folder: folder of the original.
+        weights: of the original.
         settings: text, windows, group sizes and device.
         progress: called with ("source" or "sensitivity", done, in all).
         note: told before the computation that it begins.
@@ -86,9 +87,9 @@ def find_or_estimate(
         LowbitError: for anything that a file, an option or the machine causes.
     """
     device = open_device(settings.device)
-    weights = open_original(folder)
     sets = fused_sets(weights.checkpoint.config, weights.checkpoint.tensors)
     choices = choices_of(sets, settings.groups)
+    folder = weights.checkpoint.folder
     text = read_calibration(settings.calib, folder, length=WINDOW, limit=settings.windows)
     identity = _identity(weights, text, progress)
     path = cache_file({**identity, "schema": SCHEMA, "groups": sorted(settings.groups)})
@@ -111,19 +112,27 @@ def find_or_estimate(
 
 
 def open_original(folder: Path) -> Weights:
-    """A checkpoint that is not quantized yet.
+    """The weights of a folder that is not quantized yet; errors are those of `dense_weights` too.
 
     Raises:
-        CheckpointError, FormatError: not a checkpoint.
-        QuantizationError: it is quantized.
+        CheckpointError: not a checkpoint.
     """
-    weights = open_weights(folder)
-    check_answers(weights.checkpoint.config, str(folder))
-    if weights.quantization is not None:
+    return dense_weights(open_checkpoint(folder))
+
+
+def dense_weights(source: Checkpoint) -> Weights:
+    """The weights of a checkpoint that is not quantized yet.
+
+    Raises:
+        QuantizationError: it is quantized.
+        UnsupportedModelError: it is a drafter.
+    """
+    check_answers(source.config, str(source.folder))
+    if method_of(source.config) is not None:
         raise QuantizationError(
-            f"`{folder}` is already quantized", hint="start from the BF16 checkpoint"
+            f"`{source.folder}` is already quantized", hint="start from the BF16 checkpoint"
         )
-    return weights
+    return Weights(source, None)
 
 
 def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, ...]:
@@ -142,17 +151,18 @@ def rows_of(choices: Sequence[Choice], figures: Sequence[float]) -> tuple[Row, .
     )
 
 
-def read_checked(path: Path, folder: Path, progress: Progress) -> Found:
+def read_checked(path: Path, weights: Weights, progress: Progress) -> Found:
     """Sensitivities from a file, checked to be of this checkpoint.
 
     Raises:
         FormatError: the file is malformed, or of another checkpoint.
     """
     found = read_sensitivities(path)
-    digest = _hash(open_original(folder), progress)
+    digest = _hash(weights, progress)
     if found.weights_sha256 != digest:
         raise FormatError(
-            f"`{path}` is of weights {found.weights_sha256[:12]}, `{folder}` has {digest[:12]}",
+            f"`{path}` is of weights {found.weights_sha256[:12]}, "
+            f"`{weights.checkpoint.folder}` has {digest[:12]}",
             hint="compute them again with `lowbit-convert sensitivity`",
         )
     return Found(found, path, is_new=False)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from lowbit.convert.original.rotation import Role, rotation_roles
 from lowbit.convert.plan.bits import bits_per_weight, count_parameters
 from lowbit.convert.plan.choice_of_method import check_method
+from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.parts import check_drafter, draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
@@ -202,16 +203,9 @@ def make_plan(
     left_out = dropped_mtp(config, tensors, recipe)
     table = [spec for spec in table if spec.name not in left_out]
     schemes = recipe.schemes(table)
-    obstacle = why_not_rotated(config, schemes, tensors) if recipe.method.rotate else None
-    if obstacle is not None:
-        raise QuantizationError(
-            f"method `{recipe.method}`: this model cannot be rotated: {obstacle}",
-            hint="leave out +rotate",
-        )
     if tied and schemes["lm_head"] is None:
         del schemes["lm_head"]  # it stays the embedding
-    rotated = rotation_roles(config, tensors) if recipe.method.rotate else {}
-    steps = _steps(table, tensors, tied, schemes, rotated.keys())
+    steps = _steps(table, tensors, tied, schemes)
     steps += [_drop(info, "multi-token prediction") for info in left_out.values()]
     steps += [_carry(carried[name], recipe.drop_vision) for name in sorted(carried)]
     outputs = [output for step in steps for output in step.outputs]
@@ -223,7 +217,41 @@ def make_plan(
     _check_length(out_config)
     shards = lay_out(outputs, max_shard_bytes)
     drafts = draft_rows(config, recipe, any(part_of(config, name) == "mtp" for name in kept))
-    return Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, rotated, drafts)
+    plan = Plan(out_config, recipe, tuple(steps), tuple(shards), schemes, {}, drafts)
+    return with_method(plan, config, tensors, recipe.method)
+
+
+def with_method(
+    plan: Plan, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], method: Method
+) -> Plan:
+    """A plan that is not rotated, with another method; a rotation changes fates.
+
+    Args:
+        plan: made of the source.
+        config: config.json of the source.
+        tensors: headers of the source.
+        method: how codes are chosen.
+
+    Raises:
+        QuantizationError: the method rotates, and the model cannot be rotated.
+    """
+    recipe = replace(plan.recipe, method=method)
+    if not method.rotate:
+        return replace(plan, recipe=recipe)
+    obstacle = why_not_rotated(config, plan.schemes, tensors)
+    if obstacle is not None:
+        raise QuantizationError(
+            f"method `{method}`: this model cannot be rotated: {obstacle}",
+            hint="leave out +rotate",
+        )
+    rotated = rotation_roles(config, tensors)
+    steps = tuple(
+        replace(step, fate="rotated")
+        if step.fate == "copied" and step.source.name in rotated
+        else step
+        for step in plan.steps
+    )
+    return replace(plan, recipe=recipe, steps=steps, rotated=rotated)
 
 
 def _check_length(config: Mapping[str, Any]) -> None:
@@ -315,15 +343,12 @@ def _steps(
     tensors: Mapping[str, TensorInfo],
     tied: bool,
     schemes: Mapping[str, Scheme | None],
-    rotated: Collection[str],
 ) -> list[Step]:
     embedding = next((spec.name for spec in table if spec.role == "embedding"), None)
     steps = []
     for spec in table:
         if spec.role != "head" or not tied:
             step = _step(tensors[spec.name], spec, schemes.get(spec.module))
-            if step.fate == "copied" and spec.name in rotated:
-                step = replace(step, fate="rotated")
             if spec.name == embedding and tied and "lm_head" not in schemes:
                 step = replace(step, module="lm_head", reason="embedding and tied head")
             steps.append(step)

@@ -16,7 +16,7 @@ from lowbit.convert.measure.weights import WeightQuality
 from lowbit.convert.original.answers import check_answers
 from lowbit.convert.original.evaluation_text import Text, check_names, default_texts
 from lowbit.convert.pipeline.conversion import Conversion
-from lowbit.convert.pipeline.finished import Finished, current_quality
+from lowbit.convert.pipeline.existing import ExistingResult, current_quality
 from lowbit.convert.pipeline.origin import Ask, Origin, find_origin
 from lowbit.convert.pipeline.verification import check_recorded
 from lowbit.convert.report.files import check_reports, left_out, write_reports
@@ -162,7 +162,7 @@ def prepare_report(
     return find_origin(folder, read_manifest(folder), source, ask)
 
 
-def go_on(done: Finished, request: LogitRequest | None, progress: Progress) -> Reported:
+def go_on(done: ExistingResult, request: LogitRequest | None, progress: Progress) -> Reported:
     """The report of a finished conversion; what it lacks is measured now.
 
     Args:

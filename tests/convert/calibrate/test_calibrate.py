@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lowbit.convert.calibrate import autoround, distill, distilled, held_out
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
 from lowbit.convert.measure.compare import measure_weights

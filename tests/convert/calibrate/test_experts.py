@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from lowbit.convert.calibrate import choose, experts
 from lowbit.convert.calibrate.experts import FEWEST_TOKENS, Routed, split, tokens_of_experts
 from lowbit.convert.calibrate.moments import paired
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.coverage import Coverage, coverage_of, few_tokens
 from lowbit.convert.measure.record import read_quality
 from lowbit.convert.pipeline.conversion import Conversion, convert

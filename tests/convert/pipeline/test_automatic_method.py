@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowbit.convert.calibrate.request import CalibrationRequest
-from lowbit.convert.pipeline import calibration, conversion, prospect
-from lowbit.convert.pipeline.prospect import expected_windows
+from lowbit.convert.calibrate import session
+from lowbit.convert.calibrate.session import CalibrationRequest
+from lowbit.convert.pipeline import conversion, estimate
+from lowbit.convert.pipeline.estimate import expected_windows
 from lowbit.convert.plan import calibration_cost
 from lowbit.formats.machine.free_memory import free_bytes
 
@@ -43,7 +44,7 @@ def text(source: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prospect, "matmul_rate", lambda *_: 1e3)
+    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e3)
 
 
 def method_of(out: Path) -> Any:
@@ -120,7 +121,7 @@ def test_an_interrupted_run_goes_on_with_its_method(
 def test_an_original_that_cannot_be_run(
     cli_as_typed: "Cli", source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "is_known", lambda _: False)
+    monkeypatch.setattr(session, "is_known", lambda _: False)
     done = cli_as_typed(source, tmp_path / "out")
     assert done.exit_code == 1
     assert "does not know model_type `qwen3`" in done.stderr

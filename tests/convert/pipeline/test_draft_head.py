@@ -11,17 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import Recipe, convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.measure.build import measure_sizes
 from lowbit.convert.measure.difference import difference
 from lowbit.convert.measure.inspection import inspect
-from lowbit.convert.pipeline.finished import find_finished
+from lowbit.convert.pipeline.conversion import Job
+from lowbit.convert.pipeline.existing import find_existing
 from lowbit.convert.pipeline.folder import check_output
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.plan.plan import make_plan
 from lowbit.convert.publish.parcel import make_parcel
 from lowbit.formats.draft_head import DRAFT_FILE, open_draft_head
 from lowbit.formats.errors import FormatError, QuantizationError, ResourceError
+from lowbit.formats.hub.locate import Location
 from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.layout.packing import dequantize, pack, unpack
 from lowbit.formats.layout.rtn import quantize
@@ -130,18 +132,10 @@ def test_the_same_command_again(hybrid: Path, made: Path, tmp_path: Path, hashes
     assert (again / "lowbit.json").read_bytes() == (made / "lowbit.json").read_bytes()
 
     def found(text: Path | None = None) -> bool:
-        result = find_finished(
-            hybrid,
-            again,
-            RECIPE,
-            revision=None,
-            device="cpu",
-            max_shard_bytes=5_000_000_000,
-            overwrite=False,
-            calibration=CalibrationRequest(),
-            draft_text=text,
-            progress=quiet,
-        )
+        source, plan = open_checkpoint(hybrid), make_plan(*_headers(hybrid), RECIPE)
+        location, cpu = Location(hybrid, None, None), torch.device("cpu")
+        job = Job(location, source, plan, cpu, CalibrationRequest(), text)
+        result = find_existing(job, again, overwrite=False, progress=quiet)
         return result is not None
 
     assert found()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.convert import convert
-from lowbit.convert.calibrate.request import CalibrationRequest
+from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.pipeline.verification import Verification, verify_folder
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.recipe import Override, Recipe

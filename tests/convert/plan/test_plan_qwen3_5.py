@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.convert.cli.tables import conversion as render
-from lowbit.convert.pipeline.preview import Preview
-from lowbit.convert.pipeline.prospect import Estimate, Prospect
+from lowbit.convert.cli.tables import plan as render
+from lowbit.convert.pipeline.estimate import Estimate, MethodCost
 from lowbit.convert.plan.calibration_cost import Windows
 from lowbit.convert.plan.method import RTN
 from lowbit.convert.plan.plan import Plan, make_plan
@@ -316,9 +315,8 @@ def test_mixture_of_experts_has_a_row_for_all_experts(capsys: pytest.CaptureFixt
     plan = make_plan(MODELS["Qwen3.5-35B-A3B"]["config"], tensors, Recipe())
     assert plan.written_parameters == 35_951_822_704
     assert (round(plan.output_bytes / 1e9, 1), round(plan.bits_per_weight, 2)) == (20.4, 4.54)
-    estimates = (Estimate(RTN, 40.0, None),)
-    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
-    render.plan(Preview("35B", ahead, 0, 0, tuple(vllm_verdict(plan)), None, 0, 8192, 0))
+    costs = (MethodCost(RTN, 40.0, None),)
+    render.plan("35B", Estimate(plan, torch.device("cpu"), Windows(160, 512), costs, None), 0)
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     row = ["512x2048", "INT4", "g128", str(40 * 256), "21.47", "GB", "5.54", "GB"]
@@ -346,10 +344,10 @@ def test_more_experts_than_a_manifest_can_list_are_refused() -> None:
 
 def test_plan_of_the_largest_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of("27B", Recipe())
-    estimates = (Estimate(RTN, 40.0, None),)
-    ahead = Prospect(Recipe(), plan, torch.device("cpu"), Windows(160, 512), estimates, None)
-    reasons = tuple(vllm_verdict(plan))
-    render.plan(Preview("Qwen/Qwen3.5-27B", ahead, 0, 0, reasons, None, 0, 8192, 0))
+    ahead = Estimate(
+        plan, torch.device("cpu"), Windows(160, 512), (MethodCost(RTN, 40.0, None),), None
+    )
+    render.plan("Qwen/Qwen3.5-27B", ahead, 0)
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if len(line.split()) > 1}
     assert rows["post_attention_layernorm"][1:] == [
