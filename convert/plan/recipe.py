@@ -165,13 +165,10 @@ class Recipe:
     def from_json(cls, content: Mapping[str, Any]) -> "Recipe":
         """Read the object that `to_json` wrote.
 
-        Older releases wrote neither `mtp`, which was as stored, nor `draft_vocabulary`.
-
         Raises:
             QuantizationError: it was written by another release, or is no recipe.
         """
         try:
-            content = {"mtp": "bf16", "draft_vocabulary": 0, **content}
             recipe = cls(
                 base=content["recipe"],
                 group_size=content["group_size"],

@@ -10,7 +10,7 @@ from typing import Any
 from lowbit.convert.plan.sets import BITS
 from lowbit.formats.errors import FormatError
 from lowbit.formats.files.user_file import read_user_file
-from lowbit.formats.layout.records import parse_object, record, records
+from lowbit.formats.layout.records import parse_object, record
 from lowbit.formats.layout.scheme import GROUP_SIZES, Scheme
 
 SCHEMA = 2  # 1 held the KL of one quantized model a row
@@ -109,13 +109,12 @@ def read_sensitivities(path: Path) -> Sensitivities:
     """
     hint = "compute them again with `lowbit-convert sensitivity`"
     raw = read_user_file(path, "sensitivities")
-    content = parse_object(raw, path, "schema", SCHEMA, hint)
-    content["rows"] = records(Row, content.get("rows"), f"{path}: rows")
-    for row in content["rows"]:
+    found = record(Sensitivities, parse_object(raw, path, "schema", SCHEMA, hint), str(path))
+    for row in found.rows:
         if row.bits not in BITS or row.group_size not in GROUP_SIZES:
             raise FormatError(
                 f"`{path}`: `{row.name}` has {row.bits} bits in groups of {row.group_size}, "
                 "which are not to choose from",
                 hint=hint,
             )
-    return record(Sensitivities, content, str(path))
+    return found

@@ -157,26 +157,6 @@ def test_notes_stand_with_the_verdict(
         assert note in top
 
 
-def test_a_report_of_an_older_release(
-    full: QualityReport, read_page: ReadPage, tmp_path: Path
-) -> None:
-    content = full.to_json() | {"schema": 2}
-    for key in ("measured_on", "original", "model_type", "parameters"):
-        del content[key]
-    del content["logits"]["kl_error"]
-    for row in content["logits"]["positions"]:
-        del row["kl_error"]
-    for row in content["logits"]["kinds"]:
-        del row["kl_p99"], row["kl_error"]
-    (tmp_path / "quality.json").write_text(json.dumps(content))
-    found = read_quality(tmp_path)
-    assert found is not None
-    page = read_page(render_html(found, None, "m"))
-    assert "packed from a local original, and compared with it." in page.text
-    assert "Verdict Usable" in page.text
-    assert "Measured on" not in page.text
-
-
 HOSTILE = (
     "</title><script>alert(1)</script>",
     "\"'><img src=x onerror=alert(1)>",
