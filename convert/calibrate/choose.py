@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.convert.calibrate.autoround import learn_rounding
 from lowbit.convert.calibrate.damping import DAMPINGS, fitting_factor
 from lowbit.convert.calibrate.experts import (
     FEWEST_TOKENS,
@@ -18,7 +17,7 @@ from lowbit.convert.calibrate.experts import (
 )
 from lowbit.convert.calibrate.gptq import Factor, factorize
 from lowbit.convert.calibrate.held_out import output_error
-from lowbit.convert.calibrate.learned import Learned
+from lowbit.convert.calibrate.learned import Learned, learn_rounding
 from lowbit.convert.calibrate.linear import Chosen, gptq, nearest, weighted
 from lowbit.convert.calibrate.moments import Moments, head_moments, input_power, measure
 from lowbit.convert.calibrate.store import LayerError

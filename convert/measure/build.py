@@ -11,7 +11,7 @@ from lowbit.convert.measure.command import command_of
 from lowbit.convert.measure.coverage import Coverage
 from lowbit.convert.measure.record import LogitQuality, QualityReport, Sizes
 from lowbit.convert.measure.weights import WeightQuality
-from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.plan.plan import bits_per_weight, count_parameters
 from lowbit.formats.architectures import is_carried, is_tied, kind_of, part_of, tensor_table
 from lowbit.formats.draft_head import DRAFT_FILE, entries, name_in
 from lowbit.formats.file_names import REPORT_FILES

@@ -31,11 +31,13 @@ from lowbit.formats.architectures import (
     ROTATABLE,
     architecture_of,
     is_tied,
+    part_of,
     prefix_of,
     read_config,
     tensor_table,
 )
 from lowbit.formats.errors import UnsupportedModelError
+from lowbit.formats.layout.scheme import Scheme
 from lowbit.formats.safetensors.checkpoint import Checkpoint, TensorInfo
 
 HEAD = "lm_head.weight"
@@ -157,6 +159,25 @@ def rotation_roles(config: Mapping[str, Any], names: Collection[str]) -> dict[st
     roles[final_norm] = Role("gain", final_norm)
     roles[HEAD] = Role("reads", embedding if tied else HEAD, final_norm)
     return roles
+
+
+def why_not_rotated(
+    config: Mapping[str, Any], schemes: Mapping[str, Scheme | None], names: Collection[str]
+) -> str | None:
+    """Reason why a checkpoint cannot be rotated; None where it can.
+
+    Args:
+        config: config.json of the source.
+        schemes: of all linears.
+        names: of its tensors.
+    """
+    if any(part_of(config, name) == "mtp" for name in names):
+        return "its head for multi-token prediction shares lm_head but not the norm before it"
+    if config.get("model_type") not in ROTATABLE:
+        return f"only {', '.join(ROTATABLE)} can be"
+    if is_tied(config) and schemes.get("lm_head") is None:
+        return "a head that stays the embedding cannot take over the last norm's gain"
+    return None
 
 
 def held_bytes(roles: Mapping[str, Role], tensors: Mapping[str, TensorInfo], device: str) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from lowbit.convert.calibrate.session import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
-from lowbit.convert.original.rotation import held_bytes
+from lowbit.convert.original.rotation import held_bytes, why_not_rotated
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
 from lowbit.convert.pipeline.journal import begun_method
 from lowbit.convert.pipeline.place import partial_of, place_of
@@ -34,7 +34,6 @@ from lowbit.convert.plan.memory import block_elements, peak_estimate
 from lowbit.convert.plan.method import RTN, Method
 from lowbit.convert.plan.plan import Plan, with_method
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import part_of, read_config, tensor_table
 from lowbit.formats.architectures.footprint import (
     DEFAULT_CONTEXT,

@@ -3,20 +3,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from lowbit.convert.original.rotation import Role, rotation_roles
-from lowbit.convert.plan.bits import bits_per_weight, count_parameters
+from lowbit.convert.original.rotation import Role, rotation_roles, why_not_rotated
 from lowbit.convert.plan.choice_of_method import check_method
 from lowbit.convert.plan.method import Method
 from lowbit.convert.plan.parts import check_drafter, draft_rows, draft_scheme, dropped_mtp
 from lowbit.convert.plan.recipe import Recipe
-from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import (
     Part,
     is_carried,
@@ -35,20 +33,18 @@ from lowbit.formats.errors import CheckpointError, QuantizationError
 from lowbit.formats.files.reading import MAX_TEXT_BYTES
 from lowbit.formats.hub.ids import HUB_ID
 from lowbit.formats.layout.manifest import MANIFEST_FILE, Fate, json_bytes
-from lowbit.formats.layout.packing import PACKED, SCALE, SHAPE, packed_shapes
+from lowbit.formats.layout.packing import packed_shapes
 from lowbit.formats.layout.quantization_config import (
     KEY,
     method_of,
     write_quantization_config,
 )
-from lowbit.formats.layout.rtn import SCALE_DTYPE
 from lowbit.formats.layout.scheme import Scheme
-from lowbit.formats.packed import FLOATS
+from lowbit.formats.packed import FLOATS, OUTPUT_DTYPES
 from lowbit.formats.safetensors.checkpoint import CONFIG_FILE, MAX_CONFIG_BYTES, TensorInfo
 from lowbit.formats.safetensors.shards import Shard, lay_out
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-OUTPUT_DTYPES = {PACKED: torch.int32, SCALE: SCALE_DTYPE, SHAPE: torch.int64}
 HEAD = "lm_head.weight"
 EXPERTS = ".experts."
 RECORD_BYTES = 260  # of a tensor in lowbit.json, its name aside
@@ -388,3 +384,24 @@ def _carry(source: TensorInfo, dropped: bool) -> Step:
 def _drop(source: TensorInfo, part: str) -> Step:
     """A tensor of a part that the recipe leaves out."""
     return Step(source, "dropped", f"{part}: as the recipe says", None, None, ())
+
+
+def bits_per_weight(weight_bytes: int, parameters: int) -> float:
+    """Bits of a folder's weight files over the model's parameters.
+
+    Args:
+        weight_bytes: sum of the sizes of the safetensors files, headers included: packed linears
+            with their scales, embedding, norms, and all else that is stored.
+        parameters: `count_parameters` of the source.
+    """
+    return 8 * weight_bytes / parameters if parameters else 0.0
+
+
+def count_parameters(sources: Iterable[tuple[str, tuple[int, ...], Fate]]) -> int:
+    """Weights of the source that are in the folder, a tied head's counted once.
+
+    Args:
+        sources: name, shape and fate of every source tensor; a name may come again.
+    """
+    shapes = {name: shape for name, shape, fate in sources if fate != "dropped"}
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from lowbit.convert.plan.joined import joined, without_experts
 from lowbit.convert.plan.method import RTN, Method
+from lowbit.convert.plan.sets import joined, without_experts
 from lowbit.formats.architectures.names import split_layer
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import QuantizationError
@@ -75,6 +75,13 @@ class Override:
                 f"of 2 to 8 bits"
             )
         return cls(pattern, int(bits), None if group is None else int(group))
+
+    @classmethod
+    def of(cls, pattern: str, scheme: Scheme | None) -> "Override":
+        """Give a scheme, None for as stored, to what a pattern matches."""
+        if scheme is None:
+            return cls(pattern, AS_STORED)
+        return cls(pattern, scheme.bits, scheme.group_size)
 
     def __str__(self) -> str:
         """Text that `parse` reads."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowbit.convert.measure.record import QualityReport, read_quality
-from lowbit.convert.pipeline.draft import is_untouched_draft
 from lowbit.convert.pipeline.origin import recall
+from lowbit.convert.pipeline.owned import is_untouched_draft
 from lowbit.convert.pipeline.verification import verify_folder
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.files import source_card

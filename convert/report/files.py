@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowbit.convert.measure.record import QualityReport
 from lowbit.convert.measure.speed import Speed, read_speed
-from lowbit.convert.pipeline.draft import is_untouched_draft, marked
+from lowbit.convert.pipeline.owned import is_untouched_draft, marked
 from lowbit.convert.report.card import render_card
 from lowbit.convert.report.html import render_html
 from lowbit.convert.report.source_card import SourceCard, read_source_card

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lowbit.convert.pipeline.conversion import Conversion
+from lowbit.convert.pipeline.finetune import Finetuned
+from lowbit.convert.pipeline.own_text import OwnText
 from lowbit.convert.pipeline.verification import Verification
 from lowbit.convert.plan.readers import runtime_verdict, transformers_verdict, vllm_verdict
 from lowbit.convert.report.remarks import rounded_head
 from lowbit.convert.report.reporting import Reported
 from lowbit.convert.report.terminal import WORST, render_terminal
 from lowbit.convert.report.verdict import judge
-from lowbit.convert.report.words import percent, size
+from lowbit.convert.report.words import MISSING, ORDINALS, number, percent, size
 from lowbit.formats.architectures import is_drafter
 from lowbit.formats.layout.manifest import DraftVocabulary
 from lowbit.formats.printable import printable
@@ -180,4 +183,51 @@ def quality_json(folder: Path, found: Reported) -> dict[str, Any]:
         "verdict": asdict(judge(found.quality)),
         "quality": found.quality.to_json(),
         "notes": list(found.notes),
+    }
+
+
+def finetuned(done: Finetuned) -> None:
+    """Print the drafts before and after, and what became of the folder."""
+    console = results()
+    title = f"drafts on {done.held_out} windows held out, learned on {done.windows}"
+    table = plain_table(title, ("draft",), ("before", "after", "tokens a round", "after "))
+    for name, before, after in zip_longest(ORDINALS, done.before, done.after):
+        pair = (before, after)
+        right = (MISSING if x is None else percent(x.agreement, 1) for x in pair)
+        tokens = (MISSING if x is None else number(x.tokens_a_round, 2) for x in pair)
+        table.add_row(name, *right, *tokens)
+    console.print(table)
+    seconds = f"{done.steps} steps in {done.seconds:.0f} s"
+    if done.exchanged:
+        console.print(styled(DONE, f" {done.folder} has the trained head, {seconds}"))
+    else:
+        console.print(
+            styled(("!", "yellow"), f" {done.folder} is as it was: no better after {seconds}")
+        )
+
+
+def own_text(done: OwnText, source: str, revision: str | None) -> None:
+    """Show the file, answers, tokens and time, and the command that calibrates on it."""
+    cut = len(done.answers) - done.ended
+    results().print(
+        styled(
+            DONE,
+            f" {done.file} written in {done.seconds:.1f} s: {len(done.answers):,} answers of "
+            f"{done.tokens:,} tokens ({cut:,} were cut), then the bundled text",
+        )
+    )
+    chosen = [] if revision is None else ["--revision", revision]
+    command = ["lowbit-convert", source, "OUT", "--calib", str(done.file), *chosen]
+    note(f"next: {shlex.join(command)}", fold=False)
+
+
+def own_text_json(done: OwnText) -> dict[str, Any]:
+    """Figures of `own_text` as the object of `--json`."""
+    return {
+        "file": str(done.file),
+        "answers": len(done.answers),
+        "ended": done.ended,
+        "tokens": done.tokens,
+        "batch": done.batch,
+        "seconds": done.seconds,
     }

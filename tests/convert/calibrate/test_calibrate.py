@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowbit.convert.calibrate import autoround, distill, distilled, held_out
+from lowbit.convert.calibrate import distill, distilled, held_out, learned
 from lowbit.convert.calibrate.session import CalibrationRequest
 from lowbit.convert.calibrate.store import PREFIX
 from lowbit.convert.export.export import export
@@ -40,7 +40,7 @@ class _StopError(Exception):
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
-    monkeypatch.setattr(autoround, "STEPS", 12)
+    monkeypatch.setattr(learned, "STEPS", 12)
     monkeypatch.setattr(distill, "STEPS", 5)
     monkeypatch.setattr(distilled, "STEPS", 5)
     monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)

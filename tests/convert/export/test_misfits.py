@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowbit.convert.export.export import LAYOUTS, Target, export
-from lowbit.convert.export.misfits import prove_dequantized, spans, without
+from lowbit.convert.export.misfits import prove_dequantized, without
 from lowbit.convert.export.source import open_source
+from lowbit.formats.architectures.names import spans
 from lowbit.formats.architectures.table import TensorSpec
 from lowbit.formats.errors import FormatError
 from lowbit.formats.layout.packing import unpack
