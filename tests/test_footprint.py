@@ -21,7 +21,7 @@ NORM_BYTES = 2  # Qwen3.5's BF16 norms become FP32 at load
 def test_plan_announces_what_the_runtime_takes(tmp_path: Path, name: str) -> None:
     source = MODELS / name
     view = preview(str(source), None, Recipe(), 10**9)
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", Recipe())
     opened = open_model(tmp_path / "out")
     packed = sum(scheme is not None for scheme in opened.schemes.values())
     small = sum(torch.Size(spec.shape).numel() for spec in opened.specs if not spec.quantizable) - (

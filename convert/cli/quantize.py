@@ -158,7 +158,6 @@ def quantize(
         ahead = look_ahead_at(
             source,
             revision,
-            out,
             made,
             max_shard_size,
             automatic=automatic,

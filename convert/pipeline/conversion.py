@@ -32,6 +32,7 @@ from lowbit.convert.pipeline.folder import (
 )
 from lowbit.convert.pipeline.journal import Finished, Journal, open_journal
 from lowbit.convert.pipeline.place import partial_of, place_of
+from lowbit.convert.pipeline.prospect import automatic_recipe
 from lowbit.convert.pipeline.stream import stream
 from lowbit.convert.plan.memory import block_elements
 from lowbit.convert.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
@@ -119,8 +120,9 @@ def convert(
     Args:
         source: folder, or Hub id.
         out: folder to create.
-        recipe: INT4 g128 with an INT8 head, rounded to nearest, where left out; the method is
-            never chosen here, as `--method auto` of the command does.
+        recipe: INT4 g128 with an INT8 head, by the method that the command chooses, where left
+            out; `automatic_recipe` chooses it for other recipes, which round to nearest unless
+            they name a method.
         revision: branch, tag or commit of a Hub id.
         device: `cpu` or `cuda`; round-to-nearest gives the same bytes on both.
         max_ram: resident memory not to exceed, in bytes; by default 2 GB, or 0.5 GB beyond what
@@ -147,7 +149,11 @@ def convert(
     location = locate(str(source), revision)
     check_apart(location.folder, place)
     checkpoint = open_checkpoint(location.folder)
-    plan = make_plan(checkpoint.config, checkpoint.tensors, recipe or Recipe(), max_shard_bytes)
+    request = calibration or CalibrationRequest()
+    recipe = recipe or automatic_recipe(
+        checkpoint.config, checkpoint.tensors, Recipe(), device=device, request=request
+    )
+    plan = make_plan(checkpoint.config, checkpoint.tensors, recipe, max_shard_bytes)
     load_generation_config(location.folder, read_config(checkpoint.config).vocab_size)  # checks it
     files = check_small_files(location.folder)
     held = held_bytes(plan.rotated, checkpoint.tensors, target.type)
@@ -155,13 +161,11 @@ def convert(
     chosen = choose_draft_rows(plan, checkpoint, draft_text)
     session = None
     if plan.recipe.method.calibrated:
-        request = calibration or CalibrationRequest()
         session = begin_calibration(plan, checkpoint, request, target)
     partial = partial_of(place)
     partial.mkdir(parents=True, exist_ok=True)
     digest = plan.digest() if session is None else session.digest
-    method = str(plan.recipe.method)
-    with open_journal(partial, digest, overwrite, files, OTHER_WORK, method) as journal:
+    with open_journal(partial, digest, overwrite, files, OTHER_WORK) as journal:
         prepare_shards(plan, partial)
         calibrated = None if session is None else session.run(partial, report)
         kept = _still_valid(journal, plan, checkpoint, partial, report)

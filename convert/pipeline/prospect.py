@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,21 +10,18 @@ import torch
 from lowbit.convert.calibrate.request import SAMPLES, CalibrationRequest
 from lowbit.convert.original.calibration_text import bundled_texts
 from lowbit.convert.original.device import open_device
-from lowbit.convert.pipeline.journal import begun_method
-from lowbit.convert.pipeline.place import partial_of, place_of
 from lowbit.convert.plan.calibration_cost import (
     Memory,
     Windows,
+    calibration_flops,
     calibration_memory,
     calibration_seconds,
     shapes_of,
 )
 from lowbit.convert.plan.choice_of_method import (
     GPTQ,
-    WEIGHTED,
     Gain,
     automatic_method,
-    best_gptq,
     gain_of,
     methods,
     needs_no_calibration,
@@ -36,9 +32,7 @@ from lowbit.convert.plan.plan import Plan, make_plan
 from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.rotatable import why_not_rotated
 from lowbit.formats.architectures import read_config, tensor_table
-from lowbit.formats.errors import LowbitError
 from lowbit.formats.hub.locate import locate
-from lowbit.formats.layout.manifest import read_manifest
 from lowbit.formats.machine.cores import core_count
 from lowbit.formats.safetensors.checkpoint import TensorInfo, open_checkpoint
 
@@ -113,7 +107,6 @@ def look_ahead(
     automatic: bool,
     device: str,
     request: CalibrationRequest,
-    begun: Method | None = None,
 ) -> Prospect:
     """Estimate a conversion, and settle its method.
 
@@ -125,13 +118,13 @@ def look_ahead(
         automatic: choose the method; the recipe's own is not looked at.
         device: `cpu` or `cuda`.
         request: the calibration text.
-        begun: the method of an earlier run that this one may continue. On a CPU the choice depends
-            on a measured speed, which would otherwise decide whether work can be taken up again.
 
     Raises:
         LowbitError: a source that cannot be converted by the recipe.
     """
     place = open_device(device)
+    if automatic:
+        recipe = automatic_recipe(config, tensors, recipe, device=device, request=request)
     plan = make_plan(config, tensors, recipe, max_shard_bytes)
     sizes = read_config(config)
     if sizes.block_drafts is not None:  # it is rounded to nearest
@@ -157,22 +150,51 @@ def look_ahead(
     obstacle = why_not_rotated(config, plan.schemes, tensors)
     rotatable = obstacle is None
     estimates = [estimate(method) for method in methods(rotatable, experts)]
-    if automatic:
-        seconds = estimate(GPTQ).seconds
-        method = automatic_method(plan.schemes, place.type, seconds, rotatable, experts)
-        if place.type == "cpu" and method != RTN and begun in (WEIGHTED, best_gptq(rotatable)):
-            method = begun
-        recipe = replace(recipe, method=method)
-        plan = make_plan(config, tensors, recipe, max_shard_bytes)  # a rotation changes fates
-    elif all(recipe.method != row.method for row in estimates):
+    if all(recipe.method != row.method for row in estimates):
         estimates.append(estimate(recipe.method))
     return Prospect(recipe, plan, place, windows, tuple(estimates), obstacle)
+
+
+def automatic_recipe(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    recipe: Recipe,
+    *,
+    device: str,
+    request: CalibrationRequest,
+) -> Recipe:
+    """The recipe with the method that `auto` stands for; a drafter's is left as it is.
+
+    Args:
+        config: config.json of the source.
+        tensors: its headers.
+        recipe: which linear gets which scheme; its method is not looked at.
+        device: `cpu` or `cuda`.
+        request: the calibration text.
+
+    Raises:
+        LowbitError: a source that cannot be converted by the recipe.
+    """
+    sizes = read_config(config)
+    if sizes.block_drafts is not None:
+        return recipe
+    schemes = make_plan(config, tensors, replace(recipe, method=RTN)).schemes
+    windows = expected_windows(request, sizes.max_position_embeddings, device)
+    shapes = shapes_of(tensor_table(config, tensors), schemes, sizes.experts)
+    method = automatic_method(
+        schemes,
+        device,
+        calibration_flops(shapes, GPTQ, windows),
+        core_count(),
+        why_not_rotated(config, schemes, tensors) is None,
+        sizes.experts is not None,
+    )
+    return replace(recipe, method=method)
 
 
 def look_ahead_at(
     source: str,
     revision: str | None,
-    out: Path,
     recipe: Recipe,
     max_shard_bytes: int,
     *,
@@ -180,7 +202,7 @@ def look_ahead_at(
     device: str,
     request: CalibrationRequest,
 ) -> Prospect:
-    """`look_ahead` for a folder or a Hub id, and what is at `out` already.
+    """`look_ahead` for a folder or a Hub id.
 
     Raises:
         LowbitError: whatever would stop the conversion before it starts.
@@ -194,7 +216,6 @@ def look_ahead_at(
         automatic=automatic,
         device=device,
         request=request,
-        begun=earlier_method(out, recipe) if automatic else None,
     )
 
 
@@ -207,29 +228,6 @@ def expected_windows(request: CalibrationRequest, context: int, device: str) -> 
     tokens = max(2, math.ceil(size / BYTES_A_TOKEN))
     length = min(request.length, context, tokens)
     return Windows(min(request.samples or SAMPLES[device], tokens // length), length)
-
-
-def earlier_method(out: Path, recipe: Recipe) -> Method | None:
-    """The method of an earlier conversion at `out`, whole or interrupted.
-
-    Args:
-        out: folder of the command.
-        recipe: of the command; a whole conversion by another recipe, its method aside, is none.
-
-    Returns:
-        None where there is none that can be read; whoever writes there will say why.
-    """
-    try:
-        place = place_of(out)
-        manifest = read_manifest(place)
-        if manifest is None:
-            name = begun_method(partial_of(place))
-        else:
-            asked = {**recipe.to_json(), "method": manifest.recipe.get("method")}
-            name = asked["method"] if manifest.recipe == asked else None
-        return None if name is None else Method.parse(name)
-    except LowbitError:
-        return None
 
 
 def _rounding_seconds(weights: int, device: str) -> float:

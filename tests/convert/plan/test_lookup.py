@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lowbit.convert.pipeline.conversion import convert
 from lowbit.convert.plan.cache import cache_file, hash_weights, write_file
 from lowbit.convert.plan.lookup import Settings, find_or_estimate, read_checked
+from lowbit.convert.plan.recipe import Recipe
 from lowbit.convert.plan.sensitivities import Row, Sensitivities, read_sensitivities
 from lowbit.formats.errors import FormatError, QuantizationError, RequestError
 from lowbit.formats.layout.manifest import read_manifest
@@ -82,7 +83,7 @@ def test_all_that_figures_depend_on_counts(
 
 
 def test_weights_are_hashed_as_in_the_manifest(readable: Path, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     manifest = read_manifest(tmp_path / "packed")
     assert manifest is not None
     checkpoint = open_checkpoint(readable)
@@ -100,7 +101,7 @@ def test_a_file_of_another_model(readable: Path, tmp_path: Path) -> None:
 
 
 def test_a_packed_checkpoint(readable: Path, settings: Settings, tmp_path: Path) -> None:
-    convert(readable, tmp_path / "packed")
+    convert(readable, tmp_path / "packed", Recipe())
     with pytest.raises(QuantizationError, match="is already quantized"):
         find_or_estimate(tmp_path / "packed", settings, ignore)
 
