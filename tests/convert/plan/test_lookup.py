@@ -22,7 +22,7 @@ from lowbit.formats.safetensors.checkpoint import open_checkpoint
 
 ROW = Row("a.qkv", ("a.q", "a.k"), 64, 4, 32, 100, 0.125)
 RECORD = Sensitivities(
-    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", (ROW,)
+    "1", "2", "3", "cpu", "c" * 64, "w" * 64, "text", "t" * 64, 512, 8, 2, "signed", False, (ROW,)
 )
 
 
@@ -74,10 +74,14 @@ def test_all_that_figures_depend_on_counts(
     for folder, how in (
         (readable, dataclasses.replace(settings, calib=other)),
         (readable, dataclasses.replace(settings, groups=(128,))),
+        (readable, dataclasses.replace(settings, rule="positive")),
+        (readable, dataclasses.replace(settings, rotate=True)),
         (changed, settings),
     ):
         found = find_or_estimate(folder, how, ignore)
         assert found.is_new
+        record = found.sensitivities
+        assert (record.scale_rule, record.rotated) == (how.rule, how.rotate)
         assert found.file not in known
         known.add(found.file)
 
@@ -118,7 +122,7 @@ def test_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"schema": 1}, "schema 1, this release reads 2"),
+        ({"schema": 1}, "schema 1, this release reads 3"),
         ({"rows": {}}, "rows` is not a list"),
         ({"rows": [{"name": "a"}]}, "missing keys"),
         ({"rows": [{**dataclasses.asdict(ROW), "bits": "4"}]}, "`bits` cannot be"),
