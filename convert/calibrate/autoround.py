@@ -17,8 +17,7 @@ from lowbit.convert.calibrate.held_out import Batches
 from lowbit.convert.calibrate.learned import Learned
 from lowbit.convert.calibrate.windows import Windows
 from lowbit.convert.original.layer import Layer
-
-STEPS = 200
+from lowbit.convert.plan.calibration_cost import AUTOROUND_STEPS
 
 
 def learn_rounding(
@@ -38,13 +37,13 @@ def learn_rounding(
         pool: of `alone_on_threads`.
     """
     length = windows.hidden.shape[1]
-    for number, batch in enumerate(Batches(windows.learned, length).take(STEPS)):
+    for number, batch in enumerate(Batches(windows.learned, length).take(AUTOROUND_STEPS)):
         target = windows.original[batch].to(device)
         layer.put({name: linear.weight() for name, linear in linears.items()})
         x = windows.hidden[batch].to(device)
         _, gradients = layer_gradient(layer, linears, x, partial(_minus, target), pool)
         for name, gradient in gradients.items():
-            linears[name].step(gradient, 1 - number / STEPS)
+            linears[name].step(gradient, 1 - number / AUTOROUND_STEPS)
 
 
 def _minus(target: Tensor, out: Tensor, part: slice) -> Tensor:

@@ -138,10 +138,6 @@ def quantize(
     made, automatic = make_recipe(**recipe), recipe["method"] == AUTO
     if not (automatic or made.method.calibrated):
         _check_calibration(calib, target)
-    if target is not None and _given("group_size"):
-        raise click.UsageError(
-            "--group-size has no effect with a target, which chooses group sizes; use --bits."
-        )
     texts = reporting.read_texts(eval_texts) if report else ()
     check_gate(gate, texts)
     goes_on = may_go_on(out, overwrite, report, repo is not None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lowbit.convert.cli.options import parse_size
 from lowbit.formats.errors import LowbitError
@@ -41,6 +42,12 @@ def target_options(command: Command) -> Command:
     ) -> None:
         automatic = options.get("method") == AUTO
         target = make_target(target_bpw, target_size, sensitivities, automatic)
+        context = click.get_current_context()
+        group_size_source = context.get_parameter_source("group_size")
+        if target is not None and group_size_source is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                "--group-size has no effect with a target, which chooses group sizes; use --bits."
+            )
         command(target=target, **options)
 
     return _options(run)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from lowbit.convert.calibrate.request import CalibrationRequest
 from lowbit.convert.original.rotation import held_bytes
 from lowbit.convert.pipeline.folder import check_small_files, passed_through
@@ -108,13 +106,13 @@ def preview(
         load_generation_config(folder, sizes_of.vocab_size)  # checks it
     context = min(sizes_of.max_position_embeddings, DEFAULT_CONTEXT)
     workers = core_count()
-    held = held_bytes(plan.rotated, tensors, "cpu")
-    elements = block_elements(None, workers, torch.device("cpu"), held)
+    held = held_bytes(plan.rotated, tensors, ahead.device.type)
+    elements = block_elements(None, workers, ahead.device, held)
     return Preview(
         source=source,
         prospect=ahead,
         other_bytes=sum(sizes[name] for name in passed_through(sizes)),
-        peak_ram=peak_estimate(elements, workers, held),
+        peak_ram=peak_estimate(elements, workers, held, ahead.device.type),
         vllm=tuple(vllm_verdict(plan)),
         unserved=runtime_verdict(plan),
         run_bytes=sum(

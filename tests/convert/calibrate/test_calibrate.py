@@ -40,10 +40,10 @@ class _StopError(Exception):
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training long enough to help, short enough to wait for."""
-    monkeypatch.setattr(autoround, "STEPS", 12)
-    monkeypatch.setattr(distill, "STEPS", 5)
-    monkeypatch.setattr(distilled, "STEPS", 5)
-    monkeypatch.setattr(held_out, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(autoround, "AUTOROUND_STEPS", 12)
+    monkeypatch.setattr(distill, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(distilled, "DISTILL_STEPS", 5)
+    monkeypatch.setattr(held_out, "STEP_TOKENS", 4 * LENGTH)
 
 
 @pytest.fixture(scope="session")

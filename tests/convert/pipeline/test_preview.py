@@ -1,14 +1,18 @@
 """`plan`: the same for a folder and a Hub id, and what the conversion then does."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from lowbit.convert import Override, Recipe, convert
 from lowbit.convert.pipeline.preview import Preview, preview
+from lowbit.convert.pipeline.prospect import Prospect, look_ahead
 from lowbit.convert.plan.memory import resident_bytes
+from lowbit.convert.plan.method import Method
 from lowbit.formats.errors import LowbitError
 
 if TYPE_CHECKING:
@@ -43,6 +47,33 @@ def test_what_it_says_is_what_happens(source: Path, tmp_path: Path) -> None:
     assert view.vllm == ()
     assert view.unserved is None
     assert 200e6 < view.peak_ram <= resident_bytes() + 0.5e9
+
+
+def test_the_peak_is_that_of_the_device(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a GPU are larger, and its workers and libraries take other memory."""
+    asked = []
+
+    def elements(limit: None, workers: int, device: torch.device, held: int) -> int:
+        asked.append((device.type, held))
+        return 1 << 20
+
+    def look(*args: Any, **named: Any) -> Prospect:
+        return replace(look_ahead(*args, **named), device=torch.device("cuda"))
+
+    monkeypatch.setattr("lowbit.convert.pipeline.preview.block_elements", elements)
+    monkeypatch.setattr("lowbit.convert.plan.memory.resident_bytes", lambda: 300_000_000)
+    monkeypatch.setattr("lowbit.convert.pipeline.preview.core_count", lambda: 4)
+    rotated = Recipe(method=Method.parse("gptq+rotate"))
+    peaks = [view_of(str(source), rotated).peak_ram]
+    monkeypatch.setattr("lowbit.convert.pipeline.preview.look_ahead", look)
+    peaks.append(view_of(str(source), rotated).peak_ram)
+    largest = 256 * 128 * 4  # of the matrices whose rows are mixed; a GPU does that itself
+    assert [kind for kind, _ in asked] == ["cpu", "cuda"]
+    assert asked[1][1] == largest < asked[0][1]
+    room = (1 << 20) * (4 * 12 + 4 * 36), (1 << 20) * (4 * 12 + 4 * 8)
+    slack = 96 << 20, (96 << 20) + (500 << 20)
+    expected = [300_000_000 + slack[n] + asked[n][1] + room[n] for n in (0, 1)]
+    assert peaks == expected
 
 
 def test_verdicts(source: Path) -> None:

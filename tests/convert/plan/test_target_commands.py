@@ -196,10 +196,15 @@ def test_a_target_out_of_reach_is_known_before_the_pass(
         (("--target-bpw", "4,5"), "is not a number of bits"),
         (("--target-size", "big"), "is not a size"),
         (("--sensitivities", "x.json"), "--sensitivities is for --target-bpw or --target-size"),
+        (("--target-bpw", "12", "--group-size", "64"), "--group-size has no effect with a target"),
     ],
 )
-def test_usage(cli: "Cli", readable: Path, options: tuple[str, ...], message: str) -> None:
-    result = cli("plan", readable, *options)
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+def test_usage(
+    cli: "Cli", readable: Path, command: str, options: tuple[str, ...], message: str
+) -> None:
+    out = () if command == "plan" else (readable / "out",)
+    result = cli(command, readable, *out, *options)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
 
